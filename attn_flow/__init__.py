@@ -1,0 +1,1 @@
+"""Self-attention as a flow of interacting particles."""

@@ -1,0 +1,419 @@
+"""Who attends to whom: the drift F(x) = sum_h O_h V_h m_beta[mu](G_h x + b_h) + c, with mu the cloud or any measure.
+
+Scores are <Q x + b, K y>, so G = K^T Q and the query bias acts through K^T b. A key bias would be constant in y and
+cancel. Heads are summed. Matrices act on column vectors: tokens are rows, so code reads x @ Q.mT.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attn_flow import checks, kernels
+from attn_flow.measures import Cloud, Measure
+
+Kind = Literal["softmax", "unnormalised", "hardmax", "sinkhorn"]
+KINDS: tuple[Kind, ...] = ("softmax", "unnormalised", "hardmax", "sinkhorn")
+SINKHORN_SWEEPS = 300
+TOGETHER = 2**16  # tokens times heads that are computed at once when no gradient is needed
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """Multi-head attention with factored weights and inverse temperature beta.
+
+    Q, K (..., heads, k, d); V (..., heads, v, d); O (..., heads, d, v). None stands for the identity (k = d or
+    v = d). One head may drop its axis. beta is a number or a tensor whose last axis is heads (or 1): `beta[:, None]`
+    gives one beta per batch element; inf is hardmax. query_bias (..., heads, k) is added to Q x; value_bias (..., d)
+    is a constant drift. Leading axes of weights broadcast against those of the tokens.
+    """
+
+    Q: Tensor
+    K: Tensor | None = None
+    V: Tensor | None = None
+    O: Tensor | None = None
+    beta: float | Tensor = 1.0
+    query_bias: Tensor | None = None
+    value_bias: Tensor | None = None
+    kind: Kind = "softmax"
+    causal: bool = False
+    self_attention: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("Q", "K", "V", "O"):
+            weight = getattr(self, name)
+            if weight is not None and weight.ndim == 2:
+                object.__setattr__(self, name, weight[None])
+        if self.query_bias is not None and self.query_bias.ndim == 1:
+            object.__setattr__(self, "query_bias", self.query_bias[None])
+        if self.kind == "hardmax":
+            object.__setattr__(self, "kind", "softmax")
+            object.__setattr__(self, "beta", math.inf)
+        self._check()
+
+    def _check(self) -> None:
+        checks.one_of("kind", self.kind, KINDS)
+        Q = self.Q
+        if Q.ndim < 3:
+            raise ValueError(f"Q has shape {tuple(Q.shape)}, expected (heads, k, d) or (k, d).")
+        heads, k, d = Q.shape[-3:]
+        v = self.V.shape[-2] if self.V is not None else d
+        expected = {
+            "K": ((heads, k, d), "(heads, k, d)"),
+            "V": ((heads, v, d), "(heads, v, d)" if self.O is not None else "(heads, d, d)"),
+            "O": ((heads, d, v), "(heads, d, v)"),
+            "query_bias": ((heads, k), "(heads, k)"),
+            "value_bias": ((d,), "(d,)"),
+        }
+        if self.O is None and self.V is not None:
+            expected["V"] = ((heads, d, d), "(heads, d, d)")
+        if self.K is None and k != d:
+            raise ValueError(f"K is None (the identity) but Q has shape {tuple(Q.shape)}; expected k = d = {d}.")
+        checks.finite("Q", Q)
+        for name, (shape, words) in expected.items():
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if tuple(tensor.shape[-len(shape) :]) != shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}, expected {words} = {shape} to match Q of shape "
+                    f"{tuple(Q.shape)}."
+                )
+            if tensor.dtype != Q.dtype:
+                raise ValueError(f"{name} has dtype {tensor.dtype} and Q {Q.dtype}; use one dtype for all weights.")
+            checks.same_device(name, tensor, "Q", Q)
+            checks.finite(name, tensor)
+        checks.inverse_temperature(self.beta)
+        if isinstance(self.beta, Tensor) and self.beta.ndim > 0 and self.beta.shape[-1] not in (1, heads):
+            raise ValueError(
+                f"beta has shape {tuple(self.beta.shape)}, expected () or (..., heads) = (..., {heads}); for one beta "
+                "per batch element pass beta[:, None]."
+            )
+        if isinstance(self.beta, Tensor) and checks.can_look(self.beta) and bool(torch.isinf(self.beta).any()):
+            if not bool(torch.isinf(self.beta).all()):
+                raise ValueError(
+                    "beta mixes finite and infinite entries; run beta = inf (hardmax) as a call of its own."
+                )
+            object.__setattr__(self, "beta", math.inf)
+        if self.kind != "softmax" and self.cold:
+            raise ValueError(
+                f"beta = inf with kind = {self.kind!r}; only softmax has a zero-temperature limit (hardmax)."
+            )
+        if self.kind == "sinkhorn" and (self.causal or not self.self_attention):
+            raise ValueError("kind = 'sinkhorn' needs every pair; expected causal=False and self_attention=True.")
+
+    # --- constructors -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_matrices(cls, G: Tensor, V: Tensor, beta: float | Tensor = 1.0, **options: Any) -> Attention:
+        """Scores <G x, y> and values V y, for G and V of shape (d, d) or (heads, d, d)."""
+        for name, matrix in (("G", G), ("V", V)):
+            if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
+                raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected (d, d) or (heads, d, d).")
+        return cls(Q=G, V=V, beta=beta, **options)
+
+    @classmethod
+    def identity(
+        cls,
+        d: int,
+        beta: float | Tensor = 1.0,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> Attention:
+        """Q = K = V = I: the model of most papers."""
+        return cls(Q=torch.eye(d, dtype=dtype, device=device), beta=beta, **options)
+
+    @classmethod
+    def random(
+        cls,
+        d: int,
+        heads: int = 1,
+        head_dim: int | None = None,
+        law: Literal["gaussian", "symmetric", "orthogonal", "goe"] = "gaussian",
+        beta: float | Tensor = 1.0,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> Attention:
+        """Random weights, scaled so that |G x| and |V x| are of order |x|.
+
+        gaussian: Q, K, V, O with independent entries of variance 1/d, of rank head_dim (default d / heads).
+        symmetric: G = V = (A + A^T)/sqrt(2), entries of variance 1/d, so that V_h = G_h (a gradient flow).
+        orthogonal: G and V Haar-distributed rotations or reflections. goe: G = I, V from the Gaussian orthogonal
+        ensemble with off-diagonal variance 1/d, as in the phase diagrams of arXiv 2312.10794.
+        """
+        checks.one_of("law", law, ("gaussian", "symmetric", "orthogonal", "goe"))
+        if heads < 1 or d < 1:
+            raise ValueError(f"heads = {heads}, d = {d}: expected at least one of each.")
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=dtype, device=device) / math.sqrt(d)
+
+        def symmetric() -> Tensor:
+            A = normal(heads, d, d)
+            return (A + A.mT) / math.sqrt(2)
+
+        def orthogonal() -> Tensor:
+            rotation, R = torch.linalg.qr(normal(heads, d, d))
+            return rotation * torch.diagonal(R, dim1=-2, dim2=-1).sign()[..., None, :]
+
+        if law == "gaussian":
+            k = head_dim or max(1, d // heads)
+            return cls(
+                normal(heads, k, d), normal(heads, k, d), normal(heads, k, d), normal(heads, d, k), beta, **options
+            )
+        if law == "symmetric":
+            G = symmetric()
+            return cls(Q=G, V=G, beta=beta, **options)
+        if law == "orthogonal":
+            return cls(Q=orthogonal(), V=orthogonal(), beta=beta, **options)
+        eye = torch.eye(d, dtype=dtype, device=device).expand(heads, d, d)
+        return cls(Q=eye, V=symmetric(), beta=beta, **options)
+
+    # --- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def heads(self) -> int:
+        return self.Q.shape[-3]
+
+    @property
+    def dim(self) -> int:
+        return self.Q.shape[-1]
+
+    @property
+    def cold(self) -> bool:
+        """Whether beta = inf."""
+        return not isinstance(self.beta, Tensor) and math.isinf(self.beta)
+
+    @property
+    def G(self) -> Tensor:
+        """K^T Q, (..., heads, d, d)."""
+        return self.Q if self.K is None else self.K.mT @ self.Q
+
+    @property
+    def G_bias(self) -> Tensor | None:
+        """K^T b, (..., heads, d)."""
+        if self.query_bias is None or self.K is None:
+            return self.query_bias
+        return (self.K.mT @ self.query_bias[..., None])[..., 0]
+
+    @property
+    def values(self) -> Tensor:
+        """O V, (..., heads, d, d)."""
+        if self.V is None:
+            eye = torch.eye(self.dim, dtype=self.Q.dtype, device=self.Q.device).expand(self.heads, -1, -1)
+            return eye if self.O is None else self.O
+        return self.V if self.O is None else self.O @ self.V
+
+    @property
+    def M(self) -> Tensor:
+        """V G, (..., heads, d, d): its spectrum rules the low-temperature limit."""
+        return self.values @ self.G
+
+    def with_beta(self, beta: float | Tensor) -> Attention:
+        return replace(self, beta=beta)
+
+    def to(self, *args: Any, **kwargs: Any) -> Attention:
+        """The same attention with its tensors moved or cast, as `Tensor.to`."""
+        names = ("Q", "K", "V", "O", "query_bias", "value_bias", "beta")
+        moved = {name: getattr(self, name) for name in names}
+        return replace(self, **{k: t.to(*args, **kwargs) for k, t in moved.items() if isinstance(t, Tensor)})
+
+    # --- what it does -------------------------------------------------------------------------------------------
+
+    def drift(
+        self,
+        x: Tensor,
+        context: Measure | Tensor | None = None,
+        *,
+        weights: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """sum_h O_h V_h m_beta[mu](G_h x + K_h^T b_h) + c, (..., n, d), the ambient drift of every token.
+
+        mu is the cloud x itself (with `weights`, and True in `mask` for tokens; hidden tokens do not move), or
+        the measure `context`: then tokens do not interact, and this is the mean-field drift.
+        """
+        checks.tokens("x", x)
+        self._check_tokens(x)
+        if context is None:
+            return self.self_drift(self._cloud(x, weights, mask))
+        if weights is not None or mask is not None:
+            raise ValueError(
+                "weights and mask describe the cloud x; with context= put them into Cloud(y, weights, mask)."
+            )
+        if isinstance(context, Tensor):
+            context = Cloud(context)
+        if self.causal or not self.self_attention:
+            raise ValueError("causal and self_attention=False compare tokens of one cloud; with context= use neither.")
+        if self.kind == "sinkhorn":
+            raise ValueError("kind = 'sinkhorn' balances a cloud with itself; it has no drift against a context.")
+        if isinstance(context, Cloud):
+            return self._cloud_drift(x, context)
+        return self._measure_drift(x, context)
+
+    def _check_tokens(self, x: Tensor) -> None:
+        if x.shape[-1] != self.dim:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, expected (..., n, {self.dim}) to match Q {tuple(self.Q.shape)}."
+            )
+        if x.dtype != self.Q.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"x has dtype {x.dtype} and the weights {self.Q.dtype}; use attention.to({x.dtype}).")
+        checks.same_device("x", x, "Q", self.Q)
+
+    def self_drift(self, cloud: Cloud) -> Tensor:
+        """The drift of a cloud's tokens against themselves, unchecked: what integrators call at every stage."""
+        drift = self._cloud_drift(cloud.x, cloud)
+        return drift if cloud.mask is None else torch.where(cloud.mask[..., None], drift, 0.0)
+
+    def _queries(self, x: Tensor, heads: slice = slice(None)) -> Tensor:
+        """beta (Q x + b), in the space where keys live, (..., heads, n, k or d)."""
+        q = _per_head(x, self.Q[..., heads, :, :])
+        if self.query_bias is not None:
+            q = q + self.query_bias[..., heads, None, :]
+        if self.K is not None and self._keys_stay:
+            q = q @ self.K[..., heads, :, :]
+        return q if self.cold else q * self._beta(heads, x)[..., None, None]
+
+    @property
+    def _keys_stay(self) -> bool:
+        """Whether K acts on the queries: cheaper once its rank reaches d, since keys are then the tokens."""
+        return self.K is None or self.K.shape[-2] >= self.dim
+
+    @property
+    def _values_stay(self) -> bool:
+        """Whether V acts after the average, on one token instead of all of them."""
+        return self.V is None or self.O is None or self.V.shape[-2] >= self.dim
+
+    def _beta(self, heads: slice, x: Tensor) -> Tensor:
+        """beta as a tensor of shape (..., heads or 1)."""
+        beta = torch.as_tensor(self.beta, dtype=x.dtype, device=x.device)
+        return beta[None] if beta.ndim == 0 else beta[..., heads] if beta.shape[-1] > 1 else beta
+
+    def _keys(self, y: Tensor, heads: slice = slice(None)) -> Tensor:
+        if self.K is None or self._keys_stay:
+            return y[..., None, :, :]
+        return _per_head(y, self.K[..., heads, :, :])
+
+    def _values(self, y: Tensor, heads: slice = slice(None)) -> Tensor:
+        if self.V is None or self._values_stay:
+            return y[..., None, :, :]
+        return _per_head(y, self.V[..., heads, :, :])
+
+    def _output(self, average: Tensor, heads: slice = slice(None)) -> Tensor:
+        """sum_h O_h (average)_h, or O_h V_h where the tokens themselves were averaged: (..., n, d)."""
+        if self.V is None and self.O is None:
+            return average[..., 0, :, :] if average.shape[-3] == 1 else average.sum(-3)
+        O = self.O if self.O is not None and not self._values_stay else self.values
+        stacked = O[..., heads, :, :].mT.flatten(-3, -2)  # (..., heads * v, d)
+        return average.transpose(-2, -3).flatten(-2) @ stacked
+
+    def _cloud_drift(self, x: Tensor, cloud: Cloud) -> Tensor:
+        key_bias = self._key_bias(cloud)
+        n = cloud.x.shape[-2] * math.prod(cloud.x.shape[:-2])
+        # All heads at once is fastest; one at a time keeps the extra memory at a few copies of x.
+        together = self.heads if torch.is_grad_enabled() else max(1, TOGETHER // n)
+        drift = None
+        for first in range(0, self.heads, together):
+            heads = slice(first, first + together)
+            bias = key_bias if key_bias is None or key_bias.shape[-2] == 1 else key_bias[..., heads, :]
+            average = self._average(x, cloud.x, self._values(cloud.x, heads), bias, heads)
+            part = self._output(average, heads)
+            drift = part if drift is None else drift + part
+        assert drift is not None  # there is at least one head
+        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
+
+    def _average(
+        self, x: Tensor, y: Tensor, values: Tensor, key_bias: Tensor | None, heads: slice = slice(None)
+    ) -> Tensor:
+        """sum_j A_ij values_j with the attention A of every head, (..., heads, n, v)."""
+        q, k = self._queries(x, heads), self._keys(y, heads)
+        options: dict[str, Any] = {
+            "key_bias": key_bias,
+            "causal": self.causal,
+            "exclude_self": not self.self_attention,
+        }
+        if self.cold:
+            return kernels.hardmax(q, k, values, **options)[0]
+        if self.kind != "unnormalised":
+            return kernels.softmax(q, k, values, **options)
+        average, log_sum = kernels.softmax_and_log_sum(q, k, values, **options)
+        if key_bias is None:  # the weights 1/n, which a softmax cancels
+            log_sum = log_sum - math.log(y.shape[-2])
+        return average * log_sum.exp()[..., None]
+
+    def _key_bias(self, cloud: Cloud) -> Tensor | None:
+        """Log weights of the keys (..., 1, n); for Sinkhorn with the potential g_j added, (..., heads, n).
+
+        Sinkhorn: P_ij = e^{s_ij + f_i + g_j} w_j with both marginals uniform under w (arXiv 2110.11773). f is then
+        what a row softmax divides by, so that attention with the key bias g + log w is the balanced one.
+        """
+        log_w = None if cloud.log_weights is None else cloud.log_weights[..., None, :]
+        if self.kind != "sinkhorn":
+            return log_w
+        x = cloud.x
+        if log_w is None:
+            log_w = torch.full_like(x[..., 0], -math.log(x.shape[-2]))[..., None, :]
+        q, k = self._queries(x), self._keys(x)
+        f = torch.zeros(torch.broadcast_shapes(q.shape[:-1], log_w.shape), dtype=x.dtype, device=x.device)
+        g = f
+        for _ in range(SINKHORN_SWEEPS):
+            g_next = -kernels.softmax_and_log_sum(k, q, q[..., :1], key_bias=f + log_w)[1]
+            f_next = -kernels.softmax_and_log_sum(q, k, k[..., :1], key_bias=g_next + log_w)[1]
+            # Averaging with the last sweep converges geometrically for symmetric scores, where alternation stalls.
+            settled = checks.can_look(f_next) and _close(f_next, f) and _close(g_next, g)
+            f, g = (f + f_next) / 2, (g + g_next) / 2
+            if settled:
+                break
+        return g + log_w
+
+    def _measure_drift(self, x: Tensor, mu: Measure) -> Tensor:
+        hot = replace(self, beta=1.0)
+        drift = torch.zeros_like(x)
+        for h in range(self.heads):
+            head = slice(h, h + 1)
+            g = hot._queries(x, head)
+            if self.K is not None and not self._keys_stay:
+                g = g @ self.K[..., head, :, :]
+            g = g[..., 0, :, :]
+            beta = math.inf if self.cold else self._beta(head, x)
+            average = mu.tilted_mean(g, beta)
+            if self.kind == "unnormalised":
+                average = average * (beta * mu.log_partition(g, beta)).exp()[..., None]
+            drift = drift + average @ self.values[..., h, :, :].mT
+        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
+
+    def _cloud(self, x: Tensor, weights: Tensor | None, mask: Tensor | None) -> Cloud:
+        cloud = Cloud(x, weights, mask)
+        if not self.self_attention and checks.can_look(x) and int((cloud.probabilities > 0).sum(-1).min()) < 2:
+            raise ValueError(
+                "self_attention=False leaves a cloud of one token nobody to attend to; expected two or more."
+            )
+        return cloud
+
+    def weights(self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """The attention matrix A (..., heads, n, n), dense; rows sum to one but for kind='unnormalised'."""
+        checks.tokens("x", x)
+        self._check_tokens(x)
+        eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+        return self._average(x, x, eye, self._key_bias(self._cloud(x, weights, mask)))
+
+
+def _per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """Every head's weight on every token: x (..., n, d), weight (..., heads, k, d) -> (..., heads, n, k)."""
+    heads, k, _ = weight.shape[-3:]
+    return (x @ weight.flatten(-3, -2).mT).unflatten(-1, (heads, k)).transpose(-2, -3)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Equal to 100 ulp of the largest entry."""
+    a, b = a.detach(), b.detach()
+    return float((a - b).abs().amax()) <= 100 * torch.finfo(a.dtype).eps * (1 + float(a.abs().amax()))

@@ -1,0 +1,90 @@
+"""What is checked where a user's tensors enter, and when their values may be looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def can_look(*tensors: Tensor) -> bool:
+    """Whether values may be read: not while compiling or transforming, and not on the meta device."""
+    if torch.compiler.is_compiling():
+        return False
+    return not any(t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+
+
+def finite(name: str, x: Tensor) -> None:
+    if can_look(x) and not bool(torch.isfinite(x).all()):
+        bad = int((~torch.isfinite(x)).sum())
+        raise ValueError(f"{name} has {bad} NaN or infinite entries of {x.numel()}, expected finite numbers.")
+
+
+def tokens(name: str, x: Tensor) -> None:
+    """A cloud: floating point, (..., n, d) with n, d >= 1, finite."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}, expected a torch.Tensor of shape (..., n, d).")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} has dtype {x.dtype}, expected a floating dtype; use {name}.float().")
+    if x.ndim < 2:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (..., n, d): n tokens of dimension d.")
+    if x.shape[-2] == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: an empty cloud; expected at least one token.")
+    finite(name, x)
+
+
+def token_mask(mask: Tensor, x: Tensor) -> None:
+    """A padding mask: bool, (..., n) to match x, at least one token in every cloud."""
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask has dtype {mask.dtype}, expected torch.bool with True for tokens; use mask.bool().")
+    if mask.shape[-1:] != x.shape[-2:-1] or not broadcasts(mask.shape[:-1], x.shape[:-2]):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}, expected (..., n) = {tuple(x.shape[:-1])} to match x.")
+    same_device("mask", mask, "x", x)
+    if can_look(mask) and not bool(mask.any(-1).all()):
+        raise ValueError("mask hides every token of a cloud; expected at least one token per cloud. Drop empty rows.")
+
+
+def token_weights(weights: Tensor, x: Tensor, mask: Tensor | None = None) -> None:
+    """Weights of a measure: (..., n) to match x, nonnegative, finite, some mass in every cloud."""
+    if weights.shape[-1:] != x.shape[-2:-1] or not broadcasts(weights.shape[:-1], x.shape[:-2]):
+        raise ValueError(
+            f"weights have shape {tuple(weights.shape)}, expected (..., n) = {tuple(x.shape[:-1])} to match x."
+        )
+    same_device("weights", weights, "x", x)
+    finite("weights", weights)
+    if can_look(weights):
+        if bool((weights < 0).any()):
+            raise ValueError(f"weights reach {float(weights.min()):.3g}, expected nonnegative masses.")
+        seen = weights if mask is None else torch.where(mask, weights, 0.0)
+        if not bool((seen.sum(-1) > 0).all()):
+            raise ValueError("weights of a cloud are all zero; expected some mass in every cloud.")
+
+
+def inverse_temperature(beta: float | Tensor) -> None:
+    if isinstance(beta, Tensor):
+        if can_look(beta) and bool((torch.isnan(beta) | (beta < 0)).any()):
+            raise ValueError(f"beta = {beta.tolist()}, expected 0 <= beta <= inf (NaN and negative are not).")
+    elif math.isnan(beta) or beta < 0:
+        raise ValueError(f"beta = {beta}, expected 0 <= beta <= inf; for repulsion negate V instead.")
+
+
+def same_device(name: str, a: Tensor, other: str, b: Tensor) -> None:
+    if a.device != b.device:
+        raise ValueError(f"{name} is on {a.device} and {other} on {b.device}; move one with .to(device).")
+
+
+def positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} = {value}, expected a positive number.")
+
+
+def broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    """Whether `shape` broadcasts against `to` (either may be the larger)."""
+    return all(a == b or a == 1 or b == 1 for a, b in zip(reversed(shape), reversed(to)))
+
+
+def one_of(name: str, value: str, known: tuple[str, ...] | dict[str, Callable]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} = {value!r}, expected one of {', '.join(map(repr, known))}.")

@@ -1,0 +1,185 @@
+"""Where tokens live: the sphere, flat space, and the ellipsoids that layer norms make.
+
+A geometry is four functions of tokens x (..., n, d): the tangent projection of a drift, the retraction back
+onto the set, the geodesic distance, and the uniform law. Integrators call them and never ask which set it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attn_flow import checks
+
+
+class Geometry(Protocol):
+    def tangent(self, x: Tensor, u: Tensor) -> Tensor:
+        """The part of the drift u that moves along the set at x."""
+        ...
+
+    def retract(self, x: Tensor) -> Tensor:
+        """The point of the set that x stands for."""
+        ...
+
+    def distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """Geodesic distance, (..., n, d) x (..., n, d) -> (..., n)."""
+        ...
+
+    def uniform(
+        self,
+        n: int | tuple[int, ...],
+        d: int,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """n tokens of the uniform law, (n, d); a tuple n = (batch, n) gives (batch, n, d)."""
+        ...
+
+
+def _normal(
+    n: int | tuple[int, ...],
+    d: int,
+    generator: torch.Generator | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> Tensor:
+    shape = (n,) if isinstance(n, int) else tuple(n)
+    if min(shape, default=0) < 1 or d < 1:
+        raise ValueError(f"n = {n}, d = {d}: expected at least one token of dimension at least one.")
+    return torch.randn(*shape, d, generator=generator, dtype=dtype, device=device)
+
+
+def angle(x: Tensor, y: Tensor) -> Tensor:
+    """2 atan2(|x - y|, |x + y|) of unit vectors: exact near 0 and pi, where acos loses half the digits."""
+    return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
+
+
+@dataclass(frozen=True)
+class Sphere:
+    """{|x| = radius}: P_x u = u - <x,u> x / radius^2, retraction radius x / |x|."""
+
+    radius: float = 1.0
+
+    def __post_init__(self) -> None:
+        checks.positive("radius", self.radius)
+
+    def tangent(self, x: Tensor, u: Tensor) -> Tensor:
+        return u - (x * u).sum(-1, keepdim=True) * x / self.radius**2
+
+    def retract(self, x: Tensor) -> Tensor:
+        return self.radius * x / x.norm(dim=-1, keepdim=True)
+
+    def distance(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.radius * angle(x / self.radius, y / self.radius)
+
+    def uniform(
+        self,
+        n: int | tuple[int, ...],
+        d: int,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        return self.retract(_normal(n, d, generator, dtype, device))
+
+
+@dataclass(frozen=True)
+class Euclidean:
+    """R^d: every direction is tangent. It has no uniform law; `uniform` draws from the cube [-1, 1]^d."""
+
+    def tangent(self, x: Tensor, u: Tensor) -> Tensor:
+        return u
+
+    def retract(self, x: Tensor) -> Tensor:
+        return x
+
+    def distance(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x - y).norm(dim=-1)
+
+    def uniform(
+        self,
+        n: int | tuple[int, ...],
+        d: int,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        shape = (n,) if isinstance(n, int) else tuple(n)
+        return 2 * torch.rand(*shape, d, generator=generator, dtype=dtype, device=device) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Ellipsoid:
+    """{centre + A z : |z| = 1}, A = axes (d, k) of full column rank: the affine image of the unit sphere of R^k.
+
+    Its geometry is the sphere's, carried along by A: with z = A^+ (x - centre), the tangent projection is
+    A P_z A^+ u, the retraction centre + A z/|z|, the distance the angle between the z. A layer norm with gain
+    and bias puts tokens on such a set, of dimension d - 2 inside the hyperplane image of 1^perp.
+    `axes` may also be the d semi-axes of an axis-aligned ellipsoid.
+    """
+
+    centre: Tensor
+    axes: Tensor
+
+    def __post_init__(self) -> None:
+        axes = torch.diag(self.axes) if self.axes.ndim == 1 else self.axes
+        if axes.ndim != 2 or self.centre.shape != axes.shape[:1] or axes.shape[1] > axes.shape[0]:
+            raise ValueError(
+                f"axes have shape {tuple(self.axes.shape)} and centre {tuple(self.centre.shape)}, "
+                "expected axes (d,) or (d, k) with k <= d, and centre (d,)."
+            )
+        checks.finite("centre", self.centre)
+        checks.finite("axes", axes)
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "inverse", torch.linalg.pinv(axes))
+        if checks.can_look(axes) and int(torch.linalg.matrix_rank(axes)) < axes.shape[1]:
+            raise ValueError("axes are linearly dependent (a semi-axis is zero); drop the flat directions.")
+
+    inverse: Tensor = None  # type: ignore[assignment]  # A^+, set from the axes
+
+    @classmethod
+    def from_layer_norm(cls, gain: Tensor, bias: Tensor | None = None, *, centred: bool = True) -> Ellipsoid:
+        """The image of x -> gain * (x - mean) / std + bias; `centred=False` is RMSNorm, which keeps the mean."""
+        d = gain.shape[0]
+        basis = torch.eye(d, dtype=gain.dtype, device=gain.device)
+        if centred:
+            # An orthonormal basis of 1^perp: the Q factor of [1, e_1, ..., e_{d-1}] without its first column.
+            basis = torch.linalg.qr(torch.cat([torch.ones_like(basis[:, :1]), basis[:, :-1]], dim=1))[0][:, 1:]
+        alive = gain[:, None] * basis * d**0.5
+        return cls(torch.zeros_like(gain) if bias is None else bias, alive)
+
+    def sphere_coordinates(self, x: Tensor) -> Tensor:
+        """z = A^+ (x - centre), (..., n, k)."""
+        return (x - self.centre) @ self.inverse.T
+
+    def tangent(self, x: Tensor, u: Tensor) -> Tensor:
+        z = self.sphere_coordinates(x)
+        return Sphere().tangent(z, u @ self.inverse.T) @ self.axes.T
+
+    def retract(self, x: Tensor) -> Tensor:
+        return self.centre + Sphere().retract(self.sphere_coordinates(x)) @ self.axes.T
+
+    def distance(self, x: Tensor, y: Tensor) -> Tensor:
+        return angle(self.sphere_coordinates(x), self.sphere_coordinates(y))
+
+    def uniform(
+        self,
+        n: int | tuple[int, ...],
+        d: int,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        if d != self.centre.shape[0]:
+            raise ValueError(f"d = {d}, expected {self.centre.shape[0]}, the dimension of this ellipsoid.")
+        dtype, device = dtype or self.axes.dtype, device or self.axes.device
+        z = Sphere().uniform(n, self.axes.shape[1], generator=generator, dtype=dtype, device=device)
+        return self.centre.to(z) + z @ self.axes.to(z).T

@@ -1,0 +1,71 @@
+"""Weighted clouds that stand for a density on the circle or the sphere S^2: mean-field runs without sampling noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attn_flow.measures import Cloud
+
+TAIL = 18.0  # log-tan nodes run over |log tan(phi/2)| <= TAIL: angles down to 3e-8 from the axis
+
+
+def circle(
+    n: int,
+    density: Callable[[Tensor], Tensor] | None = None,
+    *,
+    towards: float | None = None,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str | None = None,
+) -> Cloud:
+    """n nodes on the unit circle with weights proportional to density(theta) dtheta (uniform by default).
+
+    Without `towards` the nodes are the lattice 2 pi (i + 1/2) / n, exact for trigonometric polynomials below
+    degree n. `towards` = an angle a spaces log tan((theta - a)/2) evenly instead: nodes crowd geometrically at
+    both ends a and a + pi of an axis, so that the mass that leaves a repelling direction last is still resolved
+    after times of order log(1/distance), where a lattice has run out of tokens.
+    """
+    if n < 2:
+        raise ValueError(f"n = {n}, expected at least 2 nodes.")
+    if towards is None:
+        theta = 2 * math.pi * (torch.arange(n, dtype=dtype, device=device) + 0.5) / n
+        weights = torch.full_like(theta, 1 / n)
+    else:
+        half = n // 2
+        u = TAIL * (2 * (torch.arange(half, dtype=dtype, device=device) + 0.5) / half - 1)
+        phi = 2 * torch.atan(u.exp())
+        theta = torch.cat([towards + phi, towards - phi])
+        weights = (1 / u.cosh()).repeat(2)  # dphi = sin(phi) du, and sin(phi) = 1/cosh(u)
+    return _cloud(torch.stack([theta.cos(), theta.sin()], dim=-1), weights, density and density(theta))
+
+
+def fibonacci(
+    n: int,
+    density: Callable[[Tensor], Tensor] | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str | None = None,
+) -> Cloud:
+    """n nodes of the Fibonacci lattice on S^2, weights proportional to density(x), x (n, 3) (uniform by default)."""
+    if n < 2:
+        raise ValueError(f"n = {n}, expected at least 2 nodes.")
+    i = torch.arange(n, dtype=dtype, device=device) + 0.5
+    z = 1 - 2 * i / n
+    phi = math.pi * (3 - math.sqrt(5)) * i
+    r = (1 - z**2).sqrt()
+    x = torch.stack([r * phi.cos(), r * phi.sin(), z], dim=-1)
+    return _cloud(x, torch.full_like(z, 1 / n), density and density(x))
+
+
+def _cloud(x: Tensor, weights: Tensor, density: Tensor | None) -> Cloud:
+    if density is not None:
+        if density.shape != weights.shape:
+            raise ValueError(f"density returned shape {tuple(density.shape)}, expected {tuple(weights.shape)}.")
+        weights = weights * density
+    total = weights.sum()
+    if not bool(torch.isfinite(weights).all() & (weights >= 0).all() & (total > 0)):
+        raise ValueError("density must be finite and nonnegative, with some mass.")
+    return Cloud(x, weights / total)
