@@ -245,7 +245,7 @@ class Attention:
         checks.tokens("x", x)
         self._check_tokens(x)
         if context is None:
-            return self.self_drift(self._cloud(x, weights, mask))
+            return self.self_drift(x, self._cloud(x, weights, mask).log_weights, mask)
         if weights is not None or mask is not None:
             raise ValueError(
                 "weights and mask describe the cloud x; with context= put them into Cloud(y, weights, mask)."
@@ -257,7 +257,7 @@ class Attention:
         if self.kind == "sinkhorn":
             raise ValueError("kind = 'sinkhorn' balances a cloud with itself; it has no drift against a context.")
         if isinstance(context, Cloud):
-            return self._cloud_drift(x, context)
+            return self._cloud_drift(x, context.x, context.log_weights)
         return self._measure_drift(x, context)
 
     def _check_tokens(self, x: Tensor) -> None:
@@ -269,10 +269,13 @@ class Attention:
             raise ValueError(f"x has dtype {x.dtype} and the weights {self.Q.dtype}; use attention.to({x.dtype}).")
         checks.same_device("x", x, "Q", self.Q)
 
-    def self_drift(self, cloud: Cloud) -> Tensor:
-        """The drift of a cloud's tokens against themselves, unchecked: what integrators call at every stage."""
-        drift = self._cloud_drift(cloud.x, cloud)
-        return drift if cloud.mask is None else torch.where(cloud.mask[..., None], drift, 0.0)
+    def self_drift(self, x: Tensor, log_weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """The drift of tokens against themselves, unchecked: what integrators call at every stage.
+
+        log_weights (..., n) has -inf where mask is False, as `Cloud.log_weights`.
+        """
+        drift = self._cloud_drift(x, x, log_weights)
+        return drift if mask is None else torch.where(mask[..., None], drift, 0.0)
 
     def _queries(self, x: Tensor, heads: slice = slice(None)) -> Tensor:
         """beta (Q x + b), in the space where keys live, (..., heads, n, k or d)."""
@@ -316,17 +319,16 @@ class Attention:
         stacked = O[..., heads, :, :].mT.flatten(-3, -2)  # (..., heads * v, d)
         return average.transpose(-2, -3).flatten(-2) @ stacked
 
-    def _cloud_drift(self, x: Tensor, cloud: Cloud) -> Tensor:
-        key_bias = self._key_bias(cloud)
-        n = cloud.x.shape[-2] * math.prod(cloud.x.shape[:-2])
+    def _cloud_drift(self, x: Tensor, y: Tensor, log_weights: Tensor | None) -> Tensor:
+        key_bias = self._key_bias(y, log_weights)
+        n = y.shape[-2] * math.prod(y.shape[:-2])
         # All heads at once is fastest; one at a time keeps the extra memory at a few copies of x.
         together = self.heads if torch.is_grad_enabled() else max(1, TOGETHER // n)
         drift = None
         for first in range(0, self.heads, together):
             heads = slice(first, first + together)
             bias = key_bias if key_bias is None or key_bias.shape[-2] == 1 else key_bias[..., heads, :]
-            average = self._average(x, cloud.x, self._values(cloud.x, heads), bias, heads)
-            part = self._output(average, heads)
+            part = self._output(self._average(x, y, self._values(y, heads), bias, heads), heads)
             drift = part if drift is None else drift + part
         assert drift is not None  # there is at least one head
         return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
@@ -350,16 +352,15 @@ class Attention:
             log_sum = log_sum - math.log(y.shape[-2])
         return average * log_sum.exp()[..., None]
 
-    def _key_bias(self, cloud: Cloud) -> Tensor | None:
+    def _key_bias(self, x: Tensor, log_weights: Tensor | None) -> Tensor | None:
         """Log weights of the keys (..., 1, n); for Sinkhorn with the potential g_j added, (..., heads, n).
 
         Sinkhorn: P_ij = e^{s_ij + f_i + g_j} w_j with both marginals uniform under w (arXiv 2110.11773). f is then
         what a row softmax divides by, so that attention with the key bias g + log w is the balanced one.
         """
-        log_w = None if cloud.log_weights is None else cloud.log_weights[..., None, :]
+        log_w = None if log_weights is None else log_weights[..., None, :]
         if self.kind != "sinkhorn":
             return log_w
-        x = cloud.x
         if log_w is None:
             log_w = torch.full_like(x[..., 0], -math.log(x.shape[-2]))[..., None, :]
         q, k = self._queries(x), self._keys(x)
@@ -404,7 +405,7 @@ class Attention:
         checks.tokens("x", x)
         self._check_tokens(x)
         eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
-        return self._average(x, x, eye, self._key_bias(self._cloud(x, weights, mask)))
+        return self._average(x, x, eye, self._key_bias(x, self._cloud(x, weights, mask).log_weights))
 
 
 def _per_head(x: Tensor, weight: Tensor) -> Tensor:

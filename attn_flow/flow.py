@@ -1,0 +1,311 @@
+"""From mu_0 to mu_t: the residual self-attention ODE x_i' = P_{x_i} F_i(x), integrated.
+
+    path = flow(attention, x0, t=torch.linspace(0, 20, 101), geometry=Sphere())
+
+Leading axes of x0 (and of beta) are a batch of independent clouds: a sweep over seeds and betas is one call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_flow import checks
+from attn_flow.attention import Attention
+from attn_flow.geometry import Euclidean, Geometry, Sphere
+from attn_flow.measures import Cloud, Measure
+from attn_flow.merging import Merged
+from attn_flow.noise import Noise
+from attn_flow.placement import Placement, post
+from attn_flow.progress import progress as progress_bar
+from attn_flow.steppers import Adaptive, Step, Velocity, rk4
+from attn_flow.trajectory import Trajectory
+
+Stop = Callable[[float, Cloud], bool | Tensor]
+
+
+def consensus(tol: float = 1e-3) -> Stop:
+    """Stop once every cloud of the batch lies within `tol` of its mean."""
+    checks.positive("tol", tol)
+
+    def reached(t: float, cloud: Cloud) -> bool:
+        spread = (cloud.x - cloud.mean[..., None, :]).norm(dim=-1)
+        shown = cloud.probabilities > 0
+        return bool((torch.where(shown, spread, 0.0) < tol).all())
+
+    return reached
+
+
+def flow(
+    attention: Attention | Callable[[float], Attention],
+    x0: Tensor,
+    t: float | Sequence[float] | Tensor,
+    *,
+    geometry: Geometry | None = None,
+    step: Step | Adaptive = rk4,
+    h: float = 0.05,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    context: Measure | None = None,
+    placement: Placement = post,
+    noise: Noise | None = None,
+    generator: torch.Generator | None = None,
+    stop: Stop | None = None,
+    progress: bool = False,
+) -> Trajectory:
+    """Integrate the flow from x0 (..., n, d) at t[0] and keep the clouds at the times t, which are hit exactly.
+
+    attention: an `Attention`, or a function of time that returns one (a beta that changes along the path).
+    t: increasing times; a single number T stands for 101 times from 0 to T.
+    geometry: `Sphere()` unless given (`Euclidean()` for the pre and peri placements, which move the radius).
+    step, h: a step function (euler, rk4, dopri5, your own) taken in equal steps of at most h between two times of
+        t, or `Adaptive(tol=...)`, which chooses its own steps and ignores h.
+    weights, mask: (..., n), the cloud as a weighted measure; tokens with mask False are padding and stay put.
+    context: a fixed measure to attend to instead of the moving cloud: tokens then do not interact.
+    noise: kicks between steps, x <- retract(x + sqrt(h) noise(x, generator)).
+    stop: a function (t, cloud) -> bool asked after every step, such as `consensus(tol)`; the path then ends there.
+    """
+    times = _times(t, x0)
+    geometry = (Euclidean() if placement.flat else Sphere()) if geometry is None else geometry
+    x = _start(attention, x0, geometry, weights, mask, placement, h, float(times[0]))
+    path = _Path(attention, geometry, weights, mask, context, placement, noise, generator, stop)
+    kept_t, kept_x = [float(times[0])], [x]
+    total = float(times[-1] - times[0])
+    integrate = path.adaptive if isinstance(step, Adaptive) else path.fixed
+    with progress_bar("flow", total or 1.0, progress) as advance:
+        for now, cloud in integrate(x, times.tolist(), step, h):  # type: ignore[arg-type]
+            advance(now - kept_t[-1], note=f"t = {now:.4g}")
+            kept_t.append(now)
+            kept_x.append(cloud)
+    about = {
+        "attention": describe(attention),
+        "geometry": type(geometry).__name__,
+        "step": getattr(step, "name", getattr(step, "__name__", repr(step))),
+        "h": None if isinstance(step, Adaptive) else h,
+        "placement": placement.name,
+        "evaluations": path.evaluations,
+        "stopped": path.stopped,
+    }
+    if path.tokens_left is not None:
+        about["tokens_left"] = path.tokens_left
+    return Trajectory(times.new_tensor(kept_t), torch.stack(kept_x), weights, mask, about)
+
+
+def push_forward(attention: Attention | Callable[[float], Attention], x0: Tensor, t: float, **options: Any) -> Tensor:
+    """The cloud at time t, (..., n, d): `flow` without the path; options as there."""
+    return flow(attention, x0, [0.0, t], **options).x[-1] if t > 0 else flow(attention, x0, [0.0], **options).x[0]
+
+
+def describe(attention: Attention | Callable[[float], Attention]) -> dict[str, Any]:
+    """What a path remembers of the attention that made it, as plain JSON."""
+    if not isinstance(attention, Attention):
+        return {"scheduled": getattr(attention, "__name__", repr(attention))}
+    beta = attention.beta
+    return {
+        "kind": attention.kind,
+        "heads": attention.heads,
+        "dim": attention.dim,
+        "beta": beta.tolist() if isinstance(beta, Tensor) else beta if math.isfinite(beta) else "inf",
+        "causal": attention.causal,
+        "self_attention": attention.self_attention,
+    }
+
+
+def _times(t: float | Sequence[float] | Tensor, x0: Tensor) -> Tensor:
+    times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()  # the clock, not the tokens
+    if times.ndim == 0:
+        if not 0 < float(times) < math.inf:
+            raise ValueError(f"t = {float(times)}, expected a positive, finite time.")
+        times = torch.linspace(0, float(times), 101, dtype=torch.float64)
+    if times.ndim != 1 or times.numel() == 0:
+        raise ValueError(f"t has shape {tuple(times.shape)}, expected (T,) with at least one time.")
+    if not bool(torch.isfinite(times).all()):
+        raise ValueError("t has NaN or infinite times, expected finite ones.")
+    if bool((times.diff() <= 0).any()):
+        raise ValueError(f"t must increase strictly, got {[round(v, 6) for v in times.tolist()[:6]]}...; sort it.")
+    return times
+
+
+def _start(
+    attention: Attention | Callable[[float], Attention],
+    x0: Tensor,
+    geometry: Geometry,
+    weights: Tensor | None,
+    mask: Tensor | None,
+    placement: Placement,
+    h: float,
+    t0: float,
+) -> Tensor:
+    """x0 checked and put on the geometry, padding on some point of it, with room for the attention's batch."""
+    checks.tokens("x0", x0)
+    checks.positive("h", h)
+    cloud = Cloud(x0, weights, mask)
+    first = attention if isinstance(attention, Attention) else attention(t0)
+    first._check_tokens(x0)
+    first._cloud(x0, weights, mask)
+    if placement.flat and not isinstance(geometry, Euclidean):
+        raise ValueError(f"placement {placement.name!r} moves the radius of tokens; expected geometry=Euclidean().")
+    x = geometry.retract(on_points(x0, mask))
+    if checks.can_look(x) and not bool(torch.isfinite(x).all()):
+        raise ValueError(
+            f"x0 has a row that {type(geometry).__name__} cannot place (a zero row has no direction); remove it, hide "
+            "it with mask, or use geometry=Euclidean()."
+        )
+    batch = [first.Q.shape[:-3], x.shape[:-2], cloud.probabilities.shape[:-1]]
+    if isinstance(first.beta, Tensor) and first.beta.ndim > 1:
+        batch.append(first.beta.shape[:-1])
+    try:
+        shape = torch.broadcast_shapes(*batch)
+    except RuntimeError:
+        raise ValueError(
+            f"batch shapes do not broadcast: weights {batch[0]}, x0 {batch[1]}, beta {batch[-1]}."
+        ) from None
+    return x.expand(*shape, *x.shape[-2:])
+
+
+def on_points(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Padding rows replaced by the first axis, so that a zero row can be retracted and nobody sees it."""
+    if mask is None:
+        return x
+    axis = torch.zeros_like(x[..., :1, :])
+    axis[..., 0] = 1
+    return torch.where(mask[..., None], x, axis)
+
+
+class _Path:
+    """One integration: the velocity, how often it was asked, and why it ended."""
+
+    def __init__(
+        self,
+        attention: Attention | Callable[[float], Attention],
+        geometry: Geometry,
+        weights: Tensor | None,
+        mask: Tensor | None,
+        context: Measure | None,
+        placement: Placement,
+        noise: Noise | None,
+        generator: torch.Generator | None,
+        stop: Stop | None,
+    ) -> None:
+        self.attention, self.geometry, self.context, self.placement = attention, geometry, context, placement
+        self.weights, self.mask, self.noise, self.generator, self.stop = weights, mask, noise, generator, stop
+        self.evaluations = 0
+        self.stopped: str | None = None
+        self.tokens_left: int | None = None
+
+    def velocity(self, log_weights: Tensor | None) -> Velocity:
+        """P_x of the placed drift, for tokens with these log weights."""
+
+        def drift(t: float, x: Tensor) -> Tensor:
+            self.evaluations += 1
+            attention = self.attention if isinstance(self.attention, Attention) else self.attention(t)
+            if self.context is None:
+                return attention.self_drift(x, log_weights, self.mask)
+            drift = attention.drift(x, self.context)
+            return drift if self.mask is None else torch.where(self.mask[..., None], drift, 0.0)
+
+        return lambda t, x: self.geometry.tangent(x, self.placement.velocity(drift, t, x))
+
+    def fixed(self, x: Tensor, times: list[float], step: Step, h: float) -> Any:
+        """Equal steps of at most h between consecutive times; yields (t, x) at each of them."""
+        velocity = self.velocity(Cloud(x, self.weights, self.mask).log_weights)
+        for start, end in itertools.pairwise(times):
+            steps = max(1, math.ceil((end - start) / h - 1e-9))
+            size = (end - start) / steps
+            for i in range(steps):
+                now = start + i * size
+                x = self.kicked(step(velocity, now, x, size, self.geometry), size)
+                self.check(x, now + size)
+                if self.ends(now + size if i + 1 < steps else end, x):
+                    yield (now + size if i + 1 < steps else end), x
+                    return
+            yield end, x
+
+    def adaptive(self, x: Tensor, times: list[float], step: Adaptive, h: float) -> Any:
+        """Steps of the controlled size, clipped to hit every time; yields (t, x) at each of them."""
+        merging = self.may_merge(step)
+        held = Merged.start(x, Cloud(x, self.weights, self.mask).probabilities) if merging else None
+        log_weights = Cloud(x, self.weights, self.mask).log_weights
+        velocity, first, size = self.velocity(log_weights), None, h
+        now, taken = times[0], 0
+        for end in times[1:]:
+            while now < end:
+                taken += 1
+                if taken > step.max_steps:
+                    raise FloatingPointError(
+                        f"{step.max_steps} steps were not enough: at t = {now:.6g} of {times[-1]:.6g}. "
+                        "Try increasing max_steps or tol."
+                    )
+                last = now + size >= end
+                used = end - now if last else size
+                if not now + used > now:
+                    raise FloatingPointError(f"the step shrank to {used:.3g} at t = {now:.6g}. Try a larger tol.")
+                first = velocity(now, x) if first is None else first  # kept when the step is refused
+                trial, error, k_last = step.pair.with_error(velocity, now, x, used, self.geometry, first)
+                assert error is not None  # Adaptive takes pairs only
+                scaled = step.scaled_error(error, x)
+                if not scaled <= 1:  # NaN: the trial left the range
+                    size = step.next_step(used, scaled if math.isfinite(scaled) else math.inf)
+                    continue
+                now = end if last else now + used
+                x = self.kicked(trial, used)
+                first = k_last if step.pair.reuses_last and self.noise is None else None
+                grown = step.next_step(used, scaled)
+                size = max(size, grown) if last else grown  # a step cut short to hit a time is no reason to slow down
+                self.check(x, now)
+                if held is not None:
+                    before = held.x.shape[-2]
+                    held = held.merge(x, 10 * step.tol, self.geometry)
+                    if held.x.shape[-2] < before:
+                        x, first = held.x, None
+                        velocity = self.velocity(held.log_weights)
+                    self.tokens_left = int((held.weights > 0).sum(-1).max())
+                if self.stop is not None:
+                    everyone = x if held is None else held.everyone(x)
+                    if self.ends(now, everyone):
+                        yield now, everyone
+                        return
+            yield now, (x if held is None else held.everyone(x))
+
+    def may_merge(self, step: Adaptive) -> bool:
+        first = self.attention if isinstance(self.attention, Attention) else self.attention(0.0)
+        reasons = {
+            "a causal mask": first.causal,
+            "self_attention=False": not first.self_attention,
+            "noise": self.noise is not None,
+            "padding": self.mask is not None,
+            "a context": self.context is not None,
+        }
+        held = [why for why, here in reasons.items() if here]
+        if step.merge and held:
+            raise ValueError(f"merge=True with {held[0]}: merged tokens would not move alike; use merge=False.")
+        return step.merge is not False and not held
+
+    def kicked(self, x: Tensor, h: float) -> Tensor:
+        if self.noise is None:
+            return x
+        kick = math.sqrt(h) * self.noise(x, self.generator)
+        if self.mask is not None:
+            kick = torch.where(self.mask[..., None], kick, 0.0)
+        return self.geometry.retract(x + kick)
+
+    def check(self, x: Tensor, t: float) -> None:
+        if checks.can_look(x) and not bool(torch.isfinite(x).all()):
+            raise FloatingPointError(
+                f"tokens left the range of {x.dtype} at t = {t:.6g}. Use a smaller h (unnormalised attention needs "
+                "h <= .02 e^-beta), float64, or Adaptive()."
+            )
+
+    def ends(self, t: float, x: Tensor) -> bool:
+        if self.stop is None:
+            return False
+        answer = self.stop(t, Cloud(x, self.weights, self.mask))
+        if bool(answer.all() if isinstance(answer, Tensor) else answer):
+            self.stopped = f"stop condition at t = {t:.6g}"
+            return True
+        return False
