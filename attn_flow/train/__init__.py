@@ -1,0 +1,1 @@
+"""Toy deep stacks on continuous attention, trained."""
