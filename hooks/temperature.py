@@ -1,0 +1,165 @@
+"""Changing the temperature of a pretrained encoder: the query projection's output times a factor.
+
+Scores are <beta Q x, K y>, so scaling queries where they are made is exact on every version and backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .architectures import has
+from .attach import Attached, Clock, padded
+from .blocks import Block, blocks
+
+
+def chosen_layers(found: list[Block], layers: int | Iterable[int] | None) -> list[int]:
+    if layers is None:
+        return list(range(len(found)))
+    wanted = [layers] if isinstance(layers, int) else list(layers)
+    for i in wanted:
+        if not isinstance(i, int) or not -len(found) <= i < len(found):
+            raise ValueError(f"layer {i!r}: the model has {len(found)} layers, expected 0 to {len(found) - 1}.")
+    if not wanted:
+        raise ValueError("layers is empty, expected at least one; leave it out for all of them.")
+    return sorted({i % len(found) for i in wanted})
+
+
+def scale_beta(
+    model: nn.Module,
+    factor: float | Tensor | Sequence[Any],
+    layers: int | Iterable[int] | None = None,
+    *,
+    permanent: bool = False,
+) -> Attached:
+    """Multiplies the inverse temperature of layers by a factor: a number, one per head, or (layers, heads).
+
+    Exact on every backend: queries are scaled where they are made. Position terms that are computed from queries
+    scale along (rotary, DeBERTa's); an additive position bias (MPNet, T5) does not. A tensor may require gradients.
+    """
+    found = blocks(model)
+    chosen = chosen_layers(found, layers)
+    table = factor if isinstance(factor, Tensor) else torch.tensor(factor, dtype=torch.get_default_dtype())
+    if table.ndim > 2 or (table.ndim == 2 and table.shape[0] != len(chosen)):
+        raise ValueError(
+            f"factor has shape {tuple(table.shape)}, expected (), (heads,) or (layers, heads); layers = {len(chosen)}."
+        )
+    rows = [table] * len(chosen) if table.ndim < 2 else list(table)
+    factors = {i: _per_head(row, found[i], "factor") for i, row in zip(chosen, rows)}
+
+    def attach(stack: ExitStack) -> None:
+        stack.enter_context(padded(found[0].root))
+        clock = Clock(found)
+        clock.attach(stack)
+        attach_scaling(stack, found, clock, factors, every=layers is None and table.ndim < 2)
+
+    attached = Attached(model, attach)
+    return attached.apply() if permanent else attached
+
+
+def _per_head(values: Tensor, block: Block, name: str) -> Tensor:
+    if values.ndim == 1 and values.shape[0] not in (1, block.heads):
+        raise ValueError(f"{name} has shape {tuple(values.shape)}, expected () or (heads,) = ({block.heads},).")
+    if not bool((torch.isfinite(values) & (values >= 0)).all()):
+        raise ValueError(
+            f"{name} = {values.tolist()}, expected finite numbers from 0; for beta = inf use "
+            "attentions(model)[layer].with_beta(math.inf)."
+        )
+    return values.expand(block.heads)
+
+
+def factor_of(beta: float | Tensor, block: Block) -> Tensor:
+    """beta over the trained one, (heads,)."""
+    weight = _query_weight(block)
+    wanted = _per_head(torch.as_tensor(beta, dtype=torch.get_default_dtype()), block, "beta")
+    rows = weight.shape[1] if hasattr(block[block.row.q], "nf") else weight.shape[0]
+    return wanted / block.beta(rows // block.heads // (3 if block.row.fused else 1))
+
+
+def _query_weight(block: Block) -> Tensor:
+    module = block[block.row.q]
+    return module.in_proj_weight if isinstance(module, nn.MultiheadAttention) else module.weight  # type: ignore[return-value]
+
+
+def attach_scaling(
+    stack: ExitStack, found: list[Block], clock: Clock, factors: dict[int, Tensor], every: bool = False
+) -> None:
+    for block in {id(found[i].module): found[i] for i in factors}.values():
+        row, mine = block.row, {i: f for i, f in factors.items() if found[i].module is block.module}
+        if every:  # a shared block run beyond its depth is scaled there too
+            mine = {-1: next(iter(mine.values()))}
+        query = block[row.q]
+        if isinstance(query, nn.MultiheadAttention):
+            scaling = ScaledProjection(block, clock, mine)
+            stack.callback(query.register_forward_pre_hook(scaling.enter).remove)
+            stack.callback(query.register_forward_hook(scaling.leave, always_call=True).remove)
+            continue
+        stack.callback(query.register_forward_hook(ScaledOutput(block, clock, mine, row.fused, row.q_bias)).remove)
+        for path in row.also_query:
+            if has(block.module, path):
+                stack.callback(block[path].register_forward_hook(ScaledOutput(block, clock, mine, "", "")).remove)
+
+
+class Scaling:
+    """The factor of a projection's outputs: (heads,) repeated over the head dimension, ones for keys and values."""
+
+    def __init__(self, block: Block, clock: Clock, factors: dict[int, Tensor], fused: str = "") -> None:
+        self.block, self.clock, self.factors, self.fused = block, clock, factors, fused
+
+    def scale(self, width: int, like: Tensor) -> Tensor | None:
+        """(width,), or None where this layer keeps its temperature."""
+        factor = self.factors.get(-1, self.factors.get(self.clock.layer))
+        if factor is None:
+            return None
+        factor = factor.to(like)
+        if not self.fused:
+            return factor.repeat_interleave(width // len(factor))
+        q = factor.repeat_interleave(width // (3 * len(factor)))
+        if self.fused == "(c h k)":
+            return torch.cat([q, torch.ones_like(q), torch.ones_like(q)])
+        per_head = q.view(len(factor), 1, -1)
+        return torch.cat([per_head, torch.ones_like(per_head), torch.ones_like(per_head)], 1).flatten()
+
+
+class ScaledOutput(Scaling):
+    """A forward hook: out -> scale * out, and where a query bias b is added later, + (scale - 1) b."""
+
+    def __init__(self, block: Block, clock: Clock, factors: dict[int, Tensor], fused: str, bias: str) -> None:
+        super().__init__(block, clock, factors, fused)
+        self.bias = bias
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
+        scale = self.scale(out.shape[-1], out)
+        if scale is None:
+            return None
+        if not self.bias:
+            return out * scale
+        b = self.block.module.get_parameter(self.bias).view(self.block.heads, 1, -1)
+        spread = torch.cat([b, torch.zeros_like(b), torch.zeros_like(b)], 1).flatten()
+        return out * scale + (scale - 1) * spread
+
+
+class ScaledProjection(Scaling):
+    """torch's MultiheadAttention has no query module: its fused weight and bias are exchanged for the call."""
+
+    def __init__(self, block: Block, clock: Clock, factors: dict[int, Tensor]) -> None:
+        super().__init__(block, clock, factors, "(c h k)")
+        self.kept: dict[str, Any] = {}
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        weight = module.in_proj_weight
+        scale = self.scale(weight.shape[0], weight)  # type: ignore[index, arg-type]
+        if scale is None:
+            return
+        self.kept = {name: module._parameters[name] for name in ("in_proj_weight", "in_proj_bias")}
+        for name, p in self.kept.items():
+            if p is not None:
+                module._parameters[name] = (scale[:, None] if p.ndim == 2 else scale) * p  # type: ignore[assignment]
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        kept, self.kept = self.kept, {}
+        module._parameters.update(kept)

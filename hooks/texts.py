@@ -1,0 +1,164 @@
+"""Texts, ready tensors and images as batches a model takes, each token with its label.
+
+Nothing is lost silently: texts too long are cut with their number said, empty ones and ids the model has no row for
+are errors. Batches are padded on the right; `Batch.mask` says which places are tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Batch:
+    """Inputs of one forward pass, and what is known of its tokens: per text a list each."""
+
+    inputs: dict[str, Tensor]
+    first: int = 0
+    special: list[list[bool]] | None = None
+    tokens: list[list[str]] | None = None
+    truncated: int = 0
+    limit: int | None = None
+    texts: list[int] = field(default_factory=list)
+
+
+def length_limit(tokenizer: Any, model: nn.Module) -> int | None:
+    """The longest input the tokenizer and the position table both allow; None if neither has a limit."""
+    limits = [getattr(tokenizer, "model_max_length", None)]
+    for name, module in model.named_modules():
+        if name.endswith(("position_embeddings", "wpe")) and isinstance(module, nn.Embedding):
+            # RoBERTa and MPNet count positions from padding_idx + 1.
+            offset = 0 if module.padding_idx is None else module.padding_idx + 1
+            limits.append(module.num_embeddings - offset)
+            break
+    else:
+        limits.append(getattr(getattr(model, "config", None), "max_position_embeddings", None))
+    found = [n for n in limits if isinstance(n, int) and 0 < n < 10**9]
+    return min(found) if found else None
+
+
+def check_texts(texts: Sequence[Any], first: int = 0) -> None:
+    """Strings with something in them."""
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"texts[{first + i}] is a {type(text).__name__}, expected str; read files as text.")
+        if not text.strip():
+            raise ValueError(f"texts[{first + i}] is empty; expected at least one word. Drop empty lines.")
+        if "\x00" in text:
+            raise ValueError(f"texts[{first + i}] holds a NUL character: this is no text but a binary file.")
+
+
+def tokenise(
+    tokenizer: Any, texts: Sequence[str], *, first: int = 0, limit: int | None = None, vocabulary: int | None = None
+) -> Batch:
+    """One padded batch of texts, with token strings, and special tokens marked."""
+    check_texts(texts, first)
+    options: dict[str, Any] = {"return_special_tokens_mask": True, "return_attention_mask": False, "verbose": False}
+    rows = dict(tokenizer(list(texts), **options))
+    long = [i for i, ids in enumerate(rows["input_ids"]) if limit is not None and len(ids) > limit]
+    if long:
+        cut = tokenizer([texts[i] for i in long], truncation=True, max_length=limit, **options)
+        for name in rows:
+            for i, row in zip(long, cut[name]):
+                rows[name][i] = row
+    ids = rows["input_ids"]
+    for i, row in enumerate(ids):
+        if not row:
+            raise ValueError(f"texts[{first + i}] has no token for this tokenizer; expected at least one.")
+        if vocabulary is not None and max(row) >= vocabulary:
+            raise ValueError(
+                f"texts[{first + i}] has token id {max(row)} but the model embeds {vocabulary} ids: tokenizer "
+                f"{type(tokenizer).__name__} does not belong to this model. Load both from the same name."
+            )
+    special = [[bool(s) for s in row] for row in rows.pop("special_tokens_mask")]
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    # GPT-2 has one token for everything special, so that an unknown token is no sign there.
+    if unknown is not None and unknown != getattr(tokenizer, "eos_token_id", None):
+        content = [t for row, marks in zip(ids, special) for t, mark in zip(row, marks) if not mark or t == unknown]
+        if content and content.count(unknown) > len(content) / 2:
+            warnings.warn(
+                f"{content.count(unknown)} of {len(content)} tokens are unknown to {type(tokenizer).__name__}: is it "
+                "this model's tokenizer, and are these its texts?",
+                stacklevel=2,
+            )
+    n = max(map(len, ids))
+    pad = getattr(tokenizer, "pad_token_id", None)
+    fills = {"input_ids": 0 if pad is None else pad}
+    inputs = {
+        name: torch.tensor([row + [fills.get(name, 0)] * (n - len(row)) for row in table])
+        for name, table in rows.items()
+    }
+    inputs["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (n - len(row)) for row in ids])
+    strings = [tokenizer.convert_ids_to_tokens(row) for row in ids]
+    return Batch(inputs, first, special, strings, len(long), limit, list(range(first, first + len(texts))))
+
+
+def text_batches(
+    model: nn.Module, tokenizer: Any, texts: Iterable[str], size: int, *, max_length: int | None = None, skip: int = 0
+) -> Iterator[Batch]:
+    """Texts in their order, `size` at a time; `skip` leaves out the first so many without reading them further."""
+    if isinstance(texts, str):
+        raise ValueError("texts is one string, expected a list of strings; pass [text].")
+    if size < 1:
+        raise ValueError(f"batch = {size}, expected at least one text at a time.")
+    limit = length_limit(tokenizer, model)
+    if max_length is not None:
+        if limit is not None and max_length > limit:
+            raise ValueError(f"max_length = {max_length}, but this model takes at most {limit} tokens.")
+        limit = max_length
+    encoder: Any = model
+    embed = encoder.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    vocabulary = getattr(embed, "num_embeddings", None)
+    known = set(inspect.signature(model.forward).parameters)
+    stream, first = iter(texts), skip
+    next(islice(stream, skip, skip), None)
+    while chunk := list(islice(stream, size)):
+        batch = tokenise(tokenizer, chunk, first=first, limit=limit, vocabulary=vocabulary)
+        batch.inputs = {name: t for name, t in batch.inputs.items() if name in known or name != "token_type_ids"}
+        yield batch
+        first += len(chunk)
+    if first == 0:
+        raise ValueError("texts is empty, expected at least one text.")
+
+
+def report_truncation(count: int, limit: int | None) -> None:
+    """Says how many texts were cut, so that no one mistakes a part for the whole."""
+    if count:
+        warnings.warn(f"{count} texts were longer than {limit} tokens and were truncated.", stacklevel=3)
+
+
+def ready_batches(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor, size: int) -> Iterator[Batch]:
+    """Tensors as the model takes them, cut into batches along their first axis."""
+    if isinstance(inputs, Tensor):
+        inputs = {_argument(model, inputs): inputs}
+    tensors = {name: t for name, t in inputs.items() if isinstance(t, Tensor)}
+    if not tensors:
+        raise ValueError(f"inputs hold no tensor (got {sorted(inputs)}); expected input_ids, pixel_values or the like.")
+    if len(tensors) < len(inputs):
+        odd = sorted(set(inputs) - set(tensors))
+        raise ValueError(f"inputs {', '.join(odd)} are no tensors; tokenise with return_tensors='pt'.")
+    marks = tensors.pop("special_tokens_mask", None)
+    n = next(iter(tensors.values())).shape[0]
+    whole = "src" in tensors  # torch.nn.TransformerEncoder may carry its batch on the second axis
+    for first in range(0, n, n if whole else size):
+        chosen = slice(first, n if whole else first + size)
+        part = {k: t[chosen] if t.ndim and t.shape[0] == n and not whole else t for k, t in tensors.items()}
+        special = None if marks is None else marks[chosen].bool().tolist()
+        yield Batch(part, first, special, texts=list(range(first, min(n, first + size) if not whole else n)))
+
+
+def _argument(model: nn.Module, x: Tensor) -> str:
+    """The name of a single tensor among the model's inputs."""
+    if isinstance(model, nn.TransformerEncoder):
+        return "src"
+    if not x.is_floating_point():
+        return "input_ids"
+    return "pixel_values" if x.ndim == 4 else "inputs_embeds"
