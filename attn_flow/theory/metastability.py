@@ -92,8 +92,13 @@ def switch_point(k: int, d: int = 2, kind: str = "softmax") -> float:
     Softmax and unnormalised share it: I_{k+1+nu}/I_{k+nu}(beta) = k(k+d-2) / ((k+1)(k+d-1)), whose left side
     increases from 0 to 1, so there is one root. Circle: 1.0445, 3.1654, 6.2113, 10.2285, 15.2363. arXiv 2410.23228.
     """
-    k = int(integers("k", k, 1))
-    difference = lambda u: float(np.diff(log_growth_rate(np.array([k, k + 1]), np.exp(u), d, kind))[0])
+    checks.one_of("kind", kind, KINDS)
+    k, d = int(integers("k", k, 1)), int(integers("d", d, 2))
+    wanted = np.log(k * (k + d - 2) / ((k + 1) * (k + d - 1)))
+    if kind == "sinkhorn":
+        difference = lambda u: float(np.diff(log_growth_rate(np.array([k, k + 1]), np.exp(u), d, kind))[0])
+    else:
+        difference = lambda u: float(np.log(_ratio(k + d / 2 - 1, np.exp(u))) - wanted)
     high = np.log((k + 1.0) * (k + d))  # s = k(k+d-2)/beta = 2 is the peak for large beta
     while difference(high) <= 0:
         high += 1.0
