@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 Placement = str  # "post": norm(x + A x), "pre": x + A norm(x), "parallel": x + A norm(x) + FFN norm'(x)
@@ -80,7 +82,8 @@ def _albert_firings(root: Any) -> list[tuple[str, nn.Module]]:
 
 def _deberta_beta(core: Any, k: int) -> float:
     """1/sqrt(k (1 + number of position terms)): DeBERTa divides the sum of its score terms by one common scale."""
-    return 1 / math.sqrt(k * (1 + sum(term in core.pos_att_type for term in ("c2p", "p2c"))))
+    terms = 1 + sum(term in core.pos_att_type for term in ("c2p", "p2c"))
+    return 1 / float(torch.tensor(float(k * terms)).sqrt())  # it takes the root in float32, whatever the model's dtype
 
 
 def _gpt2_beta(core: Any, k: int) -> float:
@@ -98,16 +101,31 @@ def _disentangled(block: nn.Module) -> str:
     return "disentangled relative positions" if core.relative_attention else ""
 
 
-def _rotary(attn: str) -> Callable[[nn.Module], str]:
-    def positions(block: nn.Module) -> str:
-        core = block.get_submodule(attn)
-        window = getattr(core, "sliding_window", None)
-        if window is None:
-            local = getattr(core, "local_attention", (-1, -1))
-            window = local[0] if local[0] > 0 else None
-        return "rotary positions (RoPE)" + (f", sliding window of {window} tokens" if window else "")
+def _rotary(attn: str, block: nn.Module) -> str:
+    core: Any = block.get_submodule(attn)
+    window = getattr(core, "sliding_window", None) or max(0, *getattr(core, "local_attention", (-1, -1)))
+    return "rotary positions (RoPE)" + (f", sliding window of {window} tokens" if window else "")
 
-    return positions
+
+def _is_decoder(block: Any) -> bool:
+    return bool(getattr(block, "is_decoder", False))
+
+
+def _is_clip_text(block: Any) -> bool:
+    return "text" in getattr(getattr(block.self_attn, "config", None), "model_type", "")
+
+
+def _unscaled(core: nn.Module, k: int) -> float:
+    return 1.0
+
+
+# Named functions rather than lambdas: a wrapped model is pickled with its row.
+def _neox_placement(block: Any) -> Placement:
+    return "parallel" if block.use_parallel_residual else "pre"
+
+
+def _torch_placement(block: Any) -> Placement:
+    return "pre" if block.norm_first else "post"
 
 
 _BERT = Row(
@@ -126,7 +144,7 @@ _BERT = Row(
     embed_norm="embeddings.LayerNorm",
     unless="embeddings_project",
     positions=_bert_positions,
-    causal=lambda block: bool(getattr(block, "is_decoder", False)),
+    causal=_is_decoder,
 )
 _VIT = Row(
     name="ViT",
@@ -242,7 +260,7 @@ ROWS: list[Row] = [
         ffn="mlp",
         placement="pre",
         embed_norm="embeddings.norm",
-        positions=_rotary("attn"),
+        positions=partial(_rotary, "attn"),
     ),
     _VIT,
     _VIT4,
@@ -260,7 +278,7 @@ ROWS: list[Row] = [
         norm2="layer_norm2",
         ffn="mlp",
         placement="pre",
-        causal=lambda block: "text" in getattr(getattr(block.self_attn, "config", None), "model_type", ""),
+        causal=_is_clip_text,
     ),
     Row(
         name="GPT-2",
@@ -290,8 +308,8 @@ ROWS: list[Row] = [
         norm1="input_layernorm",
         norm2="post_attention_layernorm",
         ffn="mlp",
-        placement=lambda block: "parallel" if block.use_parallel_residual else "pre",
-        positions=_rotary("attention"),
+        placement=_neox_placement,
+        positions=partial(_rotary, "attention"),
         causal=True,
     ),
     Row(
@@ -306,7 +324,7 @@ ROWS: list[Row] = [
         norm2="post_attention_layernorm",
         ffn="mlp",
         placement="pre",
-        positions=_rotary("self_attn"),
+        positions=partial(_rotary, "self_attn"),
         causal=True,
         refuse=("self_attn.q_norm", "pre_feedforward_layernorm"),
     ),
@@ -322,7 +340,7 @@ ROWS: list[Row] = [
         norm2="layer.1.layer_norm",
         ffn="layer.1.DenseReluDense",
         placement="pre",
-        beta=lambda core, k: 1.0,
+        beta=_unscaled,
         positions="relative position bias, shared by all layers and not scaled by beta",
     ),
     Row(
@@ -337,7 +355,7 @@ ROWS: list[Row] = [
         norm1="norm1",
         norm2="norm2",
         ffn="linear2",
-        placement=lambda block: "pre" if block.norm_first else "post",
+        placement=_torch_placement,
     ),
 ]
 

@@ -17,7 +17,7 @@ from attn_flow.trajectory import Trajectory
 
 from .attach import deepened, evaluating, padded
 from .tape import Tape
-from .texts import Batch, ready_batches, report_truncation, text_batches
+from .texts import Batch, argument_name, ready_batches, report_truncation, text_batches
 
 if TYPE_CHECKING:
     pass
@@ -82,6 +82,7 @@ def run(
     tokenizer = source if texts is not None else None
     if texts is None and not isinstance(source, Mapping | Tensor):
         raise ValueError(f"inputs are a {type(source).__name__}, expected a dict of tensors, or tokenizer and texts.")
+    source = {argument_name(model, source): source} if isinstance(source, Tensor) else source
     if not special and texts is None and not ("special_tokens_mask" in source or "pixel_values" in source):
         raise ValueError("special=False needs to know the special tokens; pass special_tokens_mask in the inputs.")
     device = next(model.parameters()).device

@@ -135,10 +135,8 @@ def report_truncation(count: int, limit: int | None) -> None:
         warnings.warn(f"{count} texts were longer than {limit} tokens and were truncated.", stacklevel=3)
 
 
-def ready_batches(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor, size: int) -> Iterator[Batch]:
+def ready_batches(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> Iterator[Batch]:
     """Tensors as the model takes them, cut into batches along their first axis."""
-    if isinstance(inputs, Tensor):
-        inputs = {_argument(model, inputs): inputs}
     tensors = {name: t for name, t in inputs.items() if isinstance(t, Tensor)}
     if not tensors:
         raise ValueError(f"inputs hold no tensor (got {sorted(inputs)}); expected input_ids, pixel_values or the like.")
@@ -155,7 +153,7 @@ def ready_batches(model: nn.Module, inputs: Mapping[str, Tensor] | Tensor, size:
         yield Batch(part, first, special, texts=list(range(first, min(n, first + size) if not whole else n)))
 
 
-def _argument(model: nn.Module, x: Tensor) -> str:
+def argument_name(model: nn.Module, x: Tensor) -> str:
     """The name of a single tensor among the model's inputs."""
     if isinstance(model, nn.TransformerEncoder):
         return "src"
