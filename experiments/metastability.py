@@ -43,7 +43,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         advance()
         runs = []
         for beta, T in ((5.0, 0.6), (7.0, 0.1)):
-            size = (2000, 200, 3) if quick else (20_000, 800, 8)
+            size = (2000, 200, 3) if quick else (20_000, 600, 4)
             runs.append(paper_run(beta, T, *size, generator))
             advance()
         stairs = {

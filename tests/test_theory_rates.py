@@ -265,6 +265,19 @@ def test_merge_time_law_is_its_large_beta_limit():
     assert abs(ratios[1] - 1) < abs(ratios[0] - 1)
 
 
+def test_merge_time_of_unequal_clusters():
+    assert metastability.merge_time_unequal(4.0, 1.3) == pytest.approx(
+        float(metastability.merge_time(4.0, 1.3)), rel=1e-9
+    )
+    # literal: two weighted tokens
+    x, h, t, w = np.array([[1.0, 0.0], [np.cos(1.3), np.sin(1.3)]]), 0.01, 0.0, np.array([0.8, 0.2])
+    angle = lambda y: 2 * np.arctan2(np.linalg.norm(y[0] - y[1]), np.linalg.norm(y[0] + y[1]))
+    while angle(x) > 0.5:
+        before, x, t = x, run(x, h, 3.0, "softmax", 1, w=w), t + h
+    t = t - h * (0.5 - angle(x)) / (angle(before) - angle(x))
+    assert metastability.merge_time_unequal(3.0, 1.3, 0.5, 0.8) == pytest.approx(t, rel=1e-4)
+
+
 def test_energy_levels():
     beta, masses = 3.0, np.array([0.5, 0.3, 0.2])
     x = RNG.standard_normal((3, 4))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 
@@ -139,6 +140,22 @@ def merge_time(beta: ArrayLike, phi: ArrayLike, phi_end: ArrayLike = 0.1) -> Arr
     # 1 - cos phi without cancellation
     gap, gap_end = 2 * np.sin(phi / 2) ** 2, 2 * np.sin(phi_end / 2) ** 2
     return equiangular.time_between(gap, gap_end, beta, n=2)
+
+
+def merge_time_unequal(beta: float, phi: float, phi_end: float = 0.1, mass: float = 0.5) -> float:
+    """`merge_time` for clusters of masses p and 1-p, by quadrature, with w = 1 - cos phi:
+
+    phi' = -sin(phi) [ (1-p)/(p e^{beta w} + 1-p) + p/((1-p) e^{beta w} + p) ]. arXiv 2509.25040.
+    """
+    beta, p = float(within("beta", beta, 0.0)), float(within("mass", mass, 0.0, 1.0, open=True))
+    phi, phi_end = (float(within("phi", a, 0.0, np.pi, open=True)) for a in (phi, phi_end))
+
+    def slowness(log_phi: float) -> float:
+        a = np.exp(log_phi)
+        e = np.exp(2 * beta * np.sin(a / 2) ** 2)
+        return float(a / np.sin(a) / ((1 - p) / (p * e + 1 - p) + p / ((1 - p) * e + p)))
+
+    return float(quad(slowness, np.log(phi_end), np.log(phi), epsrel=1e-10, limit=500)[0])
 
 
 def merge_time_law(beta: ArrayLike, phi: ArrayLike) -> Array:
