@@ -1,0 +1,146 @@
+"""What a run leaves on disk so that it can be killed at any moment: one checkpoint, one log.
+
+checkpoint.safetensors holds the weights, AdamW's moments and the recipe at the start of some update; it is replaced
+in one step. log.jsonl has one line per update; lines the checkpoint does not know of are dropped on resuming, and
+then come out again the same.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from attn_flow.storage import versions, write_tensors
+from attn_flow.train.recipe import Recipe
+from attn_flow.train.stack import DeepStack
+from attn_flow.train.tasks import Task
+
+FORMAT = "attn_flow.train"
+CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A checkpoint as read: the state before update number `update`."""
+
+    path: Path
+    update: int
+    recipe: dict[str, Any]
+    decided: dict[str, Any]  # what the task decided of the stack
+    digest: str
+    scaler: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name[6:]: tensor for name, tensor in self.tensors.items() if name.startswith("stack.")}
+
+    def restore(self, stack: DeepStack, optimiser: torch.optim.Optimizer) -> None:
+        """Weights and moments into a stack and its optimiser."""
+        stack.load_state_dict(self.weights())
+        names = {parameter: name for name, parameter in stack.named_parameters()}
+        for group in optimiser.param_groups:
+            for parameter in group["params"]:
+                held = {m: self.tensors.get(f"{m}.{names[parameter]}") for m in MOMENTS}
+                if held["step"] is not None:  # no moments before the first update
+                    optimiser.state[parameter] = {
+                        m: z.cpu() if m == "step" else z.to(parameter.device)  # type: ignore[union-attr]
+                        for m, z in held.items()
+                    }
+
+
+def save(
+    path: Path, recipe: Recipe, task: Task, update: int, stack: DeepStack, optimiser: torch.optim.Optimizer, scaler: Any
+) -> None:
+    """The state before `update`, in one step: a kill leaves the old checkpoint or the new one."""
+    tensors = {f"stack.{name}": tensor for name, tensor in stack.state_dict().items()}
+    for name, parameter in stack.named_parameters():
+        for moment, tensor in optimiser.state.get(parameter, {}).items():
+            tensors[f"{moment}.{name}"] = tensor
+    words = {
+        "format": FORMAT,
+        "update": str(update),
+        "recipe": json.dumps(recipe.as_dict()),
+        "decided": json.dumps(task.stack_options),
+        "digest": task.digest,
+        "scaler": json.dumps(scaler.state_dict()),
+        "versions": json.dumps(versions()),
+    }
+    write_tensors(tensors, path, words)
+
+
+def read(path: str | Path) -> Saved:
+    """A checkpoint file, or the folder of a run."""
+    path = Path(path)
+    path = path / CHECKPOINT if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"no checkpoint {path}; expected a run's folder or its {CHECKPOINT}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            words = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); move it away to start over. attn-flow itself never leaves half a file."
+        ) from None
+    if words.get("format") != FORMAT:
+        raise ValueError(f"{path} is no checkpoint of attn-flow train; use another --out.")
+    loaded = {name: json.loads(words[name]) for name in ("update", "recipe", "decided", "scaler")}
+    return Saved(path, digest=words["digest"], tensors=tensors, **loaded)
+
+
+def check_same(saved: Saved, recipe: Recipe, task: Task) -> None:
+    """A checkpoint continues only the run it came from."""
+    now = recipe.as_dict()
+    there = {**saved.recipe}
+    there["file"] = now["file"]  # where the file lies does not matter, what it says does
+    changed = [
+        f"{name} {there.get(name, 'unknown')} (there) and {now.get(name, 'unknown')} (now)"
+        for name in sorted({*there, *now})
+        if there.get(name) != now.get(name)
+    ]
+    if changed:
+        raise ValueError(
+            f"{saved.path} was trained with other options: {'; '.join(changed)}. Resume with the same options, or use "
+            "another --out."
+        )
+    if saved.digest != task.digest:
+        raise ValueError(f"the text of {recipe.file} has changed since {saved.path} was written; use another --out.")
+
+
+def load(path: str | Path) -> DeepStack:
+    """The trained stack of a run's folder or checkpoint, in evaluation mode on the CPU."""
+    saved = read(path)
+    stack = Recipe(**saved.recipe).make_stack(**saved.decided)
+    stack.load_state_dict(saved.weights())
+    return stack.eval()  # type: ignore[return-value]
+
+
+def tidy(out: Path) -> None:
+    """Remove what a kill in the middle of a write left beside the checkpoint."""
+    for left in out.glob(f".{CHECKPOINT}.*"):
+        left.unlink(missing_ok=True)
+
+
+def kept_lines(log: Path, before: int) -> list[str]:
+    """The log's whole lines of updates before `before`; a line a kill cut short is not whole."""
+    if not log.is_file():
+        return []
+    kept = []
+    for line in log.read_text().splitlines():
+        try:
+            if json.loads(line)["update"] < before:
+                kept.append(line)
+        except (json.JSONDecodeError, KeyError, TypeError):
+            break
+    return kept
+
+
+def count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,146 @@
+"""Tasks whose answers are known: generated on the fly, every batch a function of a generator alone.
+
+    majority   which of the classes occurs most often in the cloud
+    recall     pairs (key, value), then a key alone: which value belongs to it
+    clusters   points around centres on a sphere, new ones in every cloud: who shares the first point's centre
+    parity     bits: the parity of three of them, at places the model has to find
+
+`y` is one class per cloud (batch,), or one per token (batch, n) with -100 where nothing is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_flow.geometry import Sphere
+from attn_flow.train.stack import Readout
+
+NO_QUESTION = -100
+
+
+class Batch(NamedTuple):
+    """Inputs x, answers y and, where inputs have unequal lengths, the mask of tokens."""
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor | None = None
+
+    def part(self, rank: int, of: int) -> Batch:
+        """The rank-th of `of` equal slices along the batch."""
+        size = self.y.shape[0] // of
+        return Batch(*(None if z is None else z[rank * size : (rank + 1) * size] for z in self))
+
+    def to(self, device: torch.device | str) -> Batch:
+        return Batch(*(None if z is None else z.to(device) for z in self))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a stack is asked: how wide its inputs and outputs are, and how a batch is drawn.
+
+    draw(size, generator) -> Batch for training; held_out(size, generator) -> Batch never trained on.
+    chance: the accuracy of the best answer that ignores the inputs.
+    digest: what tells two versions of a task's file apart; empty for generated tasks.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    draw: Callable[[int, torch.Generator], Batch]
+    held_out: Callable[[int, torch.Generator], Batch]
+    chance: float
+    readout: Readout = "mean"
+    length: int | None = None
+    points: bool = False
+    digest: str = ""
+
+    @property
+    def stack_options(self) -> dict[str, object]:
+        """What of a DeepStack the task decides."""
+        names = ("inputs", "outputs", "readout", "length", "points")
+        return {name: getattr(self, name) for name in names}
+
+
+def _generated(name: str, draw: Callable[[int, torch.Generator], Batch], **facts: object) -> Task:
+    return Task(name=name, draw=draw, held_out=draw, **facts)  # type: ignore[arg-type]
+
+
+def majority(n: int = 16, classes: int = 4) -> Task:
+    """Ids (batch, n), uniform; y the most frequent, which is always strictly so."""
+    if n < 3 or classes < 2:
+        raise ValueError(f"tokens = {n}, classes = {classes}: expected at least 3 tokens and 2 classes.")
+
+    def draw(size: int, generator: torch.Generator) -> Batch:
+        x = torch.randint(classes, (size, n), generator=generator)
+        counts = torch.nn.functional.one_hot(x, classes).sum(-2)
+        y = counts.argmax(-1)
+        # A tie is broken by giving the first token of another winner to y.
+        rival = (counts == counts.amax(-1, keepdim=True)).scatter(1, y[:, None], False)
+        tied = rival.any(-1)
+        place = rival.gather(1, x).int().argmax(-1)
+        x[tied, place[tied]] = y[tied]
+        return Batch(x, y)
+
+    return _generated("majority", draw, inputs=classes, outputs=classes, chance=1 / classes)
+
+
+def recall(n: int = 9, keys: int = 16, values: int = 8) -> Task:
+    """Ids (batch, n, 2): n - 1 tokens (key, value) with distinct keys, and the asked key with a blank; y at the last."""
+    if not 2 <= n <= keys + 1:
+        raise ValueError(f"tokens = {n}, expected 2 to {keys + 1}: one question and pairs with {keys} distinct keys.")
+
+    def draw(size: int, generator: torch.Generator) -> Batch:
+        key = torch.rand(size, keys, generator=generator).argsort(-1)[:, : n - 1]
+        value = torch.randint(values, (size, n - 1), generator=generator)
+        asked = torch.randint(n - 1, (size, 1), generator=generator)
+        key = torch.cat([key, key.gather(1, asked)], dim=1)
+        blank = torch.full((size, 1), values)
+        y = torch.full((size, n), NO_QUESTION)
+        y[:, -1:] = value.gather(1, asked)
+        return Batch(torch.stack([key, keys + torch.cat([value, blank], dim=1)], dim=-1), y)
+
+    return _generated("recall", draw, inputs=keys + values + 1, outputs=values, chance=1 / values, readout="token")
+
+
+def clusters(n: int = 16, centres: int = 3, d: int = 8, spread: float = 0.15) -> Task:
+    """Points (batch, n, d + 1): centre + spread xi on the sphere, and a mark on the first; y: its cluster or not.
+
+    Every cloud has its own uniform centres, so that nothing can be learned but to compare. The first point and
+    a partner share a centre. The first itself is not asked.
+    """
+    if n < 3 or centres < 2:
+        raise ValueError(f"tokens = {n}, centres = {centres}: expected at least 3 tokens and 2 centres.")
+
+    def draw(size: int, generator: torch.Generator) -> Batch:
+        centre = Sphere().uniform((size, centres), d, generator=generator)
+        owner = torch.randint(centres, (size, n), generator=generator)
+        owner[:, 1] = owner[:, 0]
+        x = centre.gather(1, owner[..., None].expand(-1, -1, d))
+        x = Sphere().retract(x + spread * torch.randn(size, n, d, generator=generator))
+        mark = torch.zeros(size, n, 1)
+        mark[:, 0] = 1
+        y = (owner == owner[:, :1]).long()
+        y[:, 0] = NO_QUESTION
+        return Batch(torch.cat([x, mark], dim=-1), y)
+
+    # Among the n - 1 asked, one partner and a third of the rest say yes.
+    yes = (1 + (n - 2) / centres) / (n - 1)
+    return _generated("clusters", draw, inputs=d + 1, outputs=2, chance=max(yes, 1 - yes), readout="token", points=True)
+
+
+def parity(n: int = 10, subset: int = 3) -> Task:
+    """Bits (batch, n); y the parity of `subset` of them, at places spread evenly over 0..n-1."""
+    if not 1 <= subset <= n:
+        raise ValueError(f"tokens = {n}, expected at least the {subset} bits whose parity is asked.")
+    places = [round(i * (n - 1) / max(1, subset - 1)) for i in range(subset)]
+
+    def draw(size: int, generator: torch.Generator) -> Batch:
+        x = torch.randint(2, (size, n), generator=generator)
+        return Batch(x, x[:, places].sum(-1) % 2)
+
+    return _generated("parity", draw, inputs=2, outputs=2, chance=0.5, length=n)

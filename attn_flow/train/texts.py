@@ -1,0 +1,176 @@
+"""Tasks on files: labelled texts (label, text), and hidden characters of plain text."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import re
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attn_flow.train.tasks import NO_QUESTION, Batch, Task
+
+WORD = re.compile(r"\w+|[^\w\s]")
+PADDING, UNKNOWN = 0, 1  # ids of the vocabulary's first two rows
+HIDDEN = 0  # the id of a hidden character
+SPLIT_SEED = 0  # which texts are held out is a fact about the file, not about the run
+
+
+def read_text(path: str | Path) -> str:
+    path = Path(path)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except (FileNotFoundError, IsADirectoryError):
+        raise ValueError(f"no text file {str(path)!r}; give one with --file.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text (byte {error.start}); convert it first.") from None
+    if "\x00" in text:
+        raise ValueError(f"{path} holds NUL characters: this is no text but a binary file.")
+    return text
+
+
+def read_labelled(path: str | Path) -> list[tuple[str, str]]:
+    """(label, text) of every line: `label<TAB>text`, or CSV with two columns (.csv), or {"label", "text"} (.jsonl).
+
+    A first line that says `label` and `text` is a header. Empty lines are skipped; half a line is an error.
+    """
+    content = read_text(path)
+    kind = Path(path).suffix.lower()
+    pairs: list[tuple[str, str]] = []
+    lines = csv.reader(io.StringIO(content)) if kind == ".csv" else content.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line or (isinstance(line, str) and not line.strip()):
+            continue
+        where = f"{path}, {'row' if kind == '.csv' else 'line'} {number}"
+        if kind == ".jsonl":
+            fields = _json_fields(str(line), where)
+        else:
+            fields = line if isinstance(line, list) else line.split("\t", 1)
+        if len(fields) != 2:
+            shape = "two columns" if kind == ".csv" else "label<TAB>text"
+            raise ValueError(f"{where} has {len(fields)} field(s), expected {shape}: {str(line)[:60]!r}.")
+        label, text = (field.strip() for field in fields)
+        if not pairs and (label.lower(), text.lower()) == ("label", "text"):
+            continue
+        if not label or not text:
+            missing = "label" if not label else "text"
+            raise ValueError(f"{where} has an empty {missing}; fill it in or drop the line.")
+        pairs.append((label, text))
+    return pairs
+
+
+def _json_fields(line: str, where: str) -> list[str]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is no JSON object ({error.msg}); expected a label and a text.") from None
+    missing = [name for name in ("label", "text") if not isinstance(entry, dict) or entry.get(name) in (None, "")]
+    if missing:
+        raise ValueError(f"{where} has no {' and no '.join(missing)}; expected a label and a text.")
+    return [str(entry["label"]), str(entry["text"])]
+
+
+def labelled(path: str | Path, n: int = 32, vocabulary: int = 2000) -> Task:
+    """Word ids (batch, n) with padding, y the label; a fifth of the different texts is held out."""
+    pairs = read_labelled(path)
+    labels = sorted({label for label, _ in pairs})
+    if len(pairs) < 10 or len(labels) < 2:
+        raise ValueError(
+            f"{path} has {len(pairs)} texts and {len(labels)} label(s) {labels[:5]}; expected at least 10 texts and 2 "
+            "labels."
+        )
+    different = sorted({text for _, text in pairs})  # a text listed twice must not sit on both sides
+    order = torch.randperm(len(different), generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
+    hidden = {different[i] for i in order[: max(1, len(different) // 5)]}
+    words = Counter(word for _, text in pairs if text not in hidden for word in _words(text))
+    if not words:
+        raise ValueError(f"{path} has no words in its training texts.")
+    ids = {word: 2 + i for i, (word, _) in enumerate(words.most_common(vocabulary))}
+    cut = sum(len(_words(text)) > n for _, text in pairs)
+    if cut:
+        warnings.warn(f"{cut} of {len(pairs)} texts are longer than {n} tokens and were cut there.", stacklevel=2)
+
+    def table(chosen: list[tuple[str, str]]) -> Batch:
+        rows = [[ids.get(word, UNKNOWN) for word in _words(text)[:n]] or [UNKNOWN] for _, text in chosen]
+        x = torch.tensor([row + [PADDING] * (n - len(row)) for row in rows])
+        return Batch(x, torch.tensor([labels.index(label) for label, _ in chosen]), x != PADDING)
+
+    seen = table([pair for pair in pairs if pair[1] not in hidden])
+    held = table([pair for pair in pairs if pair[1] in hidden])
+    most = held.y.bincount().max() / held.y.numel()
+
+    def draw(size: int, generator: torch.Generator) -> Batch:
+        chosen = torch.randint(seen.y.numel(), (size,), generator=generator)
+        return _rows(seen, chosen)
+
+    def held_out(size: int, generator: torch.Generator) -> Batch:
+        return _rows(held, torch.arange(min(size, held.y.numel())))
+
+    return Task(
+        "text",
+        inputs=2 + len(ids),
+        outputs=len(labels),
+        draw=draw,
+        held_out=held_out,
+        chance=float(most),
+        length=n,
+        digest=_digest(repr(pairs)),
+    )
+
+
+def _words(text: str) -> list[str]:
+    return WORD.findall(text.lower())
+
+
+def _rows(table: Batch, chosen: Tensor) -> Batch:
+    return Batch(*(None if z is None else z[chosen] for z in table))
+
+
+def masked(path: str | Path | None = None, n: int = 32, hide: float = 0.15, alphabet: int = 200) -> Task:
+    """Characters (batch, n) of which a share `hide`, at least one, is hidden and asked; the last tenth is held out.
+
+    Without a path the text is the manual in Python's own `pydoc_data.topics`.
+    """
+    text = python_manual() if path is None else read_text(path)
+    if len(text) < 20 * n:
+        raise ValueError(f"{path} has {len(text)} characters, expected at least 20 * tokens = {20 * n}.")
+    counts = Counter(text).most_common(alphabet)
+    ids = {character: 2 + i for i, (character, _) in enumerate(sorted(counts))}
+    line = torch.tensor([ids.get(character, UNKNOWN) for character in text])
+    border = len(text) * 9 // 10
+    seen, held = line[:border], line[border:]
+
+    def windows(of: Tensor, size: int, generator: torch.Generator) -> Batch:
+        start = torch.randint(of.numel() - n + 1, (size, 1), generator=generator)
+        x = of[start + torch.arange(n)]
+        asked = torch.rand(size, n, generator=generator) < hide
+        asked.scatter_(1, torch.randint(n, (size, 1), generator=generator), True)
+        return Batch(torch.where(asked, HIDDEN, x), torch.where(asked & (x != UNKNOWN), x - 2, NO_QUESTION))
+
+    return Task(
+        "masked",
+        inputs=2 + len(ids),
+        outputs=len(ids),
+        draw=lambda size, generator: windows(seen, size, generator),
+        held_out=lambda size, generator: windows(held, size, generator),
+        chance=float(held.bincount().max() / held.numel()),
+        readout="token",
+        length=n,
+        digest=_digest(text),
+    )
+
+
+def python_manual() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
