@@ -87,6 +87,8 @@ def _deberta_beta(core: Any, k: int) -> float:
 
 
 def _gpt2_beta(core: Any, k: int) -> float:
+    if not hasattr(core, "scaling") and core.config._attn_implementation != "eager":
+        return 1 / math.sqrt(k)  # transformers 4 ignores both options outside its eager attention
     beta = 1 / math.sqrt(k) if core.scale_attn_weights else 1.0
     return beta / (core.layer_idx + 1) if core.scale_attn_by_inverse_layer_idx else beta
 

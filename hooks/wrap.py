@@ -21,7 +21,7 @@ from .attach import Attached, Clock, forward_replaced, given, hidden, original_f
 from .blocks import Block, blocks
 from .temperature import attach_scaling, chosen_layers, factor_of
 
-CACHES = ("past_key_values", "past_key_value", "layer_past")
+CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache")
 
 
 def wrap(
@@ -111,7 +111,9 @@ class Flow:
     def refuse_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.steps == 1 and self.step is euler:
             return
-        if any(kwargs.get(name) is not None for name in CACHES) or any(hasattr(a, "get_seq_length") for a in args):
+        if any(kwargs.get(name) not in (None, False) for name in CACHES) or any(
+            hasattr(a, "get_seq_length") for a in args
+        ):
             raise ValueError(
                 f"{self.block.path} evaluates its attention several times and would fill a cache of keys and values "
                 "with each; call the model with use_cache=False."

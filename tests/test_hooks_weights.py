@@ -31,7 +31,8 @@ def test_weights_are_what_the_layer_computes(name: str) -> None:
     x = without_positions(name, model, x)
     errors = [c.error for c in check(model, x)]
     assert len(errors) == 3
-    assert max(errors) < (1e-7 if name == "ModernBERT" else 1e-14)  # which rotates queries and keys in float32
+    # ModernBERT rotates queries and keys in float32; T5 takes its softmax there in transformers 4.
+    assert max(errors) < (1e-7 if name in {"ModernBERT", "T5 encoder"} else 1e-14)
 
 
 @pytest.mark.parametrize("name", sorted(POSITIONAL))
@@ -126,15 +127,9 @@ def test_betas() -> None:
     assert attentions(tiny("BERT"))[0].beta == pytest.approx(8**-0.5)
     assert attentions(tiny("DeBERTa"))[0].beta == pytest.approx((3 * 8) ** -0.5)
     assert attentions(tiny("T5 encoder"))[0].beta == 1
-    config = transformers.GPT2Config(
-        n_embd=32,
-        n_layer=3,
-        n_head=4,
-        vocab_size=60,
-        scale_attn_by_inverse_layer_idx=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 60, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.GPT2Config(**sizes, scale_attn_by_inverse_layer_idx=True)
+    config._attn_implementation = "eager"  # the only one that heeds it in transformers 4
     model = transformers.GPT2Model(config).double().eval()
     assert [a.beta for a in attentions(model)] == pytest.approx([8**-0.5, 8**-0.5 / 2, 8**-0.5 / 3])
     assert max(c.error for c in check(model, inputs("GPT-2"))) < 1e-14
