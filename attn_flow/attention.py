@@ -7,11 +7,12 @@ cancel. Heads are summed. Matrices act on column vectors: tokens are rows, so co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from attn_flow import checks, kernels
 from attn_flow.measures import Cloud, Measure
@@ -19,7 +20,9 @@ from attn_flow.measures import Cloud, Measure
 Kind = Literal["softmax", "unnormalised", "hardmax", "sinkhorn"]
 KINDS: tuple[Kind, ...] = ("softmax", "unnormalised", "hardmax", "sinkhorn")
 SINKHORN_SWEEPS = 300
-TOGETHER = 2**16  # tokens times heads that are computed at once when no gradient is needed
+# Entries of queries, keys, values and averages beyond which the drift is computed in parts, with and without gradient.
+AT_ONCE, AT_ONCE_WITH_GRADIENT = 2**21, 2**22
+ROWS = 1024  # tokens in a part
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +45,10 @@ class Attention:
     kind: Kind = "softmax"
     causal: bool = False
     self_attention: bool = True
+    _Q_is_identity: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
+        checks.floating("Q", self.Q, "(heads, k, d) or (k, d)")
         for name in ("Q", "K", "V", "O"):
             weight = getattr(self, name)
             if weight is not None and weight.ndim == 2:
@@ -61,23 +66,22 @@ class Attention:
         if Q.ndim < 3:
             raise ValueError(f"Q has shape {tuple(Q.shape)}, expected (heads, k, d) or (k, d).")
         heads, k, d = Q.shape[-3:]
-        v = self.V.shape[-2] if self.V is not None else d
+        v = d if self.V is None or self.O is None else self.V.shape[-2]
         expected = {
+            "Q": ((heads, k, d), "(heads, k, d)"),
             "K": ((heads, k, d), "(heads, k, d)"),
-            "V": ((heads, v, d), "(heads, v, d)" if self.O is not None else "(heads, d, d)"),
+            "V": ((heads, v, d), "(heads, d, d)" if self.O is None else "(heads, v, d)"),
             "O": ((heads, d, v), "(heads, d, v)"),
             "query_bias": ((heads, k), "(heads, k)"),
             "value_bias": ((d,), "(d,)"),
         }
-        if self.O is None and self.V is not None:
-            expected["V"] = ((heads, d, d), "(heads, d, d)")
         if self.K is None and k != d:
             raise ValueError(f"K is None (the identity) but Q has shape {tuple(Q.shape)}; expected k = d = {d}.")
-        checks.finite("Q", Q)
         for name, (shape, words) in expected.items():
             tensor = getattr(self, name)
             if tensor is None:
                 continue
+            checks.floating(name, tensor, words)
             if tuple(tensor.shape[-len(shape) :]) != shape:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)}, expected {words} = {shape} to match Q of shape "
@@ -87,6 +91,9 @@ class Attention:
                 raise ValueError(f"{name} has dtype {tensor.dtype} and Q {Q.dtype}; use one dtype for all weights.")
             checks.same_device(name, tensor, "Q", Q)
             checks.finite(name, tensor)
+        if self.K is None and checks.can_look(Q) and not Q.requires_grad:
+            ones = bool((torch.diagonal(Q, dim1=-2, dim2=-1) == 1).all())
+            object.__setattr__(self, "_Q_is_identity", ones and int(Q.count_nonzero()) == Q[..., 0].numel())
         checks.inverse_temperature(self.beta)
         if isinstance(self.beta, Tensor) and self.beta.ndim > 0 and self.beta.shape[-1] not in (1, heads):
             raise ValueError(
@@ -223,9 +230,8 @@ class Attention:
 
     def to(self, *args: Any, **kwargs: Any) -> Attention:
         """The same attention with its tensors moved or cast, as `Tensor.to`."""
-        names = ("Q", "K", "V", "O", "query_bias", "value_bias", "beta")
-        moved = {name: getattr(self, name) for name in names}
-        return replace(self, **{k: t.to(*args, **kwargs) for k, t in moved.items() if isinstance(t, Tensor)})
+        moved: dict[str, Any] = {name: z.to(*args, **kwargs) for name, z in self._tensors().items()}
+        return replace(self, **moved)
 
     # --- what it does -------------------------------------------------------------------------------------------
 
@@ -240,34 +246,40 @@ class Attention:
         """sum_h O_h V_h m_beta[mu](G_h x + K_h^T b_h) + c, (..., n, d), the ambient drift of every token.
 
         mu is the cloud x itself (with `weights`, and True in `mask` for tokens; hidden tokens do not move), or
-        the measure `context`: then tokens do not interact, and this is the mean-field drift.
+        the measure `context`: then tokens do not interact, and this is the mean-field drift. A token that may
+        attend to nobody (the first one, under causal=True with self_attention=False) feels no attention.
         """
-        checks.tokens("x", x)
-        self._check_tokens(x)
         if context is None:
             return self.self_drift(x, self._cloud(x, weights, mask).log_weights, mask)
+        checks.tokens("x", x)
+        self._check_tokens(x)
         if weights is not None or mask is not None:
             raise ValueError(
                 "weights and mask describe the cloud x; with context= put them into Cloud(y, weights, mask)."
             )
-        if isinstance(context, Tensor):
-            context = Cloud(context)
         if self.causal or not self.self_attention:
             raise ValueError("causal and self_attention=False compare tokens of one cloud; with context= use neither.")
         if self.kind == "sinkhorn":
             raise ValueError("kind = 'sinkhorn' balances a cloud with itself; it has no drift against a context.")
+        if isinstance(context, Tensor):
+            context = Cloud(context)
         if isinstance(context, Cloud):
+            self._check_tokens(context.x, "context")
             return self._cloud_drift(x, context.x, context.log_weights)
         return self._measure_drift(x, context)
 
-    def _check_tokens(self, x: Tensor) -> None:
-        if x.shape[-1] != self.dim:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}, expected (..., n, {self.dim}) to match Q {tuple(self.Q.shape)}."
-            )
-        if x.dtype != self.Q.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"x has dtype {x.dtype} and the weights {self.Q.dtype}; use attention.to({x.dtype}).")
-        checks.same_device("x", x, "Q", self.Q)
+    def weights(self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """The attention matrix A (..., heads, n, n), dense; rows sum to one but for kind='unnormalised'."""
+        bias = self._key_bias(x, self._cloud(x, weights, mask).log_weights)
+        q, k = self._queries(x), self._keys(x)
+        if kernels.loses_digits(q, k, self._scale):
+            return self.to(torch.float64).weights(x.double(), weights=weights, mask=mask).to(x.dtype)
+        if self.cold:
+            return kernels.winners(q, k, bias, self.causal, not self.self_attention)[0]
+        logits = kernels.logits(q * self._scale, k, bias, self.causal, not self.self_attention)
+        if self.kind == "unnormalised":
+            return (logits if bias is not None else logits - math.log(x.shape[-2])).exp()
+        return kernels.probabilities(logits)[0]
 
     def self_drift(self, x: Tensor, log_weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The drift of tokens against themselves, unchecked: what integrators call at every stage.
@@ -275,16 +287,117 @@ class Attention:
         log_weights (..., n) has -inf where mask is False, as `Cloud.log_weights`.
         """
         drift = self._cloud_drift(x, x, log_weights)
-        return drift if mask is None else torch.where(mask[..., None], drift, 0.0)
+        return drift if mask is None else drift.masked_fill(~mask[..., None], 0.0)
+
+    def _check_tokens(self, x: Tensor, name: str = "x") -> None:
+        if x.shape[-1] != self.dim:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, expected (..., n, {self.dim}) to match Q {tuple(self.Q.shape)}."
+            )
+        if x.dtype != self.Q.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"{name} has dtype {x.dtype} and the weights {self.Q.dtype}; use attention.to({x.dtype}).")
+        checks.same_device(name, x, "Q", self.Q)
+
+    def _cloud(self, x: Tensor, weights: Tensor | None, mask: Tensor | None) -> Cloud:
+        """The tokens as a measure that this attention can act on."""
+        cloud = Cloud(x, weights, mask)
+        self._check_tokens(x)
+        if not self.self_attention and checks.can_look(x) and int((cloud.probabilities > 0).sum(-1).min()) < 2:
+            raise ValueError(
+                "self_attention=False leaves a cloud of one token nobody to attend to; expected two or more."
+            )
+        return cloud
+
+    def _cloud_drift(self, x: Tensor, y: Tensor, log_weights: Tensor | None) -> Tensor:
+        """The drift of x against the tokens y: all at once if that is small, else in parts that are."""
+        if y.stride(-1) != 1:  # keys and values are read many times
+            x, y = (y.contiguous(),) * 2 if x is y else (x, y.contiguous())
+        bias = self._key_bias(y, log_weights)
+        tensors = [z for z in (x, y, bias, *self._tensors().values()) if z is not None]
+        gradient = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
+        key_width = self.dim if self._keys_stay else self.Q.shape[-2]
+        value_width = self.dim if self.V is None or self._values_stay else self.V.shape[-2]
+        entries = 2 * (key_width + value_width) * self.heads * math.prod(x.shape[:-1])
+        every_head = [slice(h, h + 1) for h in range(self.heads)]
+        if entries <= (AT_ONCE_WITH_GRADIENT if gradient else AT_ONCE) or not checks.can_look(*tensors):
+            drift = self._attend(x, y, self._keys(y), self._values(y), bias)
+        elif gradient:
+
+            def one_head(x: Tensor, y: Tensor, head: slice) -> Tensor:
+                return self._attend(x, y, self._keys(y, head), self._values(y, head), bias, head)
+
+            drift = torch.zeros((), dtype=x.dtype, device=x.device)
+            for head in every_head:
+                drift = drift + checkpoint(one_head, x, y, head, use_reentrant=False)
+        else:
+            drift = x.new_zeros(*self._batch(x, y, bias), *x.shape[-2:])
+            for head in every_head:
+                k, v = self._keys(y, head), self._values(y, head)
+                for first in range(0, x.shape[-2], ROWS):
+                    rows = slice(first, first + ROWS)
+                    drift[..., rows, :] += self._attend(x[..., rows, :], y, k, v, bias, head, first)
+        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
+
+    def _attend(
+        self,
+        x: Tensor,
+        y: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_bias: Tensor | None,
+        heads: slice = slice(None),
+        first: int = 0,
+    ) -> Tensor:
+        """The sum over some heads of O_h sum_j A_ij v_j, for queries x that are the tokens first, first + 1, ... of y.
+
+        k and v are the keys and values of y in these heads.
+        """
+        q = self._queries(x, heads)
+        if kernels.loses_digits(q, k, self._scale):
+            exact, y = self.to(torch.float64), y.double()
+            k, v = exact._keys(y, heads), exact._values(y, heads)
+            return exact._attend(x.double(), y, k, v, key_bias, heads, first).to(x.dtype)
+        if key_bias is not None and key_bias.shape[-2] > 1:
+            key_bias = key_bias[..., heads, :]
+        options: dict[str, Any] = {
+            "key_bias": key_bias,
+            "causal": self.causal,
+            "exclude_self": not self.self_attention,
+            "first": first,
+        }
+        if self.cold:
+            average = kernels.hardmax(q, k, v, **options)[0]
+        elif self.kind != "unnormalised":
+            average = kernels.softmax(q, k, v, scale=self._scale, **options)
+        else:
+            average, log_sum = kernels.softmax_and_log_sum(q, k, v, scale=self._scale, **options)
+            if key_bias is None:  # the weights 1/n, which a softmax cancels
+                log_sum = log_sum - math.log(y.shape[-2])
+            average = average * log_sum.exp()[..., None]
+        return self._output(average, heads)
+
+    # beta is applied once: as the kernel's scale if it is a number, to the queries if it is a tensor.
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if isinstance(self.beta, Tensor) or self.cold else float(self.beta)
 
     def _queries(self, x: Tensor, heads: slice = slice(None)) -> Tensor:
-        """beta (Q x + b), in the space where keys live, (..., heads, n, k or d)."""
-        q = _per_head(x, self.Q[..., heads, :, :])
+        """Q x + b in the space where keys live, times beta if that is a tensor, (..., heads, n, k or d)."""
+        if self._Q_is_identity:
+            q = x[..., None, :, :].expand(*x.shape[:-2], self.Q[..., heads, 0, 0].shape[-1], *x.shape[-2:])
+        else:
+            q = _per_head(x, self.Q[..., heads, :, :])
         if self.query_bias is not None:
             q = q + self.query_bias[..., heads, None, :]
         if self.K is not None and self._keys_stay:
             q = q @ self.K[..., heads, :, :]
-        return q if self.cold else q * self._beta(heads, x)[..., None, None]
+        return q * self._beta(heads, x)[..., None, None] if isinstance(self.beta, Tensor) else q
+
+    def _beta(self, heads: slice, x: Tensor) -> Tensor:
+        """beta as a tensor of shape (..., heads or 1)."""
+        beta = torch.as_tensor(self.beta, dtype=x.dtype, device=x.device)
+        return beta[None] if beta.ndim == 0 else beta[..., heads] if beta.shape[-1] > 1 else beta
 
     @property
     def _keys_stay(self) -> bool:
@@ -295,11 +408,6 @@ class Attention:
     def _values_stay(self) -> bool:
         """Whether V acts after the average, on one token instead of all of them."""
         return self.V is None or self.O is None or self.V.shape[-2] >= self.dim
-
-    def _beta(self, heads: slice, x: Tensor) -> Tensor:
-        """beta as a tensor of shape (..., heads or 1)."""
-        beta = torch.as_tensor(self.beta, dtype=x.dtype, device=x.device)
-        return beta[None] if beta.ndim == 0 else beta[..., heads] if beta.shape[-1] > 1 else beta
 
     def _keys(self, y: Tensor, heads: slice = slice(None)) -> Tensor:
         if self.K is None or self._keys_stay:
@@ -319,39 +427,6 @@ class Attention:
         stacked = O[..., heads, :, :].mT.flatten(-3, -2)  # (..., heads * v, d)
         return average.transpose(-2, -3).flatten(-2) @ stacked
 
-    def _cloud_drift(self, x: Tensor, y: Tensor, log_weights: Tensor | None) -> Tensor:
-        key_bias = self._key_bias(y, log_weights)
-        n = y.shape[-2] * math.prod(y.shape[:-2])
-        # All heads at once is fastest; one at a time keeps the extra memory at a few copies of x.
-        together = self.heads if torch.is_grad_enabled() else max(1, TOGETHER // n)
-        drift = None
-        for first in range(0, self.heads, together):
-            heads = slice(first, first + together)
-            bias = key_bias if key_bias is None or key_bias.shape[-2] == 1 else key_bias[..., heads, :]
-            part = self._output(self._average(x, y, self._values(y, heads), bias, heads), heads)
-            drift = part if drift is None else drift + part
-        assert drift is not None  # there is at least one head
-        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
-
-    def _average(
-        self, x: Tensor, y: Tensor, values: Tensor, key_bias: Tensor | None, heads: slice = slice(None)
-    ) -> Tensor:
-        """sum_j A_ij values_j with the attention A of every head, (..., heads, n, v)."""
-        q, k = self._queries(x, heads), self._keys(y, heads)
-        options: dict[str, Any] = {
-            "key_bias": key_bias,
-            "causal": self.causal,
-            "exclude_self": not self.self_attention,
-        }
-        if self.cold:
-            return kernels.hardmax(q, k, values, **options)[0]
-        if self.kind != "unnormalised":
-            return kernels.softmax(q, k, values, **options)
-        average, log_sum = kernels.softmax_and_log_sum(q, k, values, **options)
-        if key_bias is None:  # the weights 1/n, which a softmax cancels
-            log_sum = log_sum - math.log(y.shape[-2])
-        return average * log_sum.exp()[..., None]
-
     def _key_bias(self, x: Tensor, log_weights: Tensor | None) -> Tensor | None:
         """Log weights of the keys (..., 1, n); for Sinkhorn with the potential g_j added, (..., heads, n).
 
@@ -363,7 +438,7 @@ class Attention:
             return log_w
         if log_w is None:
             log_w = torch.full_like(x[..., 0], -math.log(x.shape[-2]))[..., None, :]
-        q, k = self._queries(x), self._keys(x)
+        q, k = self._queries(x) * self._scale, self._keys(x)
         f = torch.zeros(torch.broadcast_shapes(q.shape[:-1], log_w.shape), dtype=x.dtype, device=x.device)
         g = f
         for _ in range(SINKHORN_SWEEPS):
@@ -377,35 +452,38 @@ class Attention:
         return g + log_w
 
     def _measure_drift(self, x: Tensor, mu: Measure) -> Tensor:
-        hot = replace(self, beta=1.0)
+        plain = replace(self, beta=1.0)
+        beta: float | Tensor = self.beta
         drift = torch.zeros_like(x)
         for h in range(self.heads):
             head = slice(h, h + 1)
-            g = hot._queries(x, head)
+            g = plain._queries(x, head)
             if self.K is not None and not self._keys_stay:
                 g = g @ self.K[..., head, :, :]
             g = g[..., 0, :, :]
-            beta = math.inf if self.cold else self._beta(head, x)
+            if isinstance(self.beta, Tensor):
+                beta = self._beta(head, x)
+            if not self.cold and kernels.loses_digits(g, x, beta):
+                return self.to(torch.float64)._measure_drift(x.double(), mu.to(torch.float64)).to(x.dtype)
             average = mu.tilted_mean(g, beta)
             if self.kind == "unnormalised":
                 average = average * (beta * mu.log_partition(g, beta)).exp()[..., None]
-            drift = drift + average @ self.values[..., h, :, :].mT
+            for weight in (self.V, self.O):  # one after the other: of rank k, never multiplied out
+                average = average if weight is None else average @ weight[..., h, :, :].mT
+            drift = drift + average
         return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
 
-    def _cloud(self, x: Tensor, weights: Tensor | None, mask: Tensor | None) -> Cloud:
-        cloud = Cloud(x, weights, mask)
-        if not self.self_attention and checks.can_look(x) and int((cloud.probabilities > 0).sum(-1).min()) < 2:
-            raise ValueError(
-                "self_attention=False leaves a cloud of one token nobody to attend to; expected two or more."
-            )
-        return cloud
+    def _tensors(self) -> dict[str, Tensor]:
+        names = ("Q", "K", "V", "O", "query_bias", "value_bias", "beta")
+        found = {name: getattr(self, name) for name in names}
+        return {name: z for name, z in found.items() if isinstance(z, Tensor)}
 
-    def weights(self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """The attention matrix A (..., heads, n, n), dense; rows sum to one but for kind='unnormalised'."""
-        checks.tokens("x", x)
-        self._check_tokens(x)
-        eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
-        return self._average(x, x, eye, self._key_bias(x, self._cloud(x, weights, mask).log_weights))
+    def _batch(self, x: Tensor, y: Tensor, key_bias: Tensor | None) -> torch.Size:
+        """The leading axes of the drift."""
+        axes = {"Q": 3, "K": 3, "V": 3, "O": 3, "query_bias": 2, "value_bias": 1, "beta": 1}
+        shapes = [z.shape[: max(0, z.ndim - axes[name])] for name, z in self._tensors().items()]
+        shapes += [x.shape[:-2], y.shape[:-2]] + ([] if key_bias is None else [key_bias.shape[:-2]])
+        return torch.broadcast_shapes(*shapes)
 
 
 def _per_head(x: Tensor, weight: Tensor) -> Tensor:

@@ -2,66 +2,94 @@
 
 Everything is built from rho_nu(z) = I_{nu+1}(z) / (z I_nu(z)), which is smooth and positive at z = 0 and obeys
 rho_nu = 1 / (2(nu+1) + z^2 rho_{nu+1}). The recurrence is stable downwards, so orders below ORDER are reached
-from ORDER, where the uniform (Debye) expansion in 1/nu is exact to double precision.
+from ORDER, where the uniform (Debye) expansion in 1/nu is exact to double precision (DLMF 10.41).
 """
 
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 ORDER = 60.0
-# Debye polynomials u_k(p), k = 1..5, as coefficients of p^k, p^{k+2}, ..., p^{3k} (DLMF 10.41.10).
-DEBYE = (
-    (3 / 24, -5 / 24),
-    (81 / 1152, -462 / 1152, 385 / 1152),
-    (30375 / 414720, -369603 / 414720, 765765 / 414720, -425425 / 414720),
-    (4465125 / 39813120, -94121676 / 39813120, 349922430 / 39813120, -446185740 / 39813120, 185910725 / 39813120),
-    (
-        1519035525 / 6688604160,
-        -49286948607 / 6688604160,
-        284499769554 / 6688604160,
-        -614135872350 / 6688604160,
-        566098157625 / 6688604160,
-        -188699385875 / 6688604160,
-    ),
-)
+TERMS = 7  # Debye polynomials kept: the first dropped one is below 1e-14 at ORDER
 
 
-def _log_debye(nu: float, z: Tensor) -> Tensor:
-    """log( Gamma(nu+1) (2/z)^nu I_nu(z) ) for nu >= ORDER by the uniform expansion in 1/nu."""
-    root = torch.sqrt(1 + (z / nu) ** 2)
+def _debye_polynomials() -> list[list[float]]:
+    """u_0, ..., u_TERMS, lowest power first: u_{k+1} = p^2 (1 - p^2) u_k' / 2 + int_0^p (1 - 5 s^2) u_k(s) ds / 8."""
+    u = [Fraction(1)]
+    polynomials = [u]
+    for _ in range(TERMS):
+        following = [Fraction(0)] * (len(u) + 3)
+        for power, c in enumerate(u):  # the image of c p^power
+            following[power + 1] += c * power / 2 + c / 8 / (power + 1)
+            following[power + 3] -= c * power / 2 + 5 * c / 8 / (power + 3)
+        u = following
+        polynomials.append(u)
+    return [[float(c) for c in u] for u in polynomials]
+
+
+DEBYE = _debye_polynomials()
+
+
+def _debye_series(nu: float) -> list[float]:
+    """sum_k u_k(p) / nu^k as one polynomial in p, lowest power first."""
+    series = [0.0] * len(DEBYE[-1])
+    for k, u in enumerate(DEBYE):
+        for power, c in enumerate(u):
+            series[power] += c / nu**k
+    return series
+
+
+def _polynomial(coefficients: list[float], p: Tensor) -> Tensor:
+    value = torch.zeros_like(p)
+    for c in reversed(coefficients):
+        value = value * p + c
+    return value
+
+
+def _top(nu: float, z: Tensor) -> tuple[Tensor, Tensor]:
+    """rho_nu(z) and log( Gamma(nu+1) (2/z)^nu I_nu(z) ) for nu >= ORDER, by the uniform expansion.
+
+    With w = z/nu, root = sqrt(1 + w^2), p = 1/root and S the Debye series, the logarithm is
+    nu (root - 1 - log((1 + root)/2)) - log(root)/2 + log(S(p)/S(1)), and rho its derivative divided by z. No large
+    terms cancel.
+    """
+    w2 = (z / nu) ** 2
+    root = torch.sqrt(1 + w2)
+    rise = w2 / (1 + root)  # root - 1
     p = 1 / root
-    series = torch.ones_like(z)
-    for k, u in enumerate(DEBYE, start=1):
-        polynomial = torch.zeros_like(z)
-        for c in reversed(u):
-            polynomial = polynomial * p**2 + c
-        series = series + polynomial * p**k / nu**k
-    constant = math.lgamma(nu + 1) + nu * math.log(2 / nu) - 0.5 * math.log(2 * math.pi * nu)
-    return constant + nu * (root - torch.log1p(root)) - 0.5 * torch.log(root) + torch.log(series)
-
-
-def _rho_debye(nu: float, z: Tensor) -> Tensor:
-    """rho_nu(z) for nu >= ORDER: the ratio of two uniform expansions."""
-    return torch.exp(_log_debye(nu + 1, z) - _log_debye(nu, z)) / (2 * (nu + 1))
+    coefficients = _debye_series(nu)
+    slope = _polynomial([power * c for power, c in enumerate(coefficients)][1:], p)
+    series, at_zero = _polynomial(coefficients, p), sum(coefficients)
+    rho = 1 / (nu * (1 + root)) - p**2 / (2 * nu**2) - p**3 * slope / (nu**2 * series)
+    log_i = nu * (rise - torch.log1p(rise / 2)) - torch.log1p(rise) / 2 + torch.log1p(series / at_zero - 1)
+    # Below z^2 = nu the power series sum_k (z^2/4)^k / (k! (nu+1)_k) keeps the digits of a small logarithm.
+    small = z**2 < nu
+    quarter = torch.where(small, z**2 / 4, 0.0)
+    term, total = torch.ones_like(z), torch.zeros_like(z)
+    for k in range(1, 13):
+        term = term * quarter / (k * (nu + k))
+        total = total + term
+    return rho, torch.where(small, torch.log1p(total), log_i)
 
 
 def _descend(nu: float, z: Tensor) -> tuple[Tensor, Tensor]:
     """rho_nu(z), and log( Gamma(nu+1) (2/z)^nu I_nu(z) ), from the first order above ORDER."""
     steps = max(0, math.ceil(ORDER - nu))
-    rho, log_i = _rho_debye(nu + steps, z), _log_debye(nu + steps, z)
+    rho, log_i = _top(nu + steps, z)
     for order in reversed(range(steps)):
-        # At this line rho is rho_{nu+order+1}; I_{a} = I_{a+1} / (z rho_a) and Gamma(a+2) = (a+1) Gamma(a+1).
-        rho = 1 / (2 * (nu + order + 1) + z**2 * rho)
-        log_i = log_i - torch.log(2 * (nu + order + 1) * rho)
+        # Here rho is rho_{a+1} with a = nu + order; I_a Gamma(a+1) (2/z)^a gains the factor 1 + z^2 rho_{a+1} / 2(a+1).
+        a = nu + order
+        log_i = log_i + torch.log1p(z**2 * rho / (2 * (a + 1)))
+        rho = 1 / (2 * (a + 1) + z**2 * rho)
     return rho, log_i
 
 
 def ratio(nu: float, z: Tensor) -> Tensor:
-    """I_{nu+1}(z) / I_nu(z) in [0, 1), for nu >= 0 and z >= 0, elementwise."""
+    """I_{nu+1}(z) / I_nu(z) in [0, 1), for nu > -1 and z >= 0, elementwise."""
     return (z.double() * _descend(nu, z.double())[0]).to(z.dtype)
 
 

@@ -16,18 +16,31 @@ def can_look(*tensors: Tensor) -> bool:
     return not any(t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
 
 
+def all_finite(x: Tensor) -> bool:
+    """One pass over x: a NaN or inf always shows in the sum; a finite sum that overflows is looked at again."""
+    return math.isfinite(float(x.detach().sum())) or bool(torch.isfinite(x).all())
+
+
 def finite(name: str, x: Tensor) -> None:
-    if can_look(x) and not bool(torch.isfinite(x).all()):
+    if can_look(x) and not all_finite(x):
         bad = int((~torch.isfinite(x)).sum())
         raise ValueError(f"{name} has {bad} NaN or infinite entries of {x.numel()}, expected finite numbers.")
 
 
-def tokens(name: str, x: Tensor) -> None:
-    """A cloud: floating point, (..., n, d) with n, d >= 1, finite."""
+def tensor(name: str, x: Tensor, shape: str) -> None:
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} is a {type(x).__name__}, expected a torch.Tensor of shape (..., n, d).")
+        raise ValueError(f"{name} is a {type(x).__name__}, expected a torch.Tensor of shape {shape}.")
+
+
+def floating(name: str, x: Tensor, shape: str) -> None:
+    tensor(name, x, shape)
     if not x.is_floating_point():
         raise ValueError(f"{name} has dtype {x.dtype}, expected a floating dtype; use {name}.float().")
+
+
+def tokens(name: str, x: Tensor) -> None:
+    """A cloud: floating point, (..., n, d) with n, d >= 1, finite."""
+    floating(name, x, "(..., n, d)")
     if x.ndim < 2:
         raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (..., n, d): n tokens of dimension d.")
     if x.shape[-2] == 0 or x.shape[-1] == 0:
@@ -37,6 +50,7 @@ def tokens(name: str, x: Tensor) -> None:
 
 def token_mask(mask: Tensor, x: Tensor) -> None:
     """A padding mask: bool, (..., n) to match x, at least one token in every cloud."""
+    tensor("mask", mask, "(..., n)")
     if mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}, expected torch.bool with True for tokens; use mask.bool().")
     if mask.shape[-1:] != x.shape[-2:-1] or not broadcasts(mask.shape[:-1], x.shape[:-2]):
@@ -48,6 +62,7 @@ def token_mask(mask: Tensor, x: Tensor) -> None:
 
 def token_weights(weights: Tensor, x: Tensor, mask: Tensor | None = None) -> None:
     """Weights of a measure: (..., n) to match x, nonnegative, finite, some mass in every cloud."""
+    tensor("weights", weights, "(..., n)")
     if weights.shape[-1:] != x.shape[-2:-1] or not broadcasts(weights.shape[:-1], x.shape[:-2]):
         raise ValueError(
             f"weights have shape {tuple(weights.shape)}, expected (..., n) = {tuple(x.shape[:-1])} to match x."

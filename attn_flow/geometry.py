@@ -6,7 +6,7 @@ onto the set, the geodesic distance, and the uniform law. Integrators call them 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -41,17 +41,11 @@ class Geometry(Protocol):
         ...
 
 
-def _normal(
-    n: int | tuple[int, ...],
-    d: int,
-    generator: torch.Generator | None,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-) -> Tensor:
+def _shape(n: int | tuple[int, ...], d: int) -> tuple[int, ...]:
     shape = (n,) if isinstance(n, int) else tuple(n)
     if min(shape, default=0) < 1 or d < 1:
         raise ValueError(f"n = {n}, d = {d}: expected at least one token of dimension at least one.")
-    return torch.randn(*shape, d, generator=generator, dtype=dtype, device=device)
+    return (*shape, d)
 
 
 def angle(x: Tensor, y: Tensor) -> Tensor:
@@ -86,7 +80,7 @@ class Sphere:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        return self.retract(_normal(n, d, generator, dtype, device))
+        return self.retract(torch.randn(_shape(n, d), generator=generator, dtype=dtype, device=device))
 
 
 @dataclass(frozen=True)
@@ -111,8 +105,7 @@ class Euclidean:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        shape = (n,) if isinstance(n, int) else tuple(n)
-        return 2 * torch.rand(*shape, d, generator=generator, dtype=dtype, device=device) - 1
+        return 2 * torch.rand(_shape(n, d), generator=generator, dtype=dtype, device=device) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +120,11 @@ class Ellipsoid:
 
     centre: Tensor
     axes: Tensor
+    inverse: Tensor = field(init=False, repr=False)  # A^+
 
     def __post_init__(self) -> None:
+        for name in ("centre", "axes"):
+            checks.floating(name, getattr(self, name), "(d,)" if name == "centre" else "(d,) or (d, k)")
         axes = torch.diag(self.axes) if self.axes.ndim == 1 else self.axes
         if axes.ndim != 2 or self.centre.shape != axes.shape[:1] or axes.shape[1] > axes.shape[0]:
             raise ValueError(
@@ -137,12 +133,11 @@ class Ellipsoid:
             )
         checks.finite("centre", self.centre)
         checks.finite("axes", axes)
+        checks.same_device("centre", self.centre, "axes", axes)
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "inverse", torch.linalg.pinv(axes))
         if checks.can_look(axes) and int(torch.linalg.matrix_rank(axes)) < axes.shape[1]:
             raise ValueError("axes are linearly dependent (a semi-axis is zero); drop the flat directions.")
-
-    inverse: Tensor = None  # type: ignore[assignment]  # A^+, set from the axes
 
     @classmethod
     def from_layer_norm(cls, gain: Tensor, bias: Tensor | None = None, *, centred: bool = True) -> Ellipsoid:
@@ -152,19 +147,18 @@ class Ellipsoid:
         if centred:
             # An orthonormal basis of 1^perp: the Q factor of [1, e_1, ..., e_{d-1}] without its first column.
             basis = torch.linalg.qr(torch.cat([torch.ones_like(basis[:, :1]), basis[:, :-1]], dim=1))[0][:, 1:]
-        alive = gain[:, None] * basis * d**0.5
-        return cls(torch.zeros_like(gain) if bias is None else bias, alive)
+        return cls(torch.zeros_like(gain) if bias is None else bias, gain[:, None] * basis * d**0.5)
 
     def sphere_coordinates(self, x: Tensor) -> Tensor:
         """z = A^+ (x - centre), (..., n, k)."""
-        return (x - self.centre) @ self.inverse.T
+        return (x - self.centre.to(x)) @ self.inverse.to(x).T
 
     def tangent(self, x: Tensor, u: Tensor) -> Tensor:
         z = self.sphere_coordinates(x)
-        return Sphere().tangent(z, u @ self.inverse.T) @ self.axes.T
+        return Sphere().tangent(z, u @ self.inverse.to(u).T) @ self.axes.to(u).T
 
     def retract(self, x: Tensor) -> Tensor:
-        return self.centre + Sphere().retract(self.sphere_coordinates(x)) @ self.axes.T
+        return self.centre.to(x) + Sphere().retract(self.sphere_coordinates(x)) @ self.axes.to(x).T
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
         return angle(self.sphere_coordinates(x), self.sphere_coordinates(y))

@@ -1,12 +1,14 @@
 """Averages of values under softmax and hardmax weights, in memory linear in the number of tokens.
 
 Shapes: queries q (..., m, k), keys k (..., n, k), values v (..., n, v), key_bias (..., n) the log weights of the
-keys (-inf hides one). Logits are <q_i, k_j> + key_bias_j: scale q by beta before.
+keys (-inf hides one). Logits are scale <q_i, k_j> + key_bias_j. Under `causal` and `exclude_self`
+query i is token first + i of the cloud of keys. A query that sees no key at all has average zero.
 
 Softmax goes through torch's fused attention wherever that is linear in memory. Its CPU kernel silently falls
 back to the full matrix for 3-D inputs, unequal key and value widths, a strided last axis, or a bias that needs
 a gradient; those are brought into shape here, and what it cannot do at all (a bias or a hidden diagonal under a
-causal mask, the log-sum-exp) runs in blocks of rows, recomputed in the backward pass.
+causal mask, rows that do not start at the first token, the log-sum-exp) runs in blocks of rows, recomputed in the
+backward pass.
 """
 
 from __future__ import annotations
@@ -20,34 +22,42 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_flow import checks
 
-BLOCK = 2**19  # logits held at once by the blocked path: 2 MB of float32
-LOGIT_RANGE = 200.0  # beyond it float32 logits are wrong by more than 1e-5, and are computed in float64
+BLOCK = 2**18  # logits held at once by the blocked path: 1 MB of float32
+LOGIT_RANGE = 200.0  # beyond it float32 logits are wrong by more than 1e-5
+
+
+def loses_digits(q: Tensor, k: Tensor, beta: float | Tensor = 1.0) -> bool:
+    """Whether float32 is too coarse for logits beta <q,k> of this size (beta ~ 200 on the unit sphere).
+
+    Callers then repeat the computation in float64, from the tokens on: a rounded query is already too coarse.
+    """
+    if q.dtype != torch.float32 or not checks.can_look(q, k) or torch.is_autocast_enabled(q.device.type):
+        return False
+    if isinstance(beta, Tensor):
+        if not checks.can_look(beta):
+            return False
+        beta = float(beta.detach().amax())
+    longest = k.detach().norm(dim=-1).amax()
+    return float((longest if q is k else q.detach().norm(dim=-1).amax()) * longest) * beta > LOGIT_RANGE
 
 
 def softmax(
-    q: Tensor, k: Tensor, v: Tensor, *, key_bias: Tensor | None = None, causal: bool = False, exclude_self: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_bias: Tensor | None = None,
+    causal: bool = False,
+    exclude_self: bool = False,
+    first: int = 0,
+    scale: float = 1.0,
 ) -> Tensor:
-    """sum_j softmax_j(<q_i,k_j> + bias_j) v_j, (..., m, v)."""
-    if _needs_double(q, k):
-        double = softmax(
-            q.double(), k.double(), v.double(), key_bias=key_bias, causal=causal, exclude_self=exclude_self
-        )
-        return double.to(q.dtype)
-    needs_rows = exclude_self or (causal and key_bias is not None)
-    if needs_rows or (key_bias is not None and key_bias.requires_grad):
-        return softmax_and_log_sum(q, k, v, key_bias=key_bias, causal=causal, exclude_self=exclude_self)[0]
-    return _fused(q, k, v, key_bias, causal)
-
-
-def _needs_double(q: Tensor, k: Tensor) -> bool:
-    """Float32 loses the logits' last digits once |q||k| is large (beta ~ 200 on the unit sphere)."""
-    if q.dtype != torch.float32 or not checks.can_look(q, k) or torch.is_autocast_enabled(q.device.type):
-        return False
-    with torch.no_grad():
-        return float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) > LOGIT_RANGE
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None, causal: bool) -> Tensor:
+    """sum_j softmax_j(scale <q_i,k_j> + bias_j) v_j, (..., m, v)."""
+    offset = causal and (first > 0 or q.shape[-2] < k.shape[-2])
+    if exclude_self or offset or (key_bias is not None and (causal or key_bias.requires_grad)):
+        return softmax_and_log_sum(
+            q, k, v, key_bias=key_bias, causal=causal, exclude_self=exclude_self, first=first, scale=scale
+        )[0]
     width = max(q.shape[-1], v.shape[-1])
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     q4, k4, v4 = (_four_axes(_padded(z, width), batch) for z in (q, k, v))
@@ -55,7 +65,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None, causal: boo
     if key_bias is not None:
         bias = key_bias.to(q.dtype).expand(*batch, key_bias.shape[-1])
         bias = bias.reshape(*q4.shape[:2], 1, -1)
-    out = F.scaled_dot_product_attention(q4, k4, v4, attn_mask=bias, is_causal=causal, scale=1.0)
+    out = F.scaled_dot_product_attention(q4, k4, v4, attn_mask=bias, is_causal=causal, scale=scale)
     return out[..., : v.shape[-1]].reshape(*batch, q.shape[-2], v.shape[-1])
 
 
@@ -71,22 +81,23 @@ def _four_axes(z: Tensor, batch: torch.Size) -> Tensor:
 
 
 def softmax_and_log_sum(
-    q: Tensor, k: Tensor, v: Tensor, *, key_bias: Tensor | None = None, causal: bool = False, exclude_self: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_bias: Tensor | None = None,
+    causal: bool = False,
+    exclude_self: bool = False,
+    first: int = 0,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The softmax average (..., m, v), and log sum_j e^{<q_i,k_j> + bias_j} (..., m)."""
-    if _needs_double(q, k):
-        average, log_sum = softmax_and_log_sum(
-            q.double(), k.double(), v.double(), key_bias=key_bias, causal=causal, exclude_self=exclude_self
-        )
-        return average.to(q.dtype), log_sum.to(q.dtype)
+    """The softmax average (..., m, v), and log sum_j e^{scale <q_i,k_j> + bias_j} (..., m)."""
 
-    def rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
-        logits = _logits(q, k, bias, first, causal, exclude_self)
-        log_sum = torch.logsumexp(logits, dim=-1)
-        return (logits - log_sum[..., None]).exp() @ v, log_sum
+    def rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, i: int) -> tuple[Tensor, Tensor]:
+        shares, log_sum = probabilities(logits(q * scale, k, bias, causal, exclude_self, first + i))
+        return shares @ v, log_sum
 
-    average, log_sum = _in_blocks(rows, q, k, v, key_bias)
-    return average, log_sum
+    return _in_blocks(rows, q, k, v, key_bias, first if causal else None)
 
 
 def hardmax(
@@ -97,44 +108,90 @@ def hardmax(
     key_bias: Tensor | None = None,
     causal: bool = False,
     exclude_self: bool = False,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The mean of v_j over argmax_j <q_i,k_j> weighted by e^{bias_j} (..., m, v), and the maximum (..., m).
+    """The mean of v_j over argmax_j <q_i,k_j> weighted by e^{bias_j} (..., m, v), and the maximum (..., m)."""
+
+    def rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, i: int) -> tuple[Tensor, Tensor]:
+        won, top = winners(q, k, bias, causal, exclude_self, first + i)
+        return won @ v, top
+
+    return _in_blocks(rows, q, k, v, key_bias, first if causal else None)
+
+
+def winners(
+    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool = False, exclude_self: bool = False, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The hardmax weights (..., m, n), shared by e^{bias_j} among ties, and the maximal score (..., m).
 
     Scores that differ by rounding alone (16 ulp of |q_i| max|k_j|) are ties.
     """
-
-    def rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
-        hidden = None if bias is None else torch.where(bias.isneginf(), bias, torch.zeros_like(bias))
-        scores = _logits(q, k, hidden, first, causal, exclude_self)
-        top = scores.amax(-1)
-        ulp = 16 * torch.finfo(q.dtype).eps * q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True)
-        won = (scores >= (top - ulp)[..., None]).to(v.dtype)
-        if bias is not None:
-            won = won * (bias - bias.amax(-1, keepdim=True)).exp()[..., None, :]
-        return (won / won.sum(-1, keepdim=True)) @ v, top
-
-    mean, top = _in_blocks(rows, q, k, v, key_bias)
-    return mean, top
+    hidden = None if bias is None else torch.where(bias.isneginf(), bias, 0.0)
+    scores = logits(q, k, hidden, causal, exclude_self, first)
+    top = scores.amax(-1)
+    ulp = 16 * torch.finfo(q.dtype).eps * q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True)
+    won = (scores >= (top - ulp)[..., None]) & ~scores.isneginf()
+    share = torch.zeros_like(scores) if bias is None else bias[..., None, :].expand(scores.shape)
+    return probabilities(share.masked_fill(~won, -torch.inf))[0], top
 
 
-def _logits(q: Tensor, k: Tensor, bias: Tensor | None, first: int, causal: bool, exclude_self: bool) -> Tensor:
-    """Logits of the rows first, first + 1, ... with the hidden entries at -inf."""
-    logits = q @ k.mT
+def logits(
+    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool = False, exclude_self: bool = False, first: int = 0
+) -> Tensor:
+    """<q_i,k_j> + bias_j, (..., m, n), with the hidden entries at -inf."""
+    scores = q @ k.mT
     if bias is not None:
-        logits = logits + bias[..., None, :]
+        scores = scores + bias[..., None, :]
     if causal or exclude_self:
         i = torch.arange(first, first + q.shape[-2], device=q.device)[:, None]
         j = torch.arange(k.shape[-2], device=q.device)
-        hidden = (j > i) if causal else torch.zeros_like(j > i)
-        hidden = hidden | (j == i) if exclude_self else hidden
-        logits = logits.masked_fill(hidden, -torch.inf)
-    return logits
+        hidden = j > i if causal else j == i
+        scores = scores.masked_fill(hidden | (j == i) if exclude_self else hidden, -torch.inf)
+    return scores
+
+
+def probabilities(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax over the last axis and its log-sum-exp; 0 and -inf, with gradient zero, where nothing is seen."""
+    top = logits.detach().amax(-1, keepdim=True)
+    nobody = top.isneginf()
+    shares = (logits - torch.where(nobody, 0.0, top)).exp()
+    total = torch.where(nobody, 1.0, shares.sum(-1, keepdim=True))
+    return shares / total, (total.log() + top)[..., 0]
+
+
+def log_mean_exp(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """log sum_j w_j e^{<q_i,k_j>} (..., m) for weights that sum to one and keys of mean zero."""
+
+    def rows(q: Tensor, k: Tensor, _: Tensor, w: Tensor | None, i: int) -> tuple[Tensor, Tensor]:
+        assert w is not None  # it is the `weights` above
+        log_mean = log_mean_of_exp(q @ k.mT, w[..., None, :])
+        return log_mean[..., None], log_mean
+
+    return _in_blocks(rows, q, k, k[..., :1], weights)[1]
+
+
+def log_mean_of_exp(t: Tensor, w: Tensor) -> Tensor:
+    """log sum_j w_j e^{t_j} over the last axis, for sum_j w_j = 1 and sum_j w_j t_j = 0.
+
+    It is of second order in t, so small t go through expm1 and log1p; Jensen keeps log1p's argument nonnegative.
+    """
+    near = t.amax(-1) <= 1
+    small = torch.where(near[..., None], t, 0.0)
+    return torch.where(near, torch.log1p((w * torch.expm1(small)).sum(-1)), torch.logsumexp(t + w.log(), dim=-1))
 
 
 def _in_blocks(
-    rows: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    rows: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    causal_from: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Apply `rows` to blocks of clouds and of query rows; the backward pass recomputes one block at a time."""
+    """Apply `rows` to blocks of clouds and of query rows; the backward pass recomputes one block at a time.
+
+    `causal_from` = the token of the first query, if later keys are hidden from each of them: they are left out.
+    """
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     m, n = q.shape[-2], k.shape[-2]
     q, k, v = (z.expand(*batch, *z.shape[-2:]).reshape(-1, *z.shape[-2:]) for z in (q, k, v))
@@ -142,11 +199,13 @@ def _in_blocks(
     clouds = max(1, min(q.shape[0], BLOCK // (m * n)))
     step = max(16, BLOCK // (n * clouds))
     blocks = [(c, i) for c in range(0, q.shape[0], clouds) for i in range(0, m, step)]
-    recompute = len(blocks) > 1 and torch.is_grad_enabled() and any(z.requires_grad for z in (q, k, v))
+    tracked = [z for z in (q, k, v, bias) if z is not None and z.requires_grad]
+    recompute = len(blocks) > 1 and torch.is_grad_enabled() and bool(tracked) and checks.can_look(*tracked)
     parts = []
     for c, i in blocks:
-        b = None if bias is None else bias[c : c + clouds]
-        block = (q[c : c + clouds, i : i + step], k[c : c + clouds], v[c : c + clouds], b, i)
+        end = n if causal_from is None else min(n, causal_from + i + step)
+        b = None if bias is None else bias[c : c + clouds, :end]
+        block = (q[c : c + clouds, i : i + step], k[c : c + clouds, :end], v[c : c + clouds, :end], b, i)
         parts.append(checkpoint(rows, *block, use_reentrant=False) if recompute else rows(*block))
     per_cloud = len(range(0, m, step))
     values = _join([p[0] for p in parts], per_cloud)

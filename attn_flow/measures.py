@@ -51,17 +51,17 @@ def _by_temperature(
     at_zero, at_inf = b == 0, torch.isinf(b)
     if not checks.can_look(b) or not bool((at_zero | at_inf).any()):
         return warm(b)
-    value = warm(torch.where(at_zero | at_inf, torch.ones_like(b), b))
+    value = warm(torch.where(at_zero | at_inf, 1.0, b))
+    vector = value.ndim > max(b.ndim, g.ndim - 1)  # a mean (..., m, d), or a number (..., m)
     for there, formula in ((at_zero, hot), (at_inf, cold)):
         if bool(there.any()):
-            there = there.expand(g.shape[:-1])
-            value = torch.where(there[..., None] if value.ndim == g.ndim else there, formula(), value)
+            value = torch.where(there[..., None] if vector else there, formula(), value)
     return value
 
 
 @dataclass(frozen=True, eq=False)
 class Cloud:
-    """Weighted tokens sum_j w_j delta_{x_j}: x (..., n, d), weights (..., n) summing to one, mask True for tokens."""
+    """Weighted tokens sum_j w_j delta_{x_j} / sum_j w_j: x (..., n, d), weights (..., n), mask True for tokens."""
 
     x: Tensor
     weights: Tensor | None = None
@@ -103,6 +103,9 @@ class Cloud:
         return Cloud(x, weights, None if self.mask is None else self.mask.to(x.device))
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        if kernels.loses_digits(g, self.x, beta):
+            return self.to(torch.float64).log_partition(g.double(), beta).to(g.dtype)
+
         def hot() -> Tensor:
             return torch.einsum("...md,...d->...m", g, self.mean)
 
@@ -110,13 +113,15 @@ class Cloud:
             return kernels.hardmax(g, self.x, self.x[..., :1], key_bias=self.log_weights)[1]
 
         def warm(b: Tensor) -> Tensor:
-            q = b[..., None] * g
-            log_sum = kernels.softmax_and_log_sum(q, self.x, self.x[..., :1], key_bias=self.probabilities.log())[1]
-            return log_sum / b
+            centred = self.x - self.mean[..., None, :]  # so that a small beta does not cancel the digits of <g, mean>
+            return hot() + kernels.log_mean_exp(b[..., None] * g, centred, self.probabilities) / b
 
         return _by_temperature(beta, g, hot, warm, cold)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        if kernels.loses_digits(g, self.x, beta):
+            return self.to(torch.float64).tilted_mean(g.double(), beta).to(g.dtype)
+
         def hot() -> Tensor:
             return self.mean[..., None, :].expand(g.shape)
 
@@ -308,7 +313,7 @@ class Mixture:
             beta,
             g.double(),
             hot=lambda: (log_pi.exp() * L).sum(-1),
-            warm=lambda b: torch.logsumexp(b[..., None] * L + log_pi, dim=-1) / b,
+            warm=lambda b: _log_mean_exp(L, log_pi, b),
             cold=lambda: torch.where(log_pi.isneginf(), -torch.inf, L).amax(-1),
         )
         return log_partition.to(g.dtype)
@@ -338,6 +343,12 @@ class Mixture:
         L = torch.stack([mu.to(torch.float64).log_partition(g, beta) for mu in self.components], dim=-1)
         pi = self.weights.to(g) / self.weights.to(g).sum(-1, keepdim=True)
         return L, pi.log()[..., None, :].expand(L.shape)
+
+
+def _log_mean_exp(L: Tensor, log_pi: Tensor, b: Tensor) -> Tensor:
+    """(1/b) log sum_c pi_c e^{b L_c}, centred so that a small b does not cancel the digits of the mean."""
+    mean = (log_pi.exp() * L).sum(-1)
+    return mean + kernels.log_mean_of_exp(b[..., None] * (L - mean[..., None]), log_pi.exp()) / b
 
 
 def length(g: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ def circle(
     both ends a and a + pi of an axis, so that the mass that leaves a repelling direction last is still resolved
     after times of order log(1/distance), where a lattice has run out of tokens.
     """
-    if n < 2:
-        raise ValueError(f"n = {n}, expected at least 2 nodes.")
+    if n < 2 or (towards is not None and n % 2):
+        raise ValueError(f"n = {n}, expected at least 2 nodes, and an even number of them with towards=.")
     if towards is None:
         theta = 2 * math.pi * (torch.arange(n, dtype=dtype, device=device) + 0.5) / n
         weights = torch.full_like(theta, 1 / n)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from attn_flow import checks
@@ -50,7 +51,8 @@ class RungeKutta:
             k.append(velocity(t + sum(row) * h, geometry.retract(_along(x, h, row, k))))
         error = None
         if self.embedded is not None:
-            error = h * sum((b - e) * k_i for b, e, k_i in zip(self.b, self.embedded, k) if b != e)
+            difference = tuple(b - e for b, e in zip(self.b, self.embedded))
+            error = _along(torch.zeros_like(x), h, difference, k)
         return geometry.retract(_along(x, h, self.b, k)), error, k[-1]
 
     @property
