@@ -18,8 +18,8 @@ from torch import Tensor
 from attn_flow import checks
 from attn_flow.attention import Attention
 from attn_flow.certificate import Settled, settle
-from attn_flow.measures import Measure
-from attn_flow.rates import algebraic, layer, rates, terminal
+from attn_flow.measures import Measure, UniformSphere
+from attn_flow.rates import algebraic, rates, stay, terminal
 from attn_flow.resolution import Resolution, ResolutionWarning, resolution
 from attn_flow.spectrum import Spectrum, spectrum
 from attn_flow.zero_temperature import linear_part, zero_temperature_flow
@@ -58,8 +58,8 @@ class LimitMap:
     terminal_case: str | None = None
     terminal_basis: Tensor | None = field(default=None, repr=False)  # leading subspace of V
     terminal_rate: float | None = None  # v_top - v_next
-    exit_rate: float | None = None  # v_top - <e, V e>: how fast clusters leave E; 0 where they do not
-    layer: float | None = None  # beta W2^2 of the permanent Gaussian layer
+    exit_rate: float | None = None  # how fast clusters leave E, v_top - <e, V e> in the plain case; 0: they stay
+    layer: float | None = None  # beta W2^2 of the Gaussian layer that clusters keep where M has a negative leading part
     evidence: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -81,13 +81,16 @@ class LimitMap:
         return math.log(beta / math.log(beta + 1)) / (2 * (c + self.C))
 
     def t_min(self, beta: float) -> float:
-        """log(beta) / (2 g): the time of smallest W2, where the cluster is as wide as the temperature resolves."""
+        """log(beta) / (2 g): the time of smallest W2, where the cluster is as wide as the temperature resolves.
+
+        W2 there is ~ e^{-c_2 t_min} = beta^{-c_2/(2g)}: beta^{-1/2} unless the tail is slower than g.
+        """
         if self.g is None:
             raise ValueError(f"case {self.case!r} has no rate g, so no t_min; expected a linear limit with a gap.")
         return math.log(beta) / (2 * self.g)
 
     def width(self, beta: float) -> float:
-        """sqrt(sum_i |v_1| / (beta (lambda_1 - lambda_i))): W2 of the permanent Gaussian layer around E."""
+        """sqrt(sum_i |v_1| / (beta (lambda_1 - lambda_i))): W2 of the Gaussian layer around E."""
         if self.layer is None:
             raise ValueError(f"no Gaussian layer: {self.evidence.get('layer', 'the limit is not linear')}.")
         return math.sqrt(self.layer / beta)
@@ -181,7 +184,7 @@ def limit(attention: Attention, support: Measure | str | None = None, tol: float
         return LimitMap(
             case="nonlinear",
             **common,
-            **(terminal(values, None, tol) if attention.value_bias is None else {}),
+            **(terminal(values, tol, attention.Q.device) if attention.value_bias is None else {}),
             evidence=because,
         )
     place = lambda A: torch.tensor(np.ascontiguousarray(A), device=attention.Q.device)
@@ -197,7 +200,9 @@ def limit(attention: Attention, support: Measure | str | None = None, tol: float
         case, off_kernel = "undefined", (found.case if grows else "undefined")
         kernel = place(singular[1][flat].T)
     cond = float(singular[0].max() / singular[0].min()) if singular[0].min() > 0 else math.inf
-    width, why_layer = layer(found, values, attention.to(torch.float64).G[0].detach().cpu().numpy(), M, tol)
+    exit_rate, layer, why_layer = None, None, "derived for tokens that fill the sphere"
+    if support is None or isinstance(support, UniformSphere):
+        exit_rate, layer, why_layer = stay(found, values, N, tol)
     return LimitMap(
         case=case,  # type: ignore[arg-type]
         **common,
@@ -212,8 +217,9 @@ def limit(attention: Attention, support: Measure | str | None = None, tol: float
         kernel=kernel,
         **rates(found, M, N, tol),
         C=float(np.linalg.norm(W, 2)) * (cond + 2),
-        **terminal(values, found, tol),
-        layer=width,
+        **terminal(values, tol, attention.Q.device),
+        exit_rate=exit_rate,
+        layer=layer,
         evidence={
             "because": _because(found, case, off_kernel, tol * float(np.linalg.norm(M, 2))),
             "gap_threshold": max(tol * float(np.linalg.norm(M, 2)), found.gap_error),

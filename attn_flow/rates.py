@@ -33,7 +33,8 @@ def rates(found: Spectrum, M: Array, N: Array, tol: float) -> dict[str, Any]:
         speed = _speed(M, N, basis, real, imag)
         decay.append(sum(k * (upper - real) for upper, k in sizes) / speed if speed > 0 else math.inf)
         sizes.append((real, len(imag)))
-    g = found.gap / _speed(M, N, found.basis, found.leading, np.array(found.frequencies))
+    speed = _speed(M, N, found.basis, found.leading, np.array(found.frequencies))
+    g = found.gap / speed if speed > 0 else math.inf
     tail = min(decay)
     jordan = found.case == "jordan"
     return {
@@ -66,40 +67,49 @@ def algebraic(found: Spectrum, tol: float) -> dict[str, float]:
     return {"algebraic_w1": 1.0, "algebraic_w2": min(1.0, m / 2)}
 
 
-def terminal(values: Array, found: Spectrum | None, tol: float) -> dict[str, Any]:
-    """After the metastable phase each cluster sees only itself: x' = P_x V x, V summed over heads."""
-    top = spectrum(values, tol)
-    known: dict[str, Any] = {
+def terminal(V: Array, tol: float, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """After the metastable phase a cluster that sees only itself moves by x' = P_x V x, V summed over heads."""
+    top = spectrum(V, tol)
+    return {
         "terminal_case": top.case,
-        "terminal_basis": torch.from_numpy(np.ascontiguousarray(top.basis)),
+        "terminal_basis": torch.tensor(np.ascontiguousarray(top.basis), device=device),
         "terminal_rate": None if math.isinf(top.gap) else top.gap,
     }
-    if found is None or found.case == "stationary":
-        return known
-    E = found.basis
-    v = float(np.linalg.eigvalsh((E.T @ values @ E + E.T @ values.T @ E) / 2).max())
-    outside = E - top.basis @ (top.basis.T @ E)
-    stays = v < 0 or np.linalg.norm(outside, 2) <= math.sqrt(tol)
-    return known | {"exit_rate": 0.0 if stays else top.leading - v}
 
 
-def layer(found: Spectrum, V: Array, G: Array, M: Array, tol: float) -> tuple[float | None, str]:
-    """beta W2^2 = sum_{i>1} |v_1|/(lambda_1 - lambda_i), where the layer is Gaussian: dim E = 1, V e = v_1 e, v_1 < 0.
+def stay(found: Spectrum, V: Array, G: Array, tol: float) -> tuple[float | None, float | None, str]:
+    """What clusters at +-e do, dim E = 1 and V e = v e, G e = gamma e: (exit rate, beta W2^2 of their layer, why).
 
-    Inside the cluster m_beta(G x) = (Sigma^{-1} + beta g_1)^{-1} beta G_perp y must equal (v_1 / V_perp) y, hence
-    Sigma^{-1} = beta (lambda_1 - G_perp V_perp) / |v_1|, which is a covariance if G_perp V_perp is symmetric.
+    Write _ for compressions to e^perp, and y for the offset of a cluster, lambda = v gamma.
+    lambda > 0: tokens of a cluster agree and contract. If gamma > 0 each cluster sees itself, y' = (V_ - v) y; if
+        gamma < 0 it sees its antipode, y+' = v y+ + V_ y-: it leaves at rate v + max |Re spec V_|.
+    lambda < 0: tokens of a cluster repel; m_beta = (Sigma^-1 + beta |gamma|)^-1 beta G_ y balances them at the Gaussian
+        Sigma^-1 = beta (lambda - G_ V_)/|v|, W2^2 = sum_i |v|/(beta (lambda - lambda_i)). Its offset has
+        y' = (V_ - lambda G_^-1) y (both signs of it if gamma < 0), so the layer is permanent only where that is stable:
+        V_ and G_ of the signs of v and gamma suffice. (THEORY 1 has v < 0 as the condition for both.)
     """
     if found.case != "fixed" or found.dimension != 1:
-        return None, f"it is derived for one fixed direction; here case {found.case!r}, dim E = {found.dimension}"
+        return None, None, f"derived for one fixed direction; here case {found.case!r}, dim E = {found.dimension}"
     e = found.basis[:, 0]
-    v = float(e @ V @ e)
-    if v >= 0:
-        return None, f"<e, V e> = {v:.4g} >= 0, so the cluster collapses or leaves"
+    v, gamma, size = float(e @ V @ e), float(e @ G @ e), float(np.linalg.norm(V, 2) * np.linalg.norm(G, 2))
     if np.linalg.norm(V @ e - v * e) > math.sqrt(tol) * np.linalg.norm(V, 2):
-        return None, "V moves E, so no cluster stays there"
+        return None, None, "V e is not along e: V moves the clusters at once"
+    if abs(found.leading) <= tol * size:
+        return None, None, "the leading eigenvalue is 0: clusters neither contract nor repel"
     across = np.linalg.svd(e[None])[2][1:].T
-    block = (across.T @ G @ across) @ (across.T @ V @ across)
-    if np.linalg.norm(block - block.T) > math.sqrt(tol) * np.linalg.norm(M, 2):
-        return None, "G V is not symmetric across E, so the layer is no Gaussian"
+    V_, G_ = across.T @ V @ across, across.T @ G @ across
+    real = lambda A: np.linalg.eigvals(A).real
+    if found.leading > 0:
+        leaves = real(V_).max() - v if gamma > 0 else v + np.abs(real(V_)).max()
+        seen = "itself" if gamma > 0 else "its antipode"
+        return max(0.0, float(leaves)), None, f"leading eigenvalue > 0: each cluster sees {seen} and collapses"
+    exit_rate = None
+    if np.linalg.matrix_rank(G_, tol=tol * np.linalg.norm(G, 2)) == len(G_):
+        D = V_ - found.leading * np.linalg.inv(G_)
+        exit_rate = max(0.0, float(real(D).max() if gamma > 0 else np.abs(real(D)).max()))
+    block = G_ @ V_
+    if np.linalg.norm(block - block.T) > math.sqrt(tol) * size:
+        return exit_rate, None, "leading eigenvalue < 0, but G V is not symmetric across E: the layer is no Gaussian"
     lower = np.linalg.eigvalsh((block + block.T) / 2)
-    return float((-v / (found.leading - lower)).sum()), f"<e, V e> = {v:.4g} < 0: a layer of width ~ beta^-1/2 stays"
+    words = {None: "of unknown stability", 0.0: "permanent"}.get(exit_rate, "left at the exit rate")
+    return exit_rate, float((abs(v) / (found.leading - lower)).sum()), f"leading eigenvalue < 0: a layer, {words}"
