@@ -167,8 +167,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
     label(c, "V = diag(-.4, -1, -4): polarisation", r"$\beta$", "fraction of starts")
     caption(
         figure,
-        f"(a) random spectra at homogeneous and sign-split states. (b) {min(30, starts)} of {starts} starts of 12 tokens, positive "
-        f"first coordinate. (c) {starts} uniform starts per point, t=60; odd n needs an unbalanced split, which holds "
-        f"only above |log(n+/n-)|/(2|lambda|). Seed {numbers['seed']}.",
+        f"(a) random spectra at homogeneous and sign-split states. (b) {min(30, starts)} of {starts} starts of 12 "
+        f"tokens, positive first coordinates. (c) {starts} uniform starts per point, t=60; odd n needs an unbalanced "
+        f"split, which holds only above |log(n+/n-)|/(2|lambda|). Seed {numbers['seed']}.",
     )
     return figure

@@ -75,7 +75,7 @@ def from_density(kind: Any, beta: float, n: int, h: float) -> dict[str, Any]:
     t = torch.linspace(0, 6 / slow, 61, dtype=torch.float64)  # nodes reach 3e-8 of the antipode: t < 17/lambda
     path = flow(Attention.identity(2, beta, dtype=torch.float64, kind=kind), cloud.x, t, h=h, weights=cloud.weights)
     angle = torch.atan2(path.x[..., 1], path.x[..., 0])
-    w2 = (cloud.weights * angle**2).sum(-1).sqrt()
+    w2 = (cloud.probabilities * angle**2).sum(-1).sqrt()
     rate = -float((w2[-1] / w2[-21]).log() / (t[-1] - t[-21]))
     return {"kind": kind, "beta": beta, "n": n, "t": t.tolist(), "w2": w2.tolist(), "rate": rate, "theory": slow}
 
@@ -152,8 +152,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
     label(d, r"uniform starts, softmax $\beta=1$: one cluster", "time t", "diameter of the cloud")
     caption(
         figure,
-        f"(a) 32 tokens, d=3, RK4; numbers are measured rates. (b) quadrature cloud of {numbers['density'][0]['n']} nodes, "
-        f"rate min(c, (d-1)$\\lambda$/2). (c) massless probe. (d) {spread['seeds']} starts of n={spread['n']} tokens for each d. "
-        f"Seed {numbers['seed']}.",
+        f"(a) 32 tokens, d=3, RK4; numbers are measured rates. (b) quadrature cloud of {numbers['density'][0]['n']} "
+        f"nodes, rate min(c, (d-1) lambda/2). (c) massless probe. (d) {spread['seeds']} starts of n={spread['n']} "
+        f"tokens for each d. Seed {numbers['seed']}.",
     )
     return figure
