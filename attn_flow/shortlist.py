@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from scipy.spatial import cKDTree
 
-from attn_flow.coupling import PIVOTS, Array, Ground, Index, Plan, potential, simplex, staircase
+from attn_flow.coupling import PIVOTS, Array, Ground, Index, Plan, leak, potential, simplex, staircase
 
 # Below this many points a side, the dense program is solved.
 DENSE = 800
@@ -28,6 +28,8 @@ TREE_DIMENSION = 6
 # Entries of the cost matrix held at once: 8 MB.
 ENTRIES = 1 << 20
 ROUNDS = 60
+# A gap that rounding alone may leave, for coordinates of order one.
+ROUNDING = 1e-14
 
 
 def shortlist(x: Array, a: Array, y: Array, b: Array, ground: Ground, gap: float = 1e-6) -> Plan:
@@ -63,14 +65,20 @@ def _solve(x: Array, a: Array, y: Array, b: Array, ground: Ground, gap: float, c
         reduced, j, floor = nearest(x, y, v, CANDIDATES, ground)
         cost = float(plan.mass @ ground.pairs(x[plan.i], y[plan.j]))
         proved = max(cost - float(a @ floor + b @ v), 0.0)
-        allowed = gap * (cost + constant)
+        allowed = max(gap * (cost + constant), ROUNDING)
         row, column = np.nonzero(reduced - u[:, None] < -allowed / 8)
         grown = np.union1d(pairs, row * m + j[row, column])
         # Without a new pair the bounds have met to the solver's rounding, and `proved` says how well.
         if proved <= allowed or len(grown) == len(pairs):
             break
         pairs = grown
-    return Plan(plan.i, plan.j, plan.mass, proved, v)
+    return replace(plan, gap=proved + leak(plan, a, b) * _largest(x, y, ground))
+
+
+def _largest(x: Array, y: Array, ground: Ground) -> float:
+    """A bound of every c_ij^p: pi, or the diagonal of the box around both clouds."""
+    box = np.ptp(np.concatenate([x, y]), axis=0)
+    return float(np.pi if ground.cost == "geodesic" else np.linalg.norm(box)) ** ground.p
 
 
 def _sparse(

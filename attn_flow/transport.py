@@ -32,7 +32,7 @@ COINCIDENT = 1e-10
 # Leaders tried before a cloud counts as spread.
 LEADERS = 64
 # An error below this part of the extent is rounding: costs are sums of p-th powers in float64.
-RESOLUTION = 1e-7
+RESOLUTION = 1e-6
 # Norms may differ by this much on what is called a sphere.
 SPHERE_RTOL = 1e-4
 
@@ -182,7 +182,8 @@ def _pair(
     both = torch.cat([x, y]).detach()
     extent = float((both.amax(0) - both.amin(0)).max())
     mass_gradient = a.requires_grad or b.requires_grad
-    if merge_tol is not None or (method == "auto" and not mass_gradient):
+    # Equal points tie in every shortlist, so it too starts from atoms.
+    if merge_tol is not None or (method in ("auto", "shortlist") and not mass_gradient):
         tol = COINCIDENT * extent if merge_tol is None else merge_tol
         merged = _merged(x, a, y, b, ground, tol)
         if merged is not None:
@@ -309,7 +310,9 @@ def _merged(
     """Both clouds as atoms, and the distance they moved: W_p changes by no more. None where it would not pay."""
     owner_x, owner_y = _atoms(x, tol), _atoms(y, tol)
     atoms = 1 + int(owner_x.max()), 1 + int(owner_y.max())
-    if 4 * atoms[0] * atoms[1] > len(x) * len(y):
+    # Small uniform clouds lose the assignment solver by merging; large ones gain by any atom.
+    worth = 0.25 if len(x) * len(y) <= DENSE_LIMIT**2 else 0.95
+    if atoms[0] * atoms[1] > worth * len(x) * len(y):
         return None
     X, A, moved_x = _merge(x, a, owner_x, ground)
     Y, B, moved_y = _merge(y, b, owner_y, ground)
@@ -317,7 +320,7 @@ def _merged(
 
 
 def _atoms(x: Tensor, tol: float) -> Index:
-    """Labels (n,) such that points of one label are within tol of its first point; all different if few coincide."""
+    """Labels (n,) such that points of one label are within tol of its first point."""
     z = x.detach().cpu().numpy()
     n = len(z)
     label = np.full(n, -1)
@@ -328,9 +331,10 @@ def _atoms(x: Tensor, tol: float) -> Index:
         label[free[near]] = k
         free = free[~near]
         k += 1
-        # A spread cloud is noticed after few leaders, each of which costs a pass over the points.
+        # What is left is spread: each leader costs a pass over the points and gains little.
         if k >= LEADERS and n - len(free) < 4 * k:
-            return np.arange(n)
+            label[free] = k + np.arange(len(free))
+            break
     return label
 
 
