@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attn_flow import checks, kernels
+from attn_flow import checks, kernels, sinkhorn
 from attn_flow.measures import Cloud, Measure
 
 Kind = Literal["softmax", "unnormalised", "hardmax", "sinkhorn"]
 KINDS: tuple[Kind, ...] = ("softmax", "unnormalised", "hardmax", "sinkhorn")
-SINKHORN_SWEEPS = 300
 # Entries of queries, keys, values and averages beyond which the drift is computed in parts, with and without gradient.
 AT_ONCE, AT_ONCE_WITH_GRADIENT = 2**21, 2**22
 ROWS = 1024  # tokens in a part
@@ -428,28 +427,13 @@ class Attention:
         return average.transpose(-2, -3).flatten(-2) @ stacked
 
     def _key_bias(self, x: Tensor, log_weights: Tensor | None) -> Tensor | None:
-        """Log weights of the keys (..., 1, n); for Sinkhorn with the potential g_j added, (..., heads, n).
-
-        Sinkhorn: P_ij = e^{s_ij + f_i + g_j} w_j with both marginals uniform under w (arXiv 2110.11773). f is then
-        what a row softmax divides by, so that attention with the key bias g + log w is the balanced one.
-        """
+        """Log weights of the keys (..., 1, n); with Sinkhorn's potential added, (..., heads, n)."""
         log_w = None if log_weights is None else log_weights[..., None, :]
         if self.kind != "sinkhorn":
             return log_w
         if log_w is None:
             log_w = torch.full_like(x[..., 0], -math.log(x.shape[-2]))[..., None, :]
-        q, k = self._queries(x) * self._scale, self._keys(x)
-        f = torch.zeros(torch.broadcast_shapes(q.shape[:-1], log_w.shape), dtype=x.dtype, device=x.device)
-        g = f
-        for _ in range(SINKHORN_SWEEPS):
-            g_next = -kernels.softmax_and_log_sum(k, q, q[..., :1], key_bias=f + log_w)[1]
-            f_next = -kernels.softmax_and_log_sum(q, k, k[..., :1], key_bias=g_next + log_w)[1]
-            # Averaging with the last sweep converges geometrically for symmetric scores, where alternation stalls.
-            settled = checks.can_look(f_next) and _close(f_next, f) and _close(g_next, g)
-            f, g = (f + f_next) / 2, (g + g_next) / 2
-            if settled:
-                break
-        return g + log_w
+        return sinkhorn.potential(self._queries(x) * self._scale, self._keys(x), log_w) + log_w
 
     def _measure_drift(self, x: Tensor, mu: Measure) -> Tensor:
         plain = replace(self, beta=1.0)
@@ -491,8 +475,3 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
     heads, k, _ = weight.shape[-3:]
     return (x @ weight.flatten(-3, -2).mT).unflatten(-1, (heads, k)).transpose(-2, -3)
 
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Equal to 100 ulp of the largest entry."""
-    a, b = a.detach(), b.detach()
-    return float((a - b).abs().amax()) <= 100 * torch.finfo(a.dtype).eps * (1 + float(a.abs().amax()))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_flow import Attention, Cloud, Gaussian, Mixture, Sphere, UniformSphere
 from attn_flow import attention as attention_module
+from attn_flow import sinkhorn
 
 F64 = torch.float64
 
@@ -205,7 +206,7 @@ def test_mean_field_drift_of_the_uniform_law_and_of_a_gaussian(generator: torch.
 def test_sinkhorn_is_balanced_and_has_the_scores_of_the_softmax(system: System) -> None:
     """Rows sum to one, columns to the weights, and log A_ij - s_ij is a sum of a row and a column term."""
     a, x, w, mask = system.attention, system.x, system.weights, system.mask
-    a = a.with_beta(a.beta.clamp(max=2.0) if isinstance(a.beta, Tensor) else min(a.beta, 2.0))
+    a = a.with_beta(a.beta.clamp(max=5.0) if isinstance(a.beta, Tensor) else min(a.beta, 5.0))
     A = a.weights(x, weights=w, mask=mask)
     p = Cloud(x, w, mask).probabilities
     torch.testing.assert_close(A.sum(-1), torch.ones_like(A[..., 0]), rtol=0, atol=1e-9)
@@ -219,6 +220,16 @@ def test_sinkhorn_is_balanced_and_has_the_scores_of_the_softmax(system: System) 
     values = values if a.value_bias is None else values + a.value_bias
     values = values if mask is None else torch.where(mask[:, None], values, 0.0)
     torch.testing.assert_close(a.drift(x, weights=w, mask=mask), values)
+
+
+def test_sinkhorn_gradients_and_failure(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = Sphere().uniform(6, 3, generator=generator, dtype=F64).requires_grad_()
+    G = randn(3, 3, generator=generator).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, G: Attention(G, kind="sinkhorn", beta=2.0).drift(x), (x, G))
+    cold = Attention(G.detach(), kind="sinkhorn", beta=1e3)
+    monkeypatch.setattr(sinkhorn, "SWEEPS", 50)
+    with pytest.raises(FloatingPointError, match=r"row sums are off by .* after 50 sweeps; use a smaller beta"):
+        cold.drift(Sphere().uniform(40, 3, generator=generator, dtype=F64))
 
 
 # --- laws ---------------------------------------------------------------------------------------------------------
