@@ -116,9 +116,7 @@ def test_pre_norm_moves_the_radius_and_matches_flow() -> None:
 
     s = stack(placement="pre", depth=1, heads=1, horizon=2.0, steps=32)
     path = s.trajectory(ids(1, 5))
-    expected = flow(
-        s.attentions()[0], path.x[0], [0.0, 2.0], geometry=Euclidean(), placement=pre, h=2.0 / 32, step=rk4
-    )
+    expected = flow(s.attentions()[0], path.x[0], [0.0, 2.0], geometry=Euclidean(), placement=pre, h=2.0 / 32, step=rk4)
     assert torch.allclose(path.x[-1], expected.x[-1], atol=1e-12)
     norms = path.x[-1].norm(dim=-1)
     assert float(norms.max() - norms.min()) > 0.1
@@ -300,5 +298,5 @@ def test_bad_inputs() -> None:
     s = stack(geometry=Euclidean(), horizon=1e6, steps=1)
     with torch.no_grad():
         s.layers[0].O.mul_(1e300)
-    with pytest.raises(FloatingPointError, match="tokens left the range of torch.float64 in layer 0"):
+    with pytest.raises(FloatingPointError, match=r"tokens left the range of torch.float64 in layer 0"):
         s(ids(2, 5))

@@ -89,7 +89,7 @@ def test_impossible_sizes(make: object, message: str) -> None:
 
 def texts(path: Path, rows: int = 40) -> Path:
     """good/bad by one word among fillers."""
-    fill = "the a of and to in it is was for".split()
+    fill = ["the", "a", "of", "and", "to", "in", "it", "is", "was", "for"]
     lines = []
     for i in range(rows):
         word = ("fine", "poor")[i % 2]
@@ -138,7 +138,7 @@ def test_missing_fields_are_named(tmp_path: Path, name: str, content: str, messa
 
 
 def test_unusable_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no text file .*gone.tsv"):
+    with pytest.raises(ValueError, match=r"no text file .*gone.tsv"):
         labelled(tmp_path / "gone.tsv")
     (tmp_path / "b.tsv").write_bytes(b"x\t\xff\xfe\n")
     with pytest.raises(ValueError, match="is no UTF-8 text"):

@@ -58,7 +58,7 @@ def train(
         if value < 1:
             raise ValueError(f"{name} = {value}, expected at least 1 update.")
     with ExitStack() as held:
-        world = held.enter_context(processes(device))
+        world = processes(device)
         held.enter_context(_deterministic(world.device))
         if recipe.batch % world.count:
             raise ValueError(f"batch = {recipe.batch}, expected a multiple of the {world.count} processes.")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -42,23 +41,22 @@ class Processes:
             dist.barrier()
 
 
-@contextmanager
-def processes(device: str | torch.device) -> Iterator[Processes]:
-    """torchrun's group while inside (nccl on CUDA, gloo elsewhere), or this process alone."""
+def processes(device: str | torch.device) -> Processes:
+    """torchrun's processes (nccl on CUDA, gloo elsewhere), or this one alone."""
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r}, but torch sees no CUDA device; use --device cpu.")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes(0, 1, device)
-        return
-    mine = not dist.is_initialized()
+        return Processes(0, 1, device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if mine:
+    if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), device)
-    finally:
-        if mine:
-            dist.destroy_process_group()
+        atexit.register(_leave)  # not after a run: torchrun's meeting place serves one group, the next run needs it too
+    return Processes(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -129,7 +129,7 @@ class Recipe:
 
 
 class Row(NamedTuple):
-    """A task, the recipe it is trained by unless told otherwise, and the accuracy on new inputs that then is reached."""
+    """A task, the recipe it is trained by unless told otherwise, and the accuracy on new inputs it then reaches."""
 
     make: Callable[[Recipe], Task]
     defaults: dict[str, Any]

@@ -175,22 +175,28 @@ class DeepStack(nn.Module):
     # --- what it is ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def paths(self, inputs: Tensor, mask: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Layer by layer: the clouds of its flow (steps + 1, batch, n, dim), and the cloud after its FFN; no noise."""
+        was = self.training
+        self.eval()
+        try:
+            x, found = self.embed(inputs), []
+            for l in range(self.depth):
+                path = self._layer(l)(x, mask, return_path=True)
+                x = self._after(l, path[-1])
+                found.append((path, x))
+        finally:
+            self.train(was)
+        return found
+
     def trajectory(self, inputs: Tensor, mask: Tensor | None = None) -> Trajectory:
         """The tokens through depth, (depth steps + 1, batch, n, dim), without noise; t counts all layers' time.
 
         A layer's last cloud is taken after its FFN, so that it is the next layer's first.
         """
-        was = self.training
-        self.eval()
-        try:
-            x, kept = self.embed(inputs), []
-            for l in range(self.depth):
-                path = self._layer(l)(x, mask, return_path=True)
-                kept += list(path[:-1])
-                x = self._after(l, path[-1])
-            kept.append(x)
-        finally:
-            self.train(was)
+        kept: list[Tensor] = []
+        for path, x in self.paths(inputs, mask):
+            kept[-1:] = [*path[:-1], x]
         first = self._layer(0)
         t = torch.linspace(0, self.depth * first.horizon, len(kept), dtype=torch.float64)
         about = {
@@ -246,7 +252,7 @@ class DeepStack(nn.Module):
         return other.train(self.training)
 
     def discrete_twin(self) -> DeepStack:
-        """The ordinary residual stack with these parameters: one Euler step x <- retract(x + horizon P_x A(x)) a layer."""
+        """The ordinary residual stack with these parameters: each layer one Euler step, retract(x + horizon P_x A(x))."""
         return self.rerun(step=euler, steps=1)
 
 

@@ -90,7 +90,7 @@ def majority(n: int = 16, classes: int = 4) -> Task:
 
 
 def recall(n: int = 9, keys: int = 16, values: int = 8) -> Task:
-    """Ids (batch, n, 2): n - 1 tokens (key, value) with distinct keys, and the asked key with a blank; y at the last."""
+    """Ids (batch, n, 2): n - 1 tokens (key, value) with distinct keys, then a key and a blank, where y is asked."""
     if not 2 <= n <= keys + 1:
         raise ValueError(f"tokens = {n}, expected 2 to {keys + 1}: one question and pairs with {keys} distinct keys.")
 
