@@ -76,7 +76,7 @@ def potential(plan: Plan) -> Array:
 
 
 def leak(plan: Plan, a: Array, b: Array) -> float:
-    """Mass by which the plan misses its marginals (rounding of many pivots); times the largest cost, part of the gap."""
+    """Mass by which rounding makes the plan miss its marginals; times the largest cost, a part of the gap."""
     rows, columns = np.bincount(plan.i, plan.mass, len(a)), np.bincount(plan.j, plan.mass, len(b))
     return float(np.abs(rows - a).sum() + np.abs(columns - b).sum()) / 2
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from attn_flow import checks
 from attn_flow.coupling import SOLVERS, Array, Ground, Index, Plan, potential
 from attn_flow.shortlist import TREE_DIMENSION, nearest, shortlist
-from attn_flow.sinkhorn import certified
+from attn_flow.divergence import certified
 
 # Points a side up to which the dense solvers are fastest: low dimension, and beyond a k-d tree's reach.
 DENSE_LIMIT = 1_000
