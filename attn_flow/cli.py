@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    help="Self-attention as a flow of particles: simulate it, predict where it goes, measure whether encoders go there.",
+    help="Self-attention as a flow of particles: simulate it, predict where it goes, see whether encoders go there.",
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -73,7 +73,7 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def limit(
     G: Matrix,
     V: Matrix,
-    beta: Annotated[Optional[str], typer.Option(help="Betas for t_beta and t_min, such as 10,100.")] = None,
+    beta: Annotated[str | None, typer.Option(help="Betas for t_beta and t_min, such as 10,100.")] = None,
     tol: Annotated[float, typer.Option(help="Relative gap below which eigenvalues count as equal.")] = 1e-6,
     as_json: Json = False,
 ) -> None:
@@ -118,15 +118,15 @@ def simulate(
     G: Matrix,
     V: Matrix,
     beta: Annotated[str, typer.Option(help="Betas, such as 10,100,inf.")] = "10,100",
-    tokens: Annotated[int, typer.Option(help="Number of tokens, uniform on the sphere (or nodes with --quadrature).")] = 1000,
-    dim: Annotated[Optional[int], typer.Option(help="Dimension; that of G if not given.")] = None,
-    x: Annotated[Optional[str], typer.Option(help="Your own tokens (n, d): a matrix or a file, instead of --tokens.")] = None,
-    quadrature: Annotated[bool, typer.Option(help="Weighted nodes of the uniform law (d = 2, 3): the mean-field run.")] = False,
+    tokens: Annotated[int, typer.Option(help="Tokens, uniform on the sphere (nodes with --quadrature).")] = 1000,
+    dim: Annotated[int | None, typer.Option(help="Dimension; that of G if not given.")] = None,
+    x: Annotated[str | None, typer.Option(help="Your own tokens (n, d), a matrix or a file.")] = None,
+    quadrature: Annotated[bool, typer.Option(help="Weighted nodes, d = 2, 3: the mean-field run.")] = False,
     time: Annotated[float, typer.Option(help="End time T.")] = 20.0,
-    steps: Annotated[int, typer.Option(help="Steps from 0 to T, and times at which W2 is measured (at most 200).")] = 200,
+    steps: Annotated[int, typer.Option(help="Steps from 0 to T; W2 is measured at up to 200.")] = 200,
     step: Annotated[str, typer.Option(help="euler, rk4 or dopri5.")] = "rk4",
     seed: Seed = 0,
-    out: Annotated[Optional[Path], typer.Option(help="Folder for simulate.json, simulate.png and the paths.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for simulate.json, simulate.png and the paths.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -140,11 +140,10 @@ def simulate(
 
     G_matrix, V_matrix = square(parse_matrix(G, "G"), "G"), square(parse_matrix(V, "V"), "V")
     if dim is not None and dim != G_matrix.shape[0]:
-        raise ValueError(f"--dim {dim} but G is {tuple(G_matrix.shape)}; leave --dim out or give a matrix of that size.")
+        raise ValueError(f"--dim {dim} but G is {tuple(G_matrix.shape)}; leave --dim out or give a matrix to match.")
     cloud = start(G_matrix.shape[0], tokens, None if x is None else parse_matrix(x, "x"), quadrature, seed)
-    numbers = run(
-        G_matrix, V_matrix, parse_numbers(beta, "beta"), cloud, time, steps, step, out=out, progress=not (quiet or as_json)
-    )
+    betas, show = parse_numbers(beta, "beta"), not (quiet or as_json)
+    numbers = run(G_matrix, V_matrix, betas, cloud, time, steps, step, out=out, progress=show)
     if as_json:
         say(numbers)
         return
@@ -166,7 +165,7 @@ def _phase_words(phases: list[dict[str, Any]]) -> str:
 
 @command
 def reproduce(
-    name: Annotated[Optional[str], typer.Argument(help="An experiment, or 'all'.")] = None,
+    name: Annotated[str | None, typer.Argument(help="An experiment, or 'all'.")] = None,
     list_them: Annotated[bool, typer.Option("--list", help="List the experiments and their claims.")] = False,
     quick: Annotated[bool, typer.Option(help="Small sizes, seconds instead of minutes.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for NAME.json and NAME.png.")] = Path("runs/reproduce"),

@@ -49,7 +49,7 @@ def rates(found: Spectrum, M: Array, N: Array, tol: float) -> dict[str, Any]:
 def _speed(M: Array, N: Array, basis: Array, real: float, imag: Array) -> float:
     """dt/dtau = |N e| of the slowest e in a level; averaged over one turn for a plane that rotates."""
     b = float(np.abs(imag).max(initial=0.0))
-    if basis.shape[1] == 2 and b > 1e-12 * np.linalg.norm(M, 2):
+    if basis.shape[1] == 2 and b > 1e-12 * np.linalg.norm(M):  # Frobenius: no SVD per level
         A = (basis.T @ M @ basis - real * np.eye(2)) / b  # A^2 = -I, so e^{sA} = cos(s) I + sin(s) A
         s = 2 * np.pi * np.arange(512) / 512
         u = basis @ (np.cos(s)[:, None, None] * np.eye(2) + np.sin(s)[:, None, None] * A)[..., 0].T

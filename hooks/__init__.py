@@ -3,7 +3,10 @@
 from .architectures import ROWS, Row, register
 from .blocks import Block, blocks
 from .embedded import load
+from .findings import Probe
+from .probe import probe
 from .record import record, recording
+from .stream import Statistics, merge
 from .tape import KINDS, Tape
 from .temperature import scale_beta
 from .weights import Check, Norm, attentions, check, describe, folded, geometries, norms
@@ -15,7 +18,9 @@ __all__ = [
     "Block",
     "Check",
     "Norm",
+    "Probe",
     "Row",
+    "Statistics",
     "Tape",
     "attentions",
     "blocks",
@@ -24,7 +29,9 @@ __all__ = [
     "folded",
     "geometries",
     "load",
+    "merge",
     "norms",
+    "probe",
     "record",
     "recording",
     "register",

@@ -42,7 +42,9 @@ class OwnTokens:
         if not isinstance(beta, Tensor) and math.isinf(beta):
             best = torch.where(self.seen, scores, -torch.inf).amax(-1, keepdim=True)
             return torch.where(self.seen & (scores >= best), 0.0, -torch.inf)
-        return torch.where(self.seen, torch.as_tensor(beta, dtype=g.dtype, device=g.device)[..., None] * scores, -torch.inf)
+        return torch.where(
+            self.seen, torch.as_tensor(beta, dtype=g.dtype, device=g.device)[..., None] * scores, -torch.inf
+        )
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         if not isinstance(beta, Tensor) and math.isinf(beta):

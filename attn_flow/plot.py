@@ -1,0 +1,211 @@
+"""Figures: clouds and paths, a simulation against its limit, and what a probe found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attn_flow.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "figure.constrained_layout.use": True,
+    "image.cmap": "viridis",
+}
+PREDICTION, TRUTH, NULL = "#c44e52", "#4c72b0", "#8c8c8c"
+SUPPORT_COLOURS = {
+    "closure": "#c44e52",
+    "mixture": "#dd8452",
+    "saturated": "#937860",
+    "gaussian": "#ccb974",
+    "mean": "#55a868",
+    "hardmax": "#4c72b0",
+    "ellipsoid": "#8172b3",
+    "sphere": "#64b5cd",
+}
+
+
+@contextmanager
+def style() -> Iterator[Any]:
+    """matplotlib's pyplot with the project's look, for the figures of this module and of the experiments."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    with matplotlib.rc_context(STYLE):
+        yield pyplot
+
+
+def caption(figure: Figure, text: str) -> None:
+    """Sizes, seeds and what differs, below the panels."""
+    figure.supxlabel(text, fontsize=7.5, color="0.35", x=0.01, ha="left")
+
+
+def clouds_figure(path: Trajectory, times: Sequence[int], title: str = "") -> Figure:
+    """A path of clouds in d = 2 or 3 at some of its times, tokens coloured by where they started."""
+    d = path.x.shape[-1]
+    if path.x.ndim != 3 or d not in (2, 3):
+        raise ValueError(f"x has shape {tuple(path.x.shape)}, expected (T, n, d) with d = 2 or 3.")
+    with style() as pyplot:
+        figure = pyplot.figure(figsize=(2.2 * len(times), 2.6))
+        start = path.x[0].detach().cpu()
+        colour = torch.atan2(start[:, 1], start[:, 0]).numpy()
+        for panel, index in enumerate(times, start=1):
+            axes: Any = figure.add_subplot(1, len(times), panel, projection="3d" if d == 3 else None)
+            x = path.x[index].detach().cpu().numpy()
+            axes.scatter(*x.T, c=colour, cmap="twilight", s=6, alpha=0.8, linewidths=0)
+            axes.set_title(f"t = {float(path.t[index]):.3g}")
+            bound = 1.05 * float(start.norm(dim=-1).max())
+            axes.set(xlim=(-bound, bound), ylim=(-bound, bound), xticks=[], yticks=[])
+            if d == 3:
+                axes.set(zlim=(-bound, bound), zticks=[])
+                axes.set_box_aspect((1, 1, 1), zoom=1.25)
+            else:
+                axes.set_aspect("equal")
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    return figure
+
+
+def simulation_figure(numbers: dict[str, Any]) -> Figure:
+    """W2 to the predicted limit against time for every beta, and the smallest W2 against beta."""
+    runs = numbers["runs"]
+    with style() as pyplot:
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(8, 3.2), width_ratios=(2, 1))
+        colours = pyplot.get_cmap("viridis")(torch.linspace(0.05, 0.9, max(len(runs), 2)).numpy())
+        for run, colour in zip(runs, colours):
+            left.plot(run["t"], run["w2"], color=colour, label=rf"$\beta$ = {run['beta']:g}")
+            left.plot(run["t_min"], run["min_w2"], "o", ms=4, color=colour)
+        left.set(
+            xlabel="time t", ylabel=r"$W_2(\mu_t, P_\#\mu_0)$", yscale="log", title="distance to the predicted limit"
+        )
+        left.legend()
+        finite = [run for run in runs if math.isfinite(run["beta"]) and run["beta"] > 0]
+        right.plot([r["beta"] for r in finite], [r["min_w2"] for r in finite], "o-", color=TRUTH)
+        right.set(xlabel=r"$\beta$", xscale="log", yscale="log", title="smallest distance")
+        caption(figure, numbers["caption"])
+    return figure
+
+
+def probe_figure(result: Any) -> Figure:
+    """What attention computes against what the weights predict, and the approach to the limiting law."""
+    with style() as pyplot:
+        figure, ((a, b), (c, d)) = pyplot.subplots(2, 2, figsize=(9.5, 6.4))
+        layers = range(result.about["encoder"]["layers"])
+        for axes, quantity in ((a, "cosine"), (b, "explained")):
+            for name in result.about["supports"]:
+                _band(axes, layers, result.interval(f"{quantity}/{name}"), SUPPORT_COLOURS.get(name), name)
+            if f"null_{quantity}/rotated" in result.numbers:
+                _band(axes, layers, result.interval(f"null_{quantity}/rotated"), NULL, "null: G rotated", dashed=True)
+        a.set(xlabel="layer", ylabel="mean cosine", title="attention output against prediction", ylim=(-0.3, 1.02))
+        a.legend(ncols=3, loc="lower right")
+        b.set(xlabel="layer", ylabel="explained variance", title="and the variance it explains", ylim=(-2.1, 1.02))
+        b.axhline(0, color="0.8", lw=0.8, zorder=0)
+        _band(c, layers, result.approach("w2"), PREDICTION, "cloud before the layer")
+        _band(c, layers, result.approach("input"), TRUTH, "input cloud")
+        _band(c, layers, result.interval("limit/w2_null"), NULL, "null: G rotated", dashed=True)
+        c.axhline(1, color="0.8", lw=0.8, zorder=0)
+        c.set(xlabel="layer", ylabel=r"$W_2$ after / $W_2$ before", title="approach to the predicted limiting law")
+        c.legend()
+        _band(d, layers, result.interval("limit/E_before"), TRUTH, "E, before")
+        _band(d, layers, result.interval("limit/E_after"), PREDICTION, "E, after")
+        _band(d, layers, result.interval("limit/V_after"), "#8172b3", "V's leading space, after", dashed=True)
+        d.set(
+            xlabel="layer",
+            ylabel="squared length inside",
+            title="alignment with the predicted subspace E",
+            ylim=(0, None),
+        )
+        d.legend()
+        for axes in (a, b, c, d):
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        about = result.about
+        caption(
+            figure,
+            f"{about['encoder']['model']}, {about['texts']} texts, {about['tokens']} tokens, seed {about['seed']}; "
+            "bands: 95% bootstrap intervals over texts.",
+        )
+    return figure
+
+
+def _band(
+    axes: Axes,
+    layers: Sequence[int],
+    interval: tuple[Any, Any, Any],
+    colour: str | None,
+    label: str,
+    dashed: bool = False,
+) -> None:
+    mean, low, high = (z.numpy() for z in interval)
+    axes.plot(layers, mean, "--" if dashed else "-o", ms=3, lw=1.4, color=colour, label=label)
+    axes.fill_between(layers, low, high, color=colour, alpha=0.15, lw=0)
+
+
+def heads_figure(result: Any) -> Figure:
+    """Layers x heads maps."""
+    maps = {
+        "head/entropy": "attention entropy / log n",
+        "head/logit_std": "standard deviation of logits",
+        "head/largest": "largest attention weight",
+        "head/closure": "cosine of the closure",
+        "head/leading": "leading eigenvalue of V G",
+        "head/self_argmax": "own argmax",
+    }
+    with style() as pyplot:
+        layers, heads = result.numbers["head/entropy"].shape
+        figure, panels = pyplot.subplots(2, 3, figsize=(10, 2.2 + 0.5 * layers))
+        for axes, (name, title) in zip(panels.flat, maps.items()):
+            value = result.numbers[name].numpy()
+            image = axes.imshow(value, aspect="auto", origin="lower")
+            axes.set(title=title, xlabel="head", ylabel="layer", xticks=range(0, heads, 2), yticks=range(layers))
+            figure.colorbar(image, ax=axes, shrink=0.9)
+        caption(figure, "Each cell: mean over texts. Rotating heads (complex leading pair): " + _rotating(result))
+    return figure
+
+
+def _rotating(result: Any) -> str:
+    cases = [case for row in result.about["head_cases"] for case in row]
+    return f"{cases.count('rotating')} of {len(cases)}."
+
+
+def evolution_figure(result: Any) -> Figure:
+    """Histograms of pairwise cosines, log energies, effective rank and clusters, through the layers."""
+    with style() as pyplot:
+        figure, ((a, b), (c, d)) = pyplot.subplots(2, 2, figsize=(9.5, 6))
+        histogram, edges = result.numbers["evolution/histogram"], result.numbers["evolution/edges"]
+        levels = histogram.shape[0]
+        centres = ((edges[1:] + edges[:-1]) / 2).numpy()
+        colours = pyplot.get_cmap("viridis")(torch.linspace(0, 0.95, levels).numpy())
+        density = histogram / (edges[1] - edges[0])
+        for level in range(levels):
+            a.plot(centres, density[level].numpy(), color=colours[level], label=f"{level}", lw=1.2)
+        a.set(
+            xlabel="pairwise cosine (diagonal removed)",
+            ylabel="density",
+            title="pairwise cosines by level",
+            xlim=(-0.5, 1),
+        )
+        a.legend(title="level", ncols=2)
+        for i, beta in enumerate(result.about["betas"]):
+            energy = result.numbers["evolution/log_energy"][i].mean(-1)
+            b.plot(range(levels), (energy - energy[0]).numpy(), "-o", ms=3, label=rf"$\beta$ = {beta:g}")
+        b.set(xlabel="level", ylabel=r"$\log E_\beta - \log E_\beta(0)$", title="energy")
+        b.legend()
+        _band(c, range(levels), result.interval("evolution/effective_rank"), TRUTH, "")
+        c.set(xlabel="level", ylabel="effective rank", title="effective rank", ylim=(0, None))
+        _band(d, range(levels), result.interval("evolution/clusters"), TRUTH, "")
+        d.set(xlabel="level", ylabel="clusters per text", title="clusters (tokens within distance .5)", ylim=(0, None))
+        caption(figure, "Level 0 is the input of the first attention, the last level the encoder's output.")
+    return figure
