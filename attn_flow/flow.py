@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,8 @@ def flow(
     geometry: `Sphere()` unless given (`Euclidean()` for the pre and peri placements, which move the radius).
     step, h: a step function (euler, rk4, dopri5, your own) taken in equal steps of at most h between two times of
         t, or `Adaptive(tol=...)`, which chooses its own steps and ignores h.
-    weights, mask: (..., n), the cloud as a weighted measure; tokens with mask False are padding and stay put.
+    weights, mask: (..., n), the cloud as a weighted measure; tokens with mask False are padding: they are put on the
+        first token of their cloud, where nobody sees them, and stay there.
     context: a fixed measure to attend to instead of the moving cloud: tokens then do not interact.
     noise: kicks between steps, x <- retract(x + sqrt(h) noise(x, generator)).
     stop: a function (t, cloud) -> bool asked after every step, such as `consensus(tol)`; the path then ends there.
@@ -76,9 +77,12 @@ def flow(
     path = _Path(attention, geometry, weights, mask, context, placement, noise, generator, stop)
     kept_t, kept_x = [float(times[0])], [x]
     total = float(times[-1] - times[0])
-    integrate = path.adaptive if isinstance(step, Adaptive) else path.fixed
+    if isinstance(step, Adaptive):
+        clouds = path.adaptive(x, times.tolist(), step, h)
+    else:
+        clouds = path.fixed(x, times.tolist(), step, h)
     with progress_bar("flow", total or 1.0, progress) as advance:
-        for now, cloud in integrate(x, times.tolist(), step, h):  # type: ignore[arg-type]
+        for now, cloud in clouds:
             advance(now - kept_t[-1], note=f"t = {now:.4g}")
             kept_t.append(now)
             kept_x.append(cloud)
@@ -98,7 +102,7 @@ def flow(
 
 def push_forward(attention: Attention | Callable[[float], Attention], x0: Tensor, t: float, **options: Any) -> Tensor:
     """The cloud at time t, (..., n, d): `flow` without the path; options as there."""
-    return flow(attention, x0, [0.0, t], **options).x[-1] if t > 0 else flow(attention, x0, [0.0], **options).x[0]
+    return flow(attention, x0, [0.0] if t == 0 else [0.0, t], **options).x[-1]
 
 
 def describe(attention: Attention | Callable[[float], Attention]) -> dict[str, Any]:
@@ -169,12 +173,12 @@ def _start(
 
 
 def on_points(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Padding rows replaced by the first axis, so that a zero row can be retracted and nobody sees it."""
+    """Padding rows replaced by the first token of their cloud: a point of the geometry, which nobody sees there."""
     if mask is None:
         return x
-    axis = torch.zeros_like(x[..., :1, :])
-    axis[..., 0] = 1
-    return torch.where(mask[..., None], x, axis)
+    shape = torch.broadcast_shapes(mask.shape, x.shape[:-1])
+    first = mask.expand(shape).to(torch.uint8).argmax(-1)[..., None, None].expand(*shape[:-1], 1, x.shape[-1])
+    return torch.where(mask[..., None], x, torch.gather(x.expand(*shape, x.shape[-1]), -2, first))
 
 
 class _Path:
@@ -199,40 +203,42 @@ class _Path:
         self.tokens_left: int | None = None
 
     def velocity(self, log_weights: Tensor | None) -> Velocity:
-        """P_x of the placed drift, for tokens with these log weights."""
+        """P_x of the placed drift, for tokens with these log weights; padding does not move."""
 
         def drift(t: float, x: Tensor) -> Tensor:
             self.evaluations += 1
             attention = self.attention if isinstance(self.attention, Attention) else self.attention(t)
-            if self.context is None:
-                return attention.self_drift(x, log_weights, self.mask)
-            drift = attention.drift(x, self.context)
-            return drift if self.mask is None else torch.where(self.mask[..., None], drift, 0.0)
+            return attention.self_drift(x, log_weights) if self.context is None else attention.drift(x, self.context)
 
-        return lambda t, x: self.geometry.tangent(x, self.placement.velocity(drift, t, x))
+        def velocity(t: float, x: Tensor) -> Tensor:
+            v = self.geometry.tangent(x, self.placement.velocity(drift, t, x))
+            return v if self.mask is None else torch.where(self.mask[..., None], v, 0.0)
 
-    def fixed(self, x: Tensor, times: list[float], step: Step, h: float) -> Any:
+        return velocity
+
+    def fixed(self, x: Tensor, times: list[float], step: Step, h: float) -> Iterator[tuple[float, Tensor]]:
         """Equal steps of at most h between consecutive times; yields (t, x) at each of them."""
         velocity = self.velocity(Cloud(x, self.weights, self.mask).log_weights)
         for start, end in itertools.pairwise(times):
             steps = max(1, math.ceil((end - start) / h - 1e-9))
             size = (end - start) / steps
             for i in range(steps):
-                now = start + i * size
-                x = self.kicked(step(velocity, now, x, size, self.geometry), size)
-                self.check(x, now + size)
-                if self.ends(now + size if i + 1 < steps else end, x):
-                    yield (now + size if i + 1 < steps else end), x
+                x = self.kicked(step(velocity, start + i * size, x, size, self.geometry), size)
+                now = start + (i + 1) * size if i + 1 < steps else end
+                self.check(x, now)
+                if self.ends(now, x):
+                    yield now, x
                     return
             yield end, x
 
-    def adaptive(self, x: Tensor, times: list[float], step: Adaptive, h: float) -> Any:
+    def adaptive(self, x: Tensor, times: list[float], step: Adaptive, h: float) -> Iterator[tuple[float, Tensor]]:
         """Steps of the controlled size, clipped to hit every time; yields (t, x) at each of them."""
-        merging = self.may_merge(step)
-        held = Merged.start(x, Cloud(x, self.weights, self.mask).probabilities) if merging else None
-        log_weights = Cloud(x, self.weights, self.mask).log_weights
-        velocity, first, size = self.velocity(log_weights), None, h
-        now, taken = times[0], 0
+        cloud = Cloud(x, self.weights, self.mask)
+        held = Merged.start(x, cloud.probabilities) if self.may_merge(step, times[0]) else None
+        velocity = self.velocity(cloud.log_weights)
+        now, taken, size = times[0], 0, min(h, step.largest)
+        first: Tensor | None = None  # the velocity at x, where it is known
+        before: tuple[float, float] | None = None  # the last accepted step and its error
         for end in times[1:]:
             while now < end:
                 taken += 1
@@ -246,25 +252,26 @@ class _Path:
                 if not now + used > now:
                     raise FloatingPointError(f"the step shrank to {used:.3g} at t = {now:.6g}. Try a larger tol.")
                 first = velocity(now, x) if first is None else first  # kept when the step is refused
-                trial, error, k_last = step.pair.with_error(velocity, now, x, used, self.geometry, first)
+                trial, error, at_trial = step.pair.with_error(velocity, now, x, used, self.geometry, first)
                 assert error is not None  # Adaptive takes pairs only
-                scaled = step.scaled_error(error, x)
-                if not scaled <= 1:  # NaN: the trial left the range
+                scaled = step.scaled_error(error, trial)
+                if not scaled <= 1:  # or NaN: the trial left the range
                     size = step.next_step(used, scaled if math.isfinite(scaled) else math.inf)
                     continue
                 now = end if last else now + used
                 x = self.kicked(trial, used)
-                first = k_last if step.pair.reuses_last and self.noise is None else None
-                grown = step.next_step(used, scaled)
+                first = at_trial if step.pair.reuses_last and self.noise is None else None
+                grown = step.next_step(used, scaled, before)
                 size = max(size, grown) if last else grown  # a step cut short to hit a time is no reason to slow down
+                before = (used, scaled)
                 self.check(x, now)
                 if held is not None:
-                    before = held.x.shape[-2]
-                    held = held.merge(x, 10 * step.tol, self.geometry)
-                    if held.x.shape[-2] < before:
-                        x, first = held.x, None
+                    first = velocity(now, x) if first is None else first
+                    merged = held.merge(x, first, 10 * step.tol, self.geometry, taken)
+                    if merged is not held:
+                        held, x, first = merged, merged.x, None
                         velocity = self.velocity(held.log_weights)
-                    self.tokens_left = int((held.weights > 0).sum(-1).max())
+                    self.tokens_left = int(held.alive.sum(-1).max())
                 if self.stop is not None:
                     everyone = x if held is None else held.everyone(x)
                     if self.ends(now, everyone):
@@ -272,8 +279,8 @@ class _Path:
                         return
             yield now, (x if held is None else held.everyone(x))
 
-    def may_merge(self, step: Adaptive) -> bool:
-        first = self.attention if isinstance(self.attention, Attention) else self.attention(0.0)
+    def may_merge(self, step: Adaptive, t0: float) -> bool:
+        first = self.attention if isinstance(self.attention, Attention) else self.attention(t0)
         reasons = {
             "a causal mask": first.causal,
             "self_attention=False": not first.self_attention,

@@ -14,66 +14,101 @@ from attn_flow.geometry import Geometry
 class Merged:
     """Fewer tokens x (..., m, d) with weights (..., m), standing for n of them: token i is x[owner[i]].
 
-    Batch elements with fewer than m distinct tokens are padded with tokens of weight zero.
+    Batch elements with fewer than m distinct tokens are padded with copies of weight zero that own nobody.
     """
 
     x: Tensor
     weights: Tensor
     owner: Tensor
-    sweeps: int = 0
 
     @classmethod
     def start(cls, x: Tensor, probabilities: Tensor) -> Merged:
-        n = x.shape[-2]
-        return cls(x, probabilities, torch.arange(n, device=x.device).expand(x.shape[:-1]))
+        batch = torch.broadcast_shapes(x.shape[:-1], probabilities.shape)
+        owner = torch.arange(x.shape[-2], device=x.device).expand(batch)
+        return cls(x.expand(*batch, x.shape[-1]), probabilities.expand(batch), owner)
 
     @property
     def log_weights(self) -> Tensor:
         return self.weights.log()
 
-    def everyone(self, x: Tensor | None = None) -> Tensor:
-        """All n tokens, (..., n, d); of `x` (..., m, d) if that is given."""
-        x = self.x if x is None else x
+    @property
+    def alive(self) -> Tensor:
+        """Which of the m tokens stand for somebody, (..., m)."""
+        return torch.zeros_like(self.weights, dtype=torch.bool).scatter(-1, self.owner, True)
+
+    def everyone(self, x: Tensor) -> Tensor:
+        """All n tokens (..., n, d), of the m tokens x."""
         return torch.gather(x, -2, self.owner[..., None].expand(*self.owner.shape, x.shape[-1]))
 
-    def merge(self, x: Tensor, within: float, geometry: Geometry) -> Merged:
-        """Join the tokens of x that share a cell of a grid of side `within`; the grid shifts from sweep to sweep.
+    def merge(self, x: Tensor, velocity: Tensor, within: float, geometry: Geometry, sweep: int) -> Merged:
+        """Join the tokens of x that share a cell of a grid of side `within` and approach each other; else self.
 
-        A grid costs O(n d), where all pairs would cost O(n^2 d); a pair on two sides of a cell wall is joined by a
-        later, shifted grid. The joint token is the retracted weighted mean.
+        A grid costs O(n d), where all pairs would cost O(n^2 d); a pair on two sides of a cell wall is joined on a
+        later sweep, whose grid is shifted. Tokens that move apart are left alone however close they are: a flow that
+        expands would show that they were not one. The joint token is the retracted weighted mean.
         """
-        m, d = x.shape[-2:]
-        shift = (self.sweeps * 0.7548776662466927 + torch.arange(d, device=x.device) * 0.5698402909980532) % 1.0
-        cells = torch.floor(x.detach().double() / within + shift).to(torch.int64)
-        # One 64-bit key per cell: two cells share one with probability 2^-64.
-        odd = torch.arange(1, 2 * d, 2, device=x.device, dtype=torch.int64) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01
-        keys = (cells * odd).sum(-1)
-        # Padding keeps to itself.
-        keys = torch.where(self.weights > 0, keys, -torch.arange(1, m + 1, device=x.device))
-        ordered = keys.sort(dim=-1).values
-        if not bool((ordered[..., 1:] == ordered[..., :-1]).any()):
-            return Merged(x, self.weights, self.owner, self.sweeps + 1)
-        batch = x.shape[:-2]
-        flat = [z.reshape(-1, *z.shape[len(batch) :]) for z in (x, self.weights, self.owner, keys)]
-        joined = [self._join(*element, geometry) for element in zip(*flat)]
-        most = max(part[0].shape[0] for part in joined)
-        padded = []
-        for new_x, new_w, new_owner in joined:
-            missing = most - new_x.shape[0]
-            # Padding repeats a token at weight zero: a point of the geometry that nobody sees.
-            new_x = torch.cat([new_x, new_x[:1].expand(missing, d)])
-            padded.append((new_x, torch.cat([new_w, new_w.new_zeros(missing)]), new_owner))
-        stacked = [torch.stack(parts) for parts in zip(*padded)]
-        x, w, owner = (z.reshape(*batch, *z.shape[1:]) for z in stacked)
-        return Merged(x, w, owner, self.sweeps + 1)
+        keys, alive = self._cells(x.detach(), within, sweep), self.alive
+        group = _groups(keys)
+        if not _joins(group, alive):
+            return self
+        apart = torch.gather(_spreads(x.detach(), velocity.detach(), group), -1, group) & alive
+        if bool(apart.any()):  # those keep to themselves
+            group = _groups(torch.where(apart, torch.arange(x.shape[-2], device=x.device), keys))
+            if not _joins(group, alive):
+                return self
+        most = int(torch.where(alive, group, -1).max()) + 1
+        # A group without mass (tokens that only look on) has its plain mean; one without tokens is padding.
+        mass, weighted = _sums(self.weights, x, group)
+        number, plain = _sums(alive.to(x.dtype), x, group)
+        heavy, there = mass > 0, number > 0
+        total = torch.where(heavy[..., None], weighted, plain)
+        share = torch.where(heavy, mass, torch.where(there, number, 1.0))
+        mean = torch.where(there[..., None], total / share[..., None], x[..., :1, :])
+        return Merged(geometry.retract(mean[..., :most, :]), mass[..., :most], torch.gather(group, -1, self.owner))
 
-    @staticmethod
-    def _join(x: Tensor, w: Tensor, owner: Tensor, keys: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        alive = w > 0
-        _, group = torch.unique(keys[alive], return_inverse=True)
-        count = int(group.max()) + 1
-        mass = w.new_zeros(count).index_add(0, group, w[alive])
-        mean = x.new_zeros(count, x.shape[-1]).index_add(0, group, w[alive][:, None] * x[alive]) / mass[:, None]
-        renamed = torch.zeros_like(alive, dtype=torch.int64)
-        renamed[alive] = group
-        return geometry.retract(mean), mass, renamed[owner]
+    def _cells(self, x: Tensor, within: float, sweep: int) -> Tensor:
+        """One 64-bit key per token for its cell; padding shares the largest key, so that its group is the last."""
+        d = x.shape[-1]
+        shift = (sweep * 0.7548776662466927 + torch.arange(d, device=x.device) * 0.5698402909980532) % 1.0
+        cells = torch.floor(x.double() / within + shift).to(torch.int64)
+        # A random linear form: two cells share a key with probability 2^-63.
+        generator = torch.Generator().manual_seed(0)
+        form = torch.randint(-(2**62), 2**62, (d,), generator=generator).to(x.device) * 2 + 1
+        return torch.where(self.alive, (cells * form).sum(-1), torch.iinfo(torch.int64).max)
+
+
+def _groups(keys: Tensor) -> Tensor:
+    """For every token the number of its group: equal keys together, in the order of the keys."""
+    ordered, order = keys.sort(dim=-1)
+    new = torch.cat([torch.zeros_like(keys[..., :1]), (ordered.diff(dim=-1) != 0).to(keys.dtype)], dim=-1)
+    return torch.zeros_like(keys).scatter(-1, order, new.cumsum(-1))
+
+
+def _joins(group: Tensor, alive: Tensor) -> bool:
+    """Whether somewhere two tokens that stand for somebody share a group."""
+    groups = torch.where(alive, group, -1).amax(-1) + 1
+    return bool((groups < alive.sum(-1)).any())
+
+
+def _sums(weights: Tensor, x: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_i w_i (..., m) and sum_i w_i x_i (..., m, d) over the members of every group."""
+    mass = torch.zeros_like(weights).scatter_add(-1, group, weights)
+    index = group[..., None].expand(x.shape)
+    return mass, torch.zeros_like(x).scatter_add(-2, index, weights[..., None] * x)
+
+
+def _spreads(x: Tensor, v: Tensor, group: Tensor) -> Tensor:
+    """Whether sum |x_i - mean|^2 over a group is growing, (..., m); rounding does not count as distance."""
+    ones = torch.ones_like(x[..., 0])
+
+    def centred(z: Tensor) -> Tensor:
+        number, total = _sums(ones, z, group)
+        mean = total / number.clamp_min(1)[..., None]
+        return z - torch.gather(mean, -2, group[..., None].expand(z.shape))
+
+    def summed(z: Tensor) -> Tensor:
+        return torch.zeros_like(ones).scatter_add(-1, group, z.sum(-1))
+
+    dx, dv = centred(x), centred(v)
+    rounding = (100 * torch.finfo(x.dtype).eps) ** 2 * summed(x.square())
+    return (summed(dx * dv) > 0) & (summed(dx.square()) > rounding)

@@ -93,9 +93,9 @@ class Adaptive:
     """Steps as large as a local error of `tol` per token allows, growing on metastable plateaus.
 
     On a plateau the cloud is a few tight clusters: their inner modes contract at rate 1 and would keep an explicit
-    step below about 3 for ever. With `merge` (on by default wherever tokens are exchangeable) tokens closer than
-    ten times `tol` become one token with their joint weight; what is left moves exponentially slowly, and so do
-    the steps grow. Both are needed: neither alone crosses a plateau of length e^beta.
+    step below about 3 for ever. With `merge` (on by default wherever tokens are exchangeable) approaching tokens
+    closer than ten times `tol` become one token with their joint weight; what is left moves exponentially slowly, and
+    so do the steps grow. Both are needed: neither alone crosses a plateau of length e^beta.
     """
 
     tol: float = 1e-6
@@ -119,7 +119,15 @@ class Adaptive:
         scale = x.detach().norm(dim=-1).clamp_min(1.0)
         return float((error.detach().norm(dim=-1) / (self.tol * scale)).amax())
 
-    def next_step(self, h: float, scaled_error: float) -> float:
-        """h (0.9 / scaled_error)^(1/order), changed at most fivefold."""
-        factor = 5.0 if scaled_error == 0 else 0.9 * scaled_error ** (-1 / self.pair.order)
+    def next_step(self, h: float, error: float, before: tuple[float, float] | None = None) -> float:
+        """The step after one of size h with this scaled error; `before` are size and error of the accepted one before.
+
+        0.9 h error^(-1/p), and no more than Gustafsson's prediction 0.9 h (h/h') (error'/error^2)^(1/p), which
+        foresees that errors keep growing when clusters fall into each other; changed at most fivefold.
+        """
+        p, error = self.pair.order, max(error, 1e-30)
+        factor = 0.9 * error ** (-1 / p)
+        if before is not None:
+            h_before, error_before = before
+            factor = min(factor, 0.9 * (h / h_before) * (max(error_before, 1e-30) / error**2) ** (1 / p))
         return min(self.largest, h * min(5.0, max(0.2, factor)))
