@@ -105,11 +105,16 @@ def _missing(block: nn.Module, row: Row) -> list[str]:
 
 
 def _matches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Row]]:
-    """Every submodule that is an encoder of a known layout, shallowest first."""
-    for path, module in sorted(model.named_modules(), key=lambda item: item[0].count(".") + bool(item[0])):
+    """The submodules that are encoders of a known layout, at the smallest depth where there is one."""
+    depth = lambda path: path.count(".") + bool(path)
+    deepest = math.inf
+    for path, module in sorted(model.named_modules(), key=lambda item: depth(item[0])):
+        if depth(path) > deepest:
+            return
         for row in ROWS:
             firings = _firings(module, row)
             if firings and not _missing(firings[0][1], row):
+                deepest = depth(path)
                 yield path, module, row
                 break
 
@@ -122,12 +127,9 @@ def blocks(model: nn.Module) -> list[Block]:
     if not found:
         raise ValueError(_unknown(model))
     path, root, row = found[0]
-    rivals = [p for p, _, _ in found[1:] if p.count(".") == path.count(".") and not p.startswith(path + ".")]
-    if path and rivals:
-        raise ValueError(
-            f"{type(model).__name__} holds several encoders: {', '.join([path, *rivals])}; pass one of them, "
-            f"such as model.{path}."
-        )
+    if len(found) > 1:
+        names = ", ".join(p for p, _, _ in found)
+        raise ValueError(f"{type(model).__name__} holds several encoders: {names}; pass one of them, model.{path}.")
     prefix = f"{path}." if path else ""
     return [Block(i, prefix + p, row, root, block) for i, (p, block) in enumerate(_firings(root, row))]
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attn_flow.trajectory import Trajectory
 
 from .attach import deepened, evaluating, padded
 from .tape import Tape
-from .texts import Batch, argument_name, ready_batches, report_truncation, text_batches
+from .texts import Batch, pieces, report_truncation
 
 if TYPE_CHECKING:
     pass
@@ -59,64 +60,47 @@ def record(
         return sink.consume(
             model, source, texts, points=points, special=special, batch=batch, max_length=max_length, depth=depth
         )
-    paths, truncated = [], 0
+    paths, truncated, limit = [], 0, None
     with deepened(model, depth), recording(model, points) as tape, evaluating(model):
-        for part, path in run(model, tape, source, texts, batch=batch, special=special, max_length=max_length):
-            truncated += part.truncated
+        for piece in pieces(model, source, texts, batch, max_length):
+            part = piece.make()
+            forward(model, tape, part)
+            path = tape.trajectory(part, special=special, tokenizer=source if texts is not None else None)
             paths.append(_cast(path, dtype))
+            truncated, limit = truncated + part.truncated, part.limit
+    report_truncation(truncated, limit)
     return joined(paths, {"truncated": truncated, "special": special, "depth": depth})
 
 
-def run(
-    model: nn.Module,
-    tape: Tape,
-    source: Any,
-    texts: Iterable[str] | None,
-    *,
-    batch: int,
-    special: bool,
-    max_length: int | None,
-    skip: int = 0,
-) -> Iterator[tuple[Batch, Trajectory]]:
-    """Every batch of the source through the model, as a Trajectory each."""
-    tokenizer = source if texts is not None else None
-    if texts is None and not isinstance(source, Mapping | Tensor):
-        raise ValueError(f"inputs are a {type(source).__name__}, expected a dict of tensors, or tokenizer and texts.")
-    source = {argument_name(model, source): source} if isinstance(source, Tensor) else source
-    if not special and texts is None and not ("special_tokens_mask" in source or "pixel_values" in source):
-        raise ValueError("special=False needs to know the special tokens; pass special_tokens_mask in the inputs.")
+def forward(model: nn.Module, tape: Tape, batch: Batch) -> None:
+    """One pass for the tape to hear."""
     device = next(model.parameters()).device
-    parts = (
-        ready_batches(model, source, batch)
-        if texts is None
-        else text_batches(model, tokenizer, texts, batch, max_length=max_length, skip=skip)
-    )
     # A cache of keys and values is of no use here, and a wrapped decoder refuses it.
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    truncated, limit = 0, None
-    for part in parts:
-        model(**{name: t.to(device) for name, t in part.inputs.items()}, **options)
-        path = tape.trajectory(part, special=special, tokenizer=tokenizer)
-        if not bool(torch.isfinite(path.x[-1]).all()):
-            raise ValueError(
-                f"the model gave NaN or infinite states in {path.about['dtype']} (texts from {part.first}); load it "
-                "with dtype=torch.float32."
-            )
-        truncated, limit = truncated + part.truncated, part.limit
-        yield part, path
-    report_truncation(truncated, limit)
+    model(**{name: t.to(device) for name, t in batch.inputs.items()}, **options)
+    if not bool(torch.isfinite(tape.state(tape.points[-1])[tape.mask]).all()):
+        raise ValueError(
+            f"the model gave NaN or infinite states in {tape.about()['dtype']} (texts from {batch.first}); load it "
+            "with dtype=torch.float32."
+        )
 
 
 def _cast(path: Trajectory, dtype: torch.dtype | None) -> Trajectory:
     half = path.x.dtype in (torch.float16, torch.bfloat16)
     dtype = dtype or (torch.float32 if half else path.x.dtype)
-    return Trajectory(path.t, path.x.to(dtype), mask=path.mask, about=path.about, labels=path.labels)
+    return replace(path, x=path.x.to(dtype))
 
 
 def joined(paths: Sequence[Trajectory], about: Mapping[str, Any]) -> Trajectory:
     """Batches of one run side by side, padded to the longest text."""
+    if len(paths) == 1:
+        return replace(paths[0], about={**paths[0].about, **about})
     n = max(path.x.shape[-2] for path in paths)
-    x = torch.cat([nn.functional.pad(p.x, (0, 0, 0, n - p.x.shape[-2])) for p in paths], dim=1)
+    x = paths[0].x.new_zeros(len(paths[0]), sum(p.x.shape[1] for p in paths), n, paths[0].x.shape[-1])
+    first = 0
+    for p in paths:
+        x[:, first : first + p.x.shape[1], : p.x.shape[2]] = p.x
+        first += p.x.shape[1]
     masks = [p.mask for p in paths if p.mask is not None]
     mask = torch.cat([nn.functional.pad(m, (0, n - m.shape[-1])) for m in masks])
     labels: dict[str, list] = {key: [row for p in paths for row in p.labels[key]] for key in paths[0].labels}

@@ -168,28 +168,39 @@ class Tape:
                     "attends to padding; pass attention_mask (all ones if these are tokens)."
                 )
 
-    def trajectory(self, batch: Batch | None = None, *, special: bool = True, tokenizer: Any = None) -> Trajectory:
-        """The last pass as clouds x (points, texts, n, d): padding left out, texts to the left, then zeros."""
-        mask, ids = self.mask, self.call.get("input_ids")
-        batch = batch or Batch({}, texts=list(range(mask.shape[0])))
+    def kept(self, batch: Batch, special: bool, tokenizer: Any = None) -> tuple[Tensor, Tensor]:
+        """Places to record (batch, n), and which of them hold special tokens."""
+        mask = self.mask
+        if not special and batch.special is None and "pixel_values" not in self.call and tokenizer is None:
+            raise ValueError("special=False needs to know the special tokens; pass special_tokens_mask in the inputs.")
         marks = self._special(batch, mask, tokenizer)
         keep = mask if special else mask & ~marks
         if not bool(keep.any(-1).all()):
             row = int((~keep.any(-1)).nonzero()[0])
             raise ValueError(f"text {batch.first + row} has no token left to record; drop it, or keep special tokens.")
+        return keep, marks
+
+    def trajectory(self, batch: Batch | None = None, *, special: bool = True, tokenizer: Any = None) -> Trajectory:
+        """The last pass as clouds x (points, texts, n, d): padding left out, texts to the left, then zeros."""
+        ids = self.call.get("input_ids")
+        batch = batch or Batch({})
+        keep, marks = self.kept(batch, special, tokenizer)
         lengths = keep.sum(-1)
         # A stable sort puts kept places first, in their order.
         places = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)[:, : int(lengths.max())]
         kept = torch.arange(places.shape[1], device=keep.device) < lengths[:, None]
         home = self.state(self.points[0]).device
-        clouds = [torch.where(kept[..., None], _take(self.state(p), places.to(home), home), 0.0) for p in self.points]
-        strings = batch.tokens if batch.tokens is not None else self._strings(mask, ids, tokenizer)
+        in_place = bool((places == torch.arange(places.shape[1], device=home)).all())
+        clouds = [_take(self.state(p).to(home), places, in_place) for p in self.points]
+        x = torch.stack(clouds)
+        x[:, ~kept] = 0.0
+        strings = self.strings(batch, tokenizer)
 
         def rows(table: Any) -> list[list[Any]]:
             return [[table[b][j] for j in places[b, : int(lengths[b])].tolist()] for b in range(len(places))]
 
         labels: dict[str, list] = {
-            "text": list(batch.texts),
+            "text": list(range(batch.first, batch.first + len(places))),
             "position": [places[b, : int(lengths[b])].tolist() for b in range(len(places))],
             "token": rows(strings),
             "special": rows(marks.tolist()),
@@ -197,7 +208,7 @@ class Tape:
         if isinstance(ids, Tensor):
             labels["id"] = rows(ids.tolist())
         t = torch.tensor([i + DEPTH.get(kind, 0.0) for kind, i in self.points], dtype=torch.float64, device=home)
-        return Trajectory(t, torch.stack(clouds), mask=kept, about=self.about(), labels=labels)
+        return Trajectory(t, x, mask=kept, about=self.about(), labels=labels)
 
     def about(self) -> dict[str, Any]:
         root = self.blocks[0].root
@@ -230,16 +241,19 @@ class Tape:
             raise ValueError(f"{n} tokens for {rows} x {columns} patches of {patch} pixels; expected at least as many.")
         return rows * columns, columns
 
-    def _strings(self, mask: Tensor, ids: Any, tokenizer: Any) -> list[list[str]]:
-        batch, n = mask.shape
+    def strings(self, batch: Batch, tokenizer: Any = None) -> list[list[str]]:
+        """A name for every place of the last pass."""
+        if batch.tokens is not None:
+            return batch.tokens
+        (texts, n), ids = self.mask.shape, self.call.get("input_ids")
         if isinstance(self.call.get("pixel_values"), Tensor):
             patches, columns = self._grid(n)
             names = ["[CLS]", *(f"[REG{i}]" for i in range(1, n - patches))][: n - patches]
-            return [names + [f"patch {i // columns},{i % columns}" for i in range(patches)]] * batch
+            return [names + [f"patch {i // columns},{i % columns}" for i in range(patches)]] * texts
         if isinstance(ids, Tensor):
             return [tokenizer.convert_ids_to_tokens(r) if tokenizer else [str(i) for i in r] for r in ids.tolist()]
-        return [[str(i) for i in range(n)]] * batch
+        return [[str(i) for i in range(n)]] * texts
 
 
-def _take(x: Tensor, places: Tensor, home: torch.device) -> Tensor:
-    return torch.take_along_dim(x.to(home), places[..., None], dim=1)
+def _take(x: Tensor, places: Tensor, in_place: bool) -> Tensor:
+    return x[:, : places.shape[1]] if in_place else torch.take_along_dim(x, places[..., None], dim=1)

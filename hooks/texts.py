@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,7 +28,6 @@ class Batch:
     tokens: list[list[str]] | None = None
     truncated: int = 0
     limit: int | None = None
-    texts: list[int] = field(default_factory=list)
 
 
 def length_limit(tokenizer: Any, model: nn.Module) -> int | None:
@@ -60,7 +60,6 @@ def tokenise(
     tokenizer: Any, texts: Sequence[str], *, first: int = 0, limit: int | None = None, vocabulary: int | None = None
 ) -> Batch:
     """One padded batch of texts, with token strings, and special tokens marked."""
-    check_texts(texts, first)
     options: dict[str, Any] = {"return_special_tokens_mask": True, "return_attention_mask": False, "verbose": False}
     rows = dict(tokenizer(list(texts), **options))
     long = [i for i, ids in enumerate(rows["input_ids"]) if limit is not None and len(ids) > limit]
@@ -98,17 +97,38 @@ def tokenise(
     }
     inputs["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (n - len(row)) for row in ids])
     strings = [tokenizer.convert_ids_to_tokens(row) for row in ids]
-    return Batch(inputs, first, special, strings, len(long), limit, list(range(first, first + len(texts))))
+    return Batch(inputs, first, special, strings, len(long), limit)
 
 
-def text_batches(
-    model: nn.Module, tokenizer: Any, texts: Iterable[str], size: int, *, max_length: int | None = None, skip: int = 0
-) -> Iterator[Batch]:
-    """Texts in their order, `size` at a time; `skip` leaves out the first so many without reading them further."""
-    if isinstance(texts, str):
-        raise ValueError("texts is one string, expected a list of strings; pass [text].")
+@dataclass(frozen=True)
+class Piece:
+    """A batch not yet made: its place in the source, its content as bytes, and how to make it."""
+
+    first: int
+    size: int
+    content: Callable[[], bytes]
+    make: Callable[[], Batch]
+
+
+def pieces(
+    model: nn.Module, source: Any, texts: Iterable[str] | None, size: int, max_length: int | None = None
+) -> Iterator[Piece]:
+    """The batches of tokenizer and texts, or of ready inputs, in their order."""
     if size < 1:
         raise ValueError(f"batch = {size}, expected at least one text at a time.")
+    if texts is not None:
+        return _text_pieces(model, source, texts, size, max_length)
+    if not isinstance(source, Mapping | Tensor):
+        raise ValueError(f"inputs are a {type(source).__name__}, expected a dict of tensors, or tokenizer and texts.")
+    inputs = {argument_name(model, source): source} if isinstance(source, Tensor) else source
+    return _ready_pieces(inputs, size)
+
+
+def _text_pieces(
+    model: nn.Module, tokenizer: Any, texts: Iterable[str], size: int, max_length: int | None
+) -> Iterator[Piece]:
+    if isinstance(texts, str):
+        raise ValueError("texts is one string, expected a list of strings; pass [text].")
     limit = length_limit(tokenizer, model)
     if max_length is not None:
         if limit is not None and max_length > limit:
@@ -117,16 +137,25 @@ def text_batches(
     encoder: Any = model
     embed = encoder.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     vocabulary = getattr(embed, "num_embeddings", None)
-    known = set(inspect.signature(model.forward).parameters)
-    stream, first = iter(texts), skip
-    next(islice(stream, skip, skip), None)
-    while chunk := list(islice(stream, size)):
+    known = inspect.signature(model.forward).parameters
+
+    def make(chunk: list[str], first: int) -> Batch:
         batch = tokenise(tokenizer, chunk, first=first, limit=limit, vocabulary=vocabulary)
-        batch.inputs = {name: t for name, t in batch.inputs.items() if name in known or name != "token_type_ids"}
-        yield batch
+        if "token_type_ids" not in known:
+            batch.inputs.pop("token_type_ids", None)
+        return batch
+
+    stream, first = iter(texts), 0
+    while chunk := list(islice(stream, size)):
+        check_texts(chunk, first)
+        yield Piece(first, len(chunk), partial(_encoded, chunk), partial(make, chunk, first))
         first += len(chunk)
     if first == 0:
         raise ValueError("texts is empty, expected at least one text.")
+
+
+def _encoded(chunk: list[str]) -> bytes:
+    return "\x00".join(chunk).encode("utf-8", "surrogatepass")
 
 
 def report_truncation(count: int, limit: int | None) -> None:
@@ -135,22 +164,30 @@ def report_truncation(count: int, limit: int | None) -> None:
         warnings.warn(f"{count} texts were longer than {limit} tokens and were truncated.", stacklevel=3)
 
 
-def ready_batches(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> Iterator[Batch]:
+def _ready_pieces(inputs: Mapping[str, Tensor], size: int) -> Iterator[Piece]:
     """Tensors as the model takes them, cut into batches along their first axis."""
     tensors = {name: t for name, t in inputs.items() if isinstance(t, Tensor)}
-    if not tensors:
-        raise ValueError(f"inputs hold no tensor (got {sorted(inputs)}); expected input_ids, pixel_values or the like.")
-    if len(tensors) < len(inputs):
+    if len(tensors) < len(inputs) or not tensors:
         odd = sorted(set(inputs) - set(tensors))
-        raise ValueError(f"inputs {', '.join(odd)} are no tensors; tokenise with return_tensors='pt'.")
+        raise ValueError(f"inputs {', '.join(odd)} hold no tensors; tokenise with return_tensors='pt'.")
     marks = tensors.pop("special_tokens_mask", None)
-    n = next(iter(tensors.values())).shape[0]
+    leading = next(iter(tensors.values()))
+    n = leading.shape[0]
     whole = "src" in tensors  # torch.nn.TransformerEncoder may carry its batch on the second axis
-    for first in range(0, n, n if whole else size):
-        chosen = slice(first, n if whole else first + size)
-        part = {k: t[chosen] if t.ndim and t.shape[0] == n and not whole else t for k, t in tensors.items()}
+
+    def make(first: int) -> Batch:
+        if whole:
+            return Batch(dict(tensors))
+        chosen = slice(first, first + size)
+        part = {k: t[chosen] if t.ndim and t.shape[0] == n else t for k, t in tensors.items()}
         special = None if marks is None else marks[chosen].bool().tolist()
-        yield Batch(part, first, special, texts=list(range(first, min(n, first + size) if not whole else n)))
+        return Batch(part, first, special)
+
+    def content(first: int) -> bytes:
+        return leading[first : first + size].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+    for first in range(0, n, n if whole else size):
+        yield Piece(first, n if whole else min(size, n - first), partial(content, first), partial(make, first))
 
 
 def argument_name(model: nn.Module, x: Tensor) -> str:

@@ -1,0 +1,127 @@
+"""Sums that a corpus leaves in constant memory: moments of tokens per point, and a uniform sample of them.
+
+Both are functions of the set of tokens alone, not of the order they come in, so that parts computed apart merge to
+the statistics of the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Moments:
+    """n, sum x and sum x x^T of every point, in float64: (), (points, d), (points, d, d)."""
+
+    n: int
+    first: Tensor
+    second: Tensor
+
+    @classmethod
+    def zero(cls, points: int, d: int) -> Moments:
+        return cls(0, torch.zeros(points, d, dtype=torch.float64), torch.zeros(points, d, d, dtype=torch.float64))
+
+    def add(self, point: int, x: Tensor) -> None:
+        """Tokens x (n, d) of one point; `n` is counted by the caller, once for all points."""
+        x = x.double()
+        self.first[point] += x.sum(0)
+        d = x.shape[-1]
+        quarter = -(-d // 4)
+        # Ten of the sixteen blocks: the matrix is symmetric, and this is most of the cost of the statistics.
+        for i in range(0, d, quarter):
+            rows = slice(i, i + quarter)
+            self.second[point, rows, i:] += x[:, rows].T @ x[:, i:]
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.n + other.n, self.first + other.first, self.second + other.second)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.first / self.n
+
+    @property
+    def covariance(self) -> Tensor:
+        """E x x^T - E x E x^T, (points, d, d)."""
+        upper = torch.triu(self.second)
+        full = upper + torch.triu(self.second, 1).mT
+        return full / self.n - self.mean[:, :, None] * self.mean[:, None, :]
+
+
+def keys(seed: int, text: Tensor, position: Tensor) -> Tensor:
+    """A pseudo-random number per token from its place alone: splitmix64 of (seed, text, position), as int64."""
+    z = _mix(torch.full_like(text, seed) * _GOLDEN)
+    return _mix(_mix(z + text * _GOLDEN) + position * _GOLDEN)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+
+
+def _mix(z: Tensor) -> Tensor:
+    """The finaliser of splitmix64; int64 products wrap, and a mask makes the shift a logical one."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ ((z >> shift) & (2 ** (64 - shift) - 1))) * (factor - 2**64)
+    return z ^ ((z >> 31) & (2**33 - 1))
+
+
+@dataclass
+class Reservoir:
+    """The m tokens of smallest key: a uniform sample without replacement, the same in whatever order they come."""
+
+    m: int
+    seed: int
+    x: Tensor  # (points, size, d)
+    key: Tensor
+    text: Tensor
+    position: Tensor
+    token: list[str] = field(default_factory=list)
+    waiting: list[tuple[Tensor, Tensor, Tensor, Tensor, list[str]]] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, m: int, seed: int, points: int, d: int) -> Reservoir:
+        none = torch.zeros(0, dtype=torch.int64)
+        return cls(m, seed, torch.zeros(points, 0, d), none, none, none)
+
+    def chosen(self, text: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of these tokens may be in the sample, and all their keys."""
+        key = keys(self.seed, text, position)
+        if len(self.key) < self.m:
+            return torch.ones_like(key, dtype=torch.bool), key
+        return key < self.key[-1], key
+
+    def add(self, x: Tensor, key: Tensor, text: Tensor, position: Tensor, token: list[str]) -> None:
+        """Candidates x (points, size, d); they wait until a quarter of the sample has gathered."""
+        self.waiting.append((x, key, text, position, token))
+        if sum(len(part[1]) for part in self.waiting) > self.m / 4:
+            self.settle()
+
+    def settle(self) -> None:
+        """Keep the m smallest keys, in their order."""
+        if not self.waiting:
+            return
+        parts = [(self.x, self.key, self.text, self.position, self.token), *self.waiting]
+        key = torch.cat([p[1] for p in parts])
+        order = key.argsort()[: self.m]
+        self.x = torch.cat([p[0].to(self.x.dtype) for p in parts], dim=1)[:, order]
+        self.key, self.text = key[order], torch.cat([p[2] for p in parts])[order]
+        self.position = torch.cat([p[3] for p in parts])[order]
+        tokens = [t for p in parts for t in p[4]]
+        self.token = [tokens[i] for i in order.tolist()]
+        self.waiting = []
+
+    def __add__(self, other: Reservoir) -> Reservoir:
+        both = Reservoir(self.m, self.seed, self.x, self.key, self.text, self.position, list(self.token))
+        both.waiting = [*self.waiting, (other.x, other.key, other.text, other.position, other.token), *other.waiting]
+        both.settle()
+        return both
+
+    def tensors(self) -> dict[str, Tensor]:
+        self.settle()
+        return {"x": self.x, "key": self.key, "text": self.text, "position": self.position}
+
+    def labels(self) -> dict[str, list[Any]]:
+        self.settle()
+        return {"text": self.text.tolist(), "position": self.position.tolist(), "token": list(self.token)}
