@@ -37,7 +37,7 @@ CASES = {
 
 def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
-    n = 1000 if quick else 6000
+    n = 600 if quick else 6000
     runs = []
     with progress_bar("gaussian", len(CASES), progress) as advance:
         for name, (v, G) in CASES.items():
@@ -87,7 +87,7 @@ def case(name: str, v: float, G: np.ndarray, n: int, generator: torch.Generator)
     inverse = np.linalg.inv(S0) - BETA * v * t[:, None, None] * (G + G.T)
     closed = np.linalg.inv(inverse)
     attention = Attention.from_matrices(torch.as_tensor(G), v * torch.eye(2, dtype=torch.float64), BETA)
-    path = flow(attention, start(n, generator), t, geometry=Euclidean(), h=T / 40)
+    path = flow(attention, start(n, generator), torch.as_tensor(t), geometry=Euclidean(), h=T / 40)
     mean = path.x.mean(-2)
     centred = path.x - mean[:, None]
     covariance = (centred.mT @ centred / n).numpy()

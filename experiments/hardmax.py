@@ -130,13 +130,14 @@ def frank_wolfe(count: int, d: int, steps: int, generator: torch.Generator) -> d
 def leaving(x0: torch.Tensor, betas: tuple[float, ...], marks: np.ndarray) -> dict[str, Any]:
     """Median and largest distance of tokens from their hardmax paths for every beta, and its exponent in beta."""
     cold = relaxed(x0, float("inf"), marks)
-    runs = []
+    runs: list[dict[str, Any]] = []
     for beta in betas:
         distance = np.linalg.norm(relaxed(x0, beta, marks) - cold, axis=-1)
         runs.append({"beta": beta, "largest": distance.max(1).tolist(), "median": np.median(distance, 1).tolist()})
     at = int(np.abs(marks - 100).argmin())
-    coldest = [(run["beta"], run["median"][at]) for run in runs if run["beta"] >= 10]
-    exponent = np.polyfit(*np.log(np.array(coldest)).T, 1)[0]
+    cold_runs = [run for run in runs if run["beta"] >= 10]
+    off = [run["median"][at] for run in cold_runs]
+    exponent = np.polyfit(np.log([run["beta"] for run in cold_runs]), np.log(off), 1)[0]
     return {"k": marks.tolist(), "runs": runs, "exponent": float(exponent)}
 
 

@@ -55,26 +55,29 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         claim(f"correlation {where} critical gamma, n = 1e30", f, e, 1e-3)
         for where, f, e in zip(("below", "at", "above"), far, limit)
     ]
-    for d, run in poisson.items():
+    for dim, run in poisson.items():
         claims.append(
             bound(
-                f"uniform keys, d = {d}: mean self-weight, largest distance from the Poisson law",
+                f"uniform keys, d = {dim}: mean self-weight, largest distance from the Poisson law",
                 run["self_error"],
                 at_most=0.03,
             )
         )
         claims.append(
             bound(
-                f"uniform keys, d = {d}: participation, largest distance from the Poisson law",
+                f"uniform keys, d = {dim}: participation, largest distance from the Poisson law",
                 run["part_error"],
                 at_most=0.03,
             )
         )
-    for d, run in scaling.items():
-        expected = 2 / (int(d) - 1)
+    for dim, run in scaling.items():
+        expected = 2 / (int(dim) - 1)
         claims.append(
             claim(
-                f"uniform keys, d = {d}: exponent of the critical beta in n", run["exponent"], expected, 0.1 * expected
+                f"uniform keys, d = {dim}: exponent of the critical beta in n",
+                run["exponent"],
+                expected,
+                0.1 * expected,
             )
         )
     return {

@@ -62,12 +62,12 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         )
         for e in exponents
     ]
-    for d, run in transition.items():
+    for dim, run in transition.items():
         slope = abs(float(np.gradient(run["theory"], betas)[np.abs(betas - run["critical"]).argmin()]))
-        tolerance = (4 * max(run["error"]) + h * int(d)) / slope
+        tolerance = (4 * max(run["error"]) + h * int(dim)) / slope
         claims.append(
             claim(
-                f"random values, d = {d}: beta where antipodal pairs turn attracting",
+                f"random values, d = {dim}: beta where antipodal pairs turn attracting",
                 run["zero"],
                 run["critical"],
                 tolerance,

@@ -19,6 +19,7 @@ from attn_flow.experiments.claims import bound
 from attn_flow.experiments.figures import caption, label, panels
 from attn_flow.flow import flow
 from attn_flow.geometry import Sphere
+from attn_flow.observe import close_pairs
 from attn_flow.progress import progress as progress_bar
 from attn_flow.theory import equiangular
 
@@ -80,8 +81,7 @@ def clustered(d: int, beta: np.ndarray, seeds: int, t: Tensor, h: float, generat
         x0 = torch.linalg.cholesky(x0 @ x0.mT)
     attention = Attention.identity(x0.shape[-1], torch.as_tensor(beta, dtype=torch.float32)[:, None])
     path = flow(attention, x0.float(), t, h=h)
-    off = ~torch.eye(N, dtype=torch.bool)
-    return torch.stack([((x @ x.mT > CLOSE) & off).float().sum((-1, -2)).mean(0) / (N * (N - 1)) for x in path.x])
+    return torch.stack([close_pairs(x, CLOSE).mean(0) for x in path.x])
 
 
 def crossing(t: np.ndarray, fraction: np.ndarray) -> np.ndarray:

@@ -123,7 +123,7 @@ def alignment(starts: int, generator: torch.Generator) -> dict[str, Any]:
 def split_fraction(n: int, betas: np.ndarray, starts: int, generator: torch.Generator) -> list[float]:
     """Fraction of uniform starts that end on +-e_3 with both signs present, V = diag(-.4, -1, -4), for every beta."""
     x0 = Sphere().uniform((starts, 1, n), 3, generator=generator, dtype=torch.float64)
-    z = run(NEGATIVE, torch.as_tensor(betas, dtype=torch.float64)[:, None], x0, 60.0)[-1][..., 2]
+    z = run(NEGATIVE, torch.as_tensor(betas, dtype=torch.float64)[:, None], x0, 40.0)[-1][..., 2]
     both = (z > 0).any(-1) & (z < 0).any(-1)
     return ((z.abs() > 1 - 1e-4).all(-1) & both).double().mean(0).tolist()
 
@@ -168,7 +168,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     caption(
         figure,
         f"(a) random spectra at homogeneous and sign-split states. (b) {min(30, starts)} of {starts} starts of 12 "
-        f"tokens, positive first coordinates. (c) {starts} uniform starts per point, t=60; odd n needs an unbalanced "
+        f"tokens, positive first coordinates. (c) {starts} uniform starts per point, t=40; odd n needs an unbalanced "
         f"split, which holds only above |log(n+/n-)|/(2|lambda|). Seed {numbers['seed']}.",
     )
     return figure

@@ -19,6 +19,7 @@ from attn_flow.experiments.figures import THEORY, caption, label, panels, shades
 from attn_flow.flow import flow
 from attn_flow.geometry import Sphere
 from attn_flow.geometry import angle as geodesic
+from attn_flow.observe import clusters, log_energy
 from attn_flow.progress import progress as progress_bar
 from attn_flow.steppers import Adaptive
 from attn_flow.theory import metastability as theory
@@ -68,7 +69,7 @@ def staircase(x0: Tensor, beta: float, points: int, tol: float) -> dict[str, Any
     path = flow(Attention.identity(2, beta, dtype=torch.float64), x0, t, step=Adaptive(tol=tol))
     log_e, count, levels = [], [], []
     for x in path.x:
-        log_e.append(float(torch.logsumexp((beta * (x @ x.mT)).flatten(), 0) - np.log(2 * beta * len(x) ** 2)))
+        log_e.append(float(log_energy(x, beta)))
         mean, mass = groups(x)
         count.append(len(mass))
         levels.append(theory.log_energy_level(mass, beta, np.clip(mean @ mean.T, -1, 1)))
@@ -86,17 +87,12 @@ def staircase(x0: Tensor, beta: float, points: int, tol: float) -> dict[str, Any
     }
 
 
-def groups(x: Tensor, within: float = 0.02) -> tuple[np.ndarray, np.ndarray]:
-    """Centres (k, 2) and masses (k,) of tokens chained by gaps below `within` rad."""
-    theta, order = torch.atan2(x[:, 1], x[:, 0]).sort()
-    gap = torch.cat([theta[1:] - theta[:-1], theta[:1] + 2 * torch.pi - theta[-1:]])
-    label_ = torch.cat([torch.zeros(1, dtype=torch.long), (gap[:-1] > within).long().cumsum(0)])
-    if float(gap[-1]) <= within:  # the last chain continues at the first token
-        label_[label_ == label_[-1]] = 0
-    names, index = torch.unique(label_, return_inverse=True)
-    mean = torch.zeros(len(names), 2, dtype=x.dtype).index_add(0, index, x[order])
-    mass = torch.bincount(index).double() / len(x)
-    return (mean / mean.norm(dim=1, keepdim=True)).numpy(), mass.numpy()
+def groups(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Centres (k, 2) and masses (k,) of tokens chained by gaps below .02."""
+    found = clusters(x, 0.02)
+    mean = torch.zeros(int(found.counts), 2, dtype=x.dtype).index_add(0, found.labels, x)
+    mass = torch.bincount(found.labels).double() / len(x)
+    return Sphere().retract(mean).numpy(), mass.numpy()
 
 
 def last_merger(t: np.ndarray, x: Tensor, count: np.ndarray, beta: float) -> dict[str, float] | None:

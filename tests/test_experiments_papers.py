@@ -15,6 +15,7 @@ NAMES = (
     "multiscale",
     "phase_diagram",
     "staircase",
+    "histograms",
     "spectral_selection",
     "multi_head",
     "noise",

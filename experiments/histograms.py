@@ -1,0 +1,152 @@
+"""Pairwise cosines of a real shared-weight encoder, iterated beyond its depth: tokens drift together, slowly.
+
+Geshkovski et al., arXiv 2312.10794 (figure on ALBERT). Differs from the paper: the encoder is the ALBERT inside the
+package rxnmapper (12 firings of one block, chemical reactions), run far beyond its depth; the cosine of a token with
+itself is removed, which otherwise reads as clustering; the same block, untrained, is drawn beside it. Without
+that package only the untrained block is run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import COLOURS, caption, label, panels, shades
+
+from attn_flow.observe import close_pairs, pairwise_cosines
+from attn_flow.progress import progress as progress_bar
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BINS = 100
+
+
+def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
+    depth, texts = (24, 4) if quick else (96, 12)
+    runs = []
+    with progress_bar("histograms", 2, progress) as advance:
+        for name in ("trained", "untrained"):
+            run = cosines(name, depth, texts, seed)
+            if run is not None:
+                runs.append(run)
+            advance()
+    claims = []
+    for run in runs:
+        mean, close = np.array(run["mean"]), np.array(run["close"])
+        what, end = f"{run['name']} block: ", run["trained_depth"]
+        claims.append(
+            bound(what + "mean cosine at the last layer minus at the trained depth", mean[-1] - mean[end], at_least=0.0)
+        )
+        claims.append(
+            bound(
+                what + "fraction of pairs above .9, last layer minus trained depth",
+                close[-1] - close[end],
+                at_least=0.0,
+            )
+        )
+        claims.append(claim(what + "histograms sum to one without the diagonal", run["total"], 1.0, 1e-4))
+    if len(runs) == 2:
+        jump = runs[0]["trap"]
+        claims.append(
+            claim("counting the diagonal would add 1/n of all pairs at cosine 1", jump, runs[0]["one_over_n"], 1e-3)
+        )
+    return {"seed": seed, "depth": depth, "texts": texts, "runs": runs, "claims": claims}
+
+
+def cosines(name: str, depth: int, texts: int, seed: int) -> dict[str, Any] | None:
+    """Histograms, means and close pairs of off-diagonal cosines at every layer 0..depth, averaged over texts."""
+    from attn_flow.hooks import record
+    from attn_flow.hooks.embedded import reactions, rxnmapper
+
+    try:
+        model, tokenizer = rxnmapper()
+        if name == "untrained":
+            model = untrained(model.config, seed)
+        path = record(model, tokenizer, reactions()[:texts], depth=depth)
+    except ModuleNotFoundError:
+        if name == "trained":
+            return None
+        model = untrained(None, seed)
+        generator = torch.Generator().manual_seed(seed)
+        path = record(model, {"input_ids": torch.randint(10, 200, (texts, 64), generator=generator)}, depth=depth)
+    histograms, mean, close, tight = [], [], [], []
+    for x in path.x:
+        mass, edges = pairwise_cosines(x, BINS, mask=path.mask)
+        middle = (edges[1:] + edges[:-1]) / 2
+        histograms.append(mass.mean(0).tolist())
+        mean.append(float((mass * middle).sum(-1).mean()))
+        close.append(float(close_pairs(x, 0.9, mask=path.mask).mean()))
+        tight.append(float(close_pairs(x, 0.999, mask=path.mask).mean()))
+    trained_depth = int(model.config.num_hidden_layers)
+    mask = path.mask if path.mask is not None else torch.ones(path.x.shape[1:3], dtype=torch.bool)
+    with_self, n = counted_with_self(path.x[trained_depth], mask), mask.sum(-1).double()
+    without = close_pairs(path.x[trained_depth], 0.999, mask=path.mask).double()
+    return {
+        "name": name,
+        "tokens": int(mask.sum()),
+        "d": int(path.x.shape[-1]),
+        "trained_depth": trained_depth,
+        "edges": edges.tolist(),
+        "histograms": histograms,
+        "mean": mean,
+        "close": close,
+        "tight": tight,
+        "total": float(np.sum(histograms[-1])),
+        "trap": float((with_self - without * (1 - 1 / n)).mean()),
+        "one_over_n": float((1 / n).mean()),
+    }
+
+
+def counted_with_self(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Fraction of all pairs, i = j among them, above cosine .999: what a careless histogram shows, (texts,)."""
+    u = torch.where(mask[..., None], x / x.norm(dim=-1, keepdim=True), 0.0).double()
+    return (u @ u.mT > 0.999).double().sum((-1, -2)) / mask.sum(-1).double() ** 2
+
+
+def untrained(config: Any, seed: int) -> Any:
+    """The same architecture with fresh weights (or a small ALBERT where no trained one is installed)."""
+    from transformers import AlbertConfig, AlbertModel
+
+    if config is None:
+        config = AlbertConfig(
+            vocab_size=600, embedding_size=64, hidden_size=128, num_attention_heads=4, intermediate_size=256
+        )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AlbertModel(config, add_pooling_layer=False).eval()
+
+
+def plot(numbers: dict[str, Any]) -> Figure:
+    runs = numbers["runs"]
+    figure, axes = panels(len(runs) + 1, title="Pairwise cosines of a shared-weight encoder beyond its depth")
+    for axis, run in zip(axes, runs):
+        edges = np.array(run["edges"])
+        shown = [k for k in (0, run["trained_depth"], 24, 48, 96) if k <= numbers["depth"]]
+        for k, colour in zip(shown, shades(len(shown))):
+            density = np.array(run["histograms"][k]) / np.diff(edges)
+            axis.stairs(
+                density,
+                edges,
+                color=colour,
+                label=f"layer {k}" + (" (trained depth)" if k == run["trained_depth"] else ""),
+            )
+        label(axis, f"{run['name']} ALBERT block, d={run['d']}", "cosine of two tokens", "density of pairs")
+    last = axes[-1]
+    for run, colour in zip(runs, COLOURS):
+        layers = np.arange(len(run["mean"]))
+        last.plot(layers, run["mean"], color=colour, label=f"{run['name']}: mean cosine")
+        last.plot(layers, run["close"], color=colour, linestyle=":", label=f"{run['name']}: pairs above .9")
+        last.axvline(run["trained_depth"], color="grey", linewidth=0.8)
+    last.set_ylim(-0.05, 1.05)
+    label(last, "beyond the trained depth (grey line)", "layer", "cosine, fraction of pairs")
+    caption(
+        figure,
+        f"{numbers['texts']} reactions, {runs[0]['tokens']} tokens, special tokens included, i != j only; one "
+        f"block fired "
+        f"{numbers['depth']} times, trained for {runs[0]['trained_depth']}. Seed of the untrained weights "
+        f"{numbers['seed']}.",
+    )
+    return figure
