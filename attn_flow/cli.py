@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from attn_flow.console import Json, Quiet, Seed, reporting, say, table
+from attn_flow.hooks import commands as encoders
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,46 +20,12 @@ app = typer.Typer(
     help="Self-attention as a flow of particles: simulate it, predict where it goes, see whether encoders go there.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
-Seed = Annotated[int, typer.Option(help="Seed of every random number.")]
 Matrix = Annotated[str, typer.Option(help='"3,0;0,1" (rows ; entries ,) or a .npy, .pt, .safetensors file.')]
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A subcommand whose ValueErrors are one clear line and exit code 2, numerical failures exit code 3."""
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except FloatingPointError as error:
-            typer.secho(f"numerical failure: {error}", fg="red", err=True)
-            raise typer.Exit(3) from None
-        except (ValueError, FileNotFoundError) as error:
-            typer.secho(f"error: {error}", fg="red", err=True)
-            raise typer.Exit(2) from None
-
-    return app.command()(run)
-
-
-def say(content: Any) -> None:
-    """One JSON object on standard output."""
-    from attn_flow.storage import plain
-
-    typer.echo(json.dumps(plain(content)))
-
-
-def table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(title=title, title_justify="left")
-    for column in columns:
-        shown.add_column(column, justify="left" if column == columns[0] else "right", overflow="fold")
-    for row in rows:
-        shown.add_row(*[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row])
-    Console().print(shown)
+    """Register a subcommand."""
+    return app.command()(reporting(function))
 
 
 @app.callback(invoke_without_command=True)
@@ -207,6 +175,9 @@ def reproduce(
 def _expected(claim: dict[str, Any]) -> str:
     return "" if claim["expected"] is None else f"{claim['expected']:.4g} +- {claim['tolerance']:.2g}"
 
+
+for each in (encoders.probe, encoders.encoder, encoders.spectra, encoders.record, encoders.merge):
+    command(each)
 
 if __name__ == "__main__":
     sys.exit(app())

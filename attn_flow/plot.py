@@ -110,7 +110,7 @@ def probe_figure(result: Any) -> Figure:
             if f"null_{quantity}/rotated" in result.numbers:
                 _band(axes, layers, result.interval(f"null_{quantity}/rotated"), NULL, "null: G rotated", dashed=True)
         a.set(xlabel="layer", ylabel="mean cosine", title="attention output against prediction", ylim=(-0.3, 1.02))
-        a.legend(ncols=3, loc="lower right")
+        figure.legend(*a.get_legend_handles_labels(), loc="outside upper center", ncols=9, fontsize=7.5)
         b.set(xlabel="layer", ylabel="explained variance", title="and the variance it explains", ylim=(-2.1, 1.02))
         b.axhline(0, color="0.8", lw=0.8, zorder=0)
         _band(c, layers, result.approach("w2"), PREDICTION, "cloud before the layer")
@@ -208,4 +208,46 @@ def evolution_figure(result: Any) -> Figure:
         _band(d, range(levels), result.interval("evolution/clusters"), TRUTH, "")
         d.set(xlabel="level", ylabel="clusters per text", title="clusters (tokens within distance .5)", ylim=(0, None))
         caption(figure, "Level 0 is the input of the first attention, the last level the encoder's output.")
+    return figure
+
+
+def spectra_figure(found: dict[str, Any], name: str) -> Figure:
+    """Eigenvalues of M = V G of every head in the complex plane, a panel per layer."""
+    layers = found["layers"]
+    with style() as pyplot:
+        columns = min(layers, 4)
+        rows = -(-layers // columns)
+        figure, panels = pyplot.subplots(rows, columns, figsize=(2.6 * columns, 2.5 * rows), squeeze=False)
+        for axes in panels.flat[layers:]:
+            axes.set_visible(False)
+        for layer, axes in enumerate(panels.flat[:layers]):
+            heads = [head for head in found["heads"] if head["layer"] == layer]
+            for i, head in enumerate(heads):
+                colour = pyplot.get_cmap("turbo")(i / max(1, len(heads) - 1))
+                axes.plot(head["real"], head["imaginary"], ".", ms=3, color=colour)
+            axes.axvline(0, color="0.85", lw=0.8, zorder=0)
+            axes.set(title=f"layer {layer}", xlabel="Re", ylabel="Im" if layer % columns == 0 else "")
+        figure.suptitle(f"{name}: spectrum of M = V G, one colour per head", x=0.01, ha="left", fontsize=10)
+    return figure
+
+
+def comparison_figure(results: dict[str, Any]) -> Figure:
+    """Several models: the closure's cosine, the approach to the limiting law, pairwise cosine and effective rank."""
+    with style() as pyplot:
+        figure, panels = pyplot.subplots(2, 2, figsize=(9.5, 6))
+        (a, b), (c, d) = panels
+        for name, result in results.items():
+            layers = range(result.about["encoder"]["layers"])
+            levels = range(result.about["encoder"]["layers"] + 1)
+            _band(a, layers, result.interval("cosine/closure"), None, name)
+            _band(b, layers, result.approach(), None, name)
+            _band(c, levels, result.interval("evolution/cosine"), None, name)
+            _band(d, levels, result.interval("evolution/effective_rank"), None, name)
+        b.axhline(1, color="0.8", lw=0.8, zorder=0)
+        a.set(title="attention against the closure", xlabel="layer", ylabel="mean cosine")
+        b.set(title="approach to the limiting law", xlabel="layer", ylabel=r"$W_2$ after / before")
+        c.set(title="concentration", xlabel="level", ylabel="mean pairwise cosine")
+        d.set(title="effective rank", xlabel="level", ylabel="effective rank")
+        a.legend()
+        caption(figure, "Bands: 95% bootstrap intervals over texts.")
     return figure

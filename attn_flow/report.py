@@ -73,6 +73,24 @@ def write_report(result: Probe, folder: str | Path, title: str = "") -> Path:
     return path
 
 
+def write_comparison(results: dict[str, Probe], folder: str | Path) -> Path:
+    """comparison.html beside the models' own reports: one figure, and each model's findings."""
+    from attn_flow.plot import comparison_figure
+
+    image = _png(comparison_figure(results))
+    Path(folder, "comparison.png").write_bytes(image)
+    body = ["<h1>Encoders side by side</h1>", _figure(image, "One figure")]
+    for name, result in results.items():
+        link = html.escape(f"{name.replace('/', '_')}/report.html")
+        body.append(f'<h2>{html.escape(name)} (<a href="{link}">report</a>)</h2><ul>')
+        body += [_finding(words) for words in result.findings()]
+        body.append("</ul>")
+    head = PAGE[: PAGE.index("<h1>")].format(title="Encoders side by side")
+    path = Path(folder) / "comparison.html"
+    path.write_text(head + "".join(body) + "</body></html>", encoding="utf-8")
+    return path
+
+
 def _finding(words: str) -> str:
     tag, colon, rest = words.partition(": ")
     if not colon or tag not in TAGS:
@@ -142,10 +160,17 @@ def _scene(result: Probe) -> str:
     play = {"label": "play", "method": "animate", "args": [names, {**step, "fromcurrent": True}]}
     bound = float(abs(view).max()) * 1.05
     axis = {"range": [-bound, bound], "showticklabels": False, "title": ""}
+    eye = {"x": 1.0, "y": 1.0, "z": 0.7}
     layout = {
         "sliders": [slider],
         "updatemenus": [{"type": "buttons", "buttons": [play], "x": 0.02, "y": 0.02}],
-        "scene": {"xaxis": axis, "yaxis": axis, "zaxis": axis, "aspectmode": "cube"},
+        "scene": {
+            "xaxis": axis,
+            "yaxis": axis,
+            "zaxis": axis,
+            "aspectmode": "cube",
+            "camera": {"eye": {"x": 1.0, "y": 1.0, "z": 0.7}},
+        },
         "margin": {"l": 0, "r": 0, "t": 0, "b": 0},
         "showlegend": False,
     }

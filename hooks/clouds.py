@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from attn_flow.trajectory import Trajectory
 
 from .closure import SINKS, WINDOW
 from .record import record
+from .temperature import scale_beta
 from .weights import attentions
 
 SHORTEST = 2 * (SINKS + len(WINDOW)) + 4  # tokens below which a text leaves no bulk beside its atoms
@@ -39,11 +41,12 @@ class Clouds:
 
 
 def record_clouds(
-    model: nn.Module, source: Any, texts: Sequence[str] | None, batch: int, max_length: int | None
+    model: nn.Module, source: Any, texts: Sequence[str] | None, batch: int, max_length: int | None, beta: float = 1.0
 ) -> tuple[Clouds, int, int]:
-    found = attentions(model)
+    """Record a model run at `beta` times its trained inverse temperature; how many texts were too short, and cut."""
+    found = [A.with_beta(beta * A.beta) for A in attentions(model)]
     points = ("attn_in", "attn_out", f"resid_post.{len(found) - 1}")
-    with torch.no_grad():
+    with torch.no_grad(), nullcontext() if beta == 1 else scale_beta(model, beta):
         path = record(model, source, texts, points=points, batch=batch, max_length=max_length)
     return by_text(path, found)
 

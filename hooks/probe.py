@@ -29,6 +29,7 @@ from .findings import Probe
 from .law import approach_to_limits, case_names
 from .push import NULLS, null_agreement, support_agreement
 from .regimes import head_regimes
+from .stream import fingerprint
 from .weights import describe
 
 
@@ -41,6 +42,7 @@ def probe(
     nulls: Sequence[str] = tuple(NULLS),
     max_length: int | None = 160,
     batch: int = 16,
+    beta: float = 1.0,
     seed: int = 0,
     progress: bool = False,
     parts: str | Path | None = None,
@@ -48,22 +50,24 @@ def probe(
     """Probe an encoder on texts: `probe(model, tokenizer, texts)`, or `probe(model, inputs)` with ready inputs.
 
     supports: which closures to compare (see closure.SUPPORTS). nulls: which nulls to run (see NULLS; () for none).
-    max_length: tokens kept of each text (None: what the model takes). parts: a folder where finished parts are kept, so
+    max_length: tokens kept of each text (None: what the model takes). beta: a factor on the trained inverse
+    temperature: the model itself runs colder (above 1) or warmer. parts: a folder where finished parts are kept, so
     that the same call continues after a kill.
     """
     _known("supports", supports, SUPPORTS)
     _known("nulls", nulls, NULLS)
     generator = torch.Generator().manual_seed(seed)
     texts = None if texts is None else list(texts)
-    clouds, skipped, truncated = record_clouds(model, source, texts, batch, max_length)
+    clouds, skipped, truncated = record_clouds(model, source, texts, batch, max_length, beta)
     about = {
         "encoder": describe(model),
-        "model_hash": model_hash(model),
+        "model_hash": fingerprint(model),
         "texts": clouds.texts,
         "tokens": sum(len(s) for s in clouds.special),
         "skipped_short_texts": skipped,
         "truncated_texts": truncated,
         "max_length": max_length,
+        "beta_factor": beta,
         "seed": seed,
         "supports": {name: SUPPORTS[name][0] for name in supports},
         "nulls": {name: NULLS[name] for name in nulls},
@@ -81,12 +85,14 @@ def probe(
     stages["evolution"] = partial(cloud_evolution, clouds)
     stages["view"] = partial(token_view, clouds, generator)
     for name in nulls:
-        stages[f"null_{name}"] = partial(null_agreement, clouds, name, model, source, texts, batch, max_length, seed)
-    fingerprint = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+        stages[f"null_{name}"] = partial(
+            null_agreement, clouds, name, model, source, texts, batch, max_length, beta, seed
+        )
+    asked = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     numbers: dict[str, Tensor] = {}
     with progress_bar("probe", len(stages), progress) as advance, torch.no_grad():
         for stage, compute in stages.items():
-            numbers |= _kept(parts, stage, fingerprint, compute)
+            numbers |= _kept(parts, stage, asked, compute)
             advance(note=stage)
     shown = [[t, i] for t, i in numbers["view_place"].tolist()]
     labels = [{"token": clouds.tokens[t][i], "text": t, "position": i} for t, i in shown]
@@ -102,7 +108,7 @@ def _known(name: str, asked: Sequence[str], table: dict[str, Any]) -> None:
 
 
 def _kept(
-    parts: str | Path | None, stage: str, fingerprint: str, compute: Callable[[], dict[str, Tensor]]
+    parts: str | Path | None, stage: str, asked: str, compute: Callable[[], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
     """A stage's numbers, from its file if an earlier run with the same inputs finished it."""
     if parts is None:
@@ -110,17 +116,8 @@ def _kept(
     path = Path(parts) / f"{stage}.safetensors"
     if path.exists():
         with safe_open(path, "pt") as file:
-            if (file.metadata() or {}).get("fingerprint") == fingerprint:
+            if (file.metadata() or {}).get("asked") == asked:
                 return load_file(path)
     numbers = compute()
-    write_tensors(numbers, path, {"fingerprint": fingerprint})
+    write_tensors(numbers, path, {"asked": asked})
     return numbers
-
-
-def model_hash(model: nn.Module) -> str:
-    """sha256 over names and values of all parameters and buffers, sixteen digits of it."""
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

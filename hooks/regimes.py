@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,11 +58,43 @@ def _one_text(space: HeadSpace) -> dict[str, Tensor]:
 def _head_spectrum(A: Attention, h: int) -> tuple[float, float, str]:
     """Leading real part, gap and case of M_h = O V K^T Q, from V K^T Q O (k x k): the same but for 0."""
     part = A.to(torch.float64)
-    if part.K is None or part.V is None or part.O is None or part.Q.shape[-2] >= part.dim:
-        small = part.M[h]
-    else:
-        small = part.V[h] @ part.K[h].T @ part.Q[h] @ part.O[h]
+    small = _small(part, h)
     found = spectrum(small.cpu().numpy())
     if found.leading <= 0 and small.shape[0] < part.dim:
         return 0.0, -found.leading, "undefined"  # ker M leads: tokens run into ker G
     return found.leading, found.gap, found.case
+
+
+def _small(A: Attention, h: int) -> Tensor:
+    """V K^T Q O (k x k) where the head has low rank, else M_h itself."""
+    if A.K is None or A.V is None or A.O is None or A.Q.shape[-2] >= A.dim:
+        return A.M[h]
+    return A.V[h] @ A.K[h].T @ A.Q[h] @ A.O[h]
+
+
+def spectra(found: list[Attention]) -> dict[str, Any]:
+    """Every head's nonzero eigenvalues of M = V G and singular values of G and V, with the case of M: plain lists."""
+    heads = []
+    for level, A in enumerate(found):
+        part = A.to(torch.float64)
+        for h in range(A.heads):
+            leading, gap, case = _head_spectrum(A, h)
+            G, V = (torch.linalg.svdvals(matrix[h]) for matrix in (part.G, part.values))
+            rank = A.Q.shape[-2]
+            eigenvalues = torch.linalg.eigvals(_small(part, h))
+            heads.append(
+                {
+                    "layer": level,
+                    "head": h,
+                    "case": case,
+                    "leading": leading,
+                    "gap": gap,
+                    "norm_G": float(G[0]),
+                    "norm_V": float(V[0]),
+                    "singular_G": G[:rank].tolist(),
+                    "singular_V": V[:rank].tolist(),
+                    "real": eigenvalues.real.tolist(),
+                    "imaginary": eigenvalues.imag.tolist(),
+                }
+            )
+    return {"layers": len(found), "heads": heads}
