@@ -65,8 +65,15 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
         seen = x0.gather(-2, first[..., None, None].expand(*x0.shape[:-2], 1, x0.shape[-1]))
         x0 = torch.where(path.mask[..., None], x0, seen)
     options: Any = {"weights_x": path.weights, "weights_y": path.weights, "mask_x": path.mask, "mask_y": path.mask}
-    moving = bool(limit.frequencies)
-    target = None if moving else limit.push_forward(x0)
+    target = None if limit.frequencies else limit.push_forward(x0)
+    if target is not None and limit.case == "fixed" and limit.dimension == 1:
+        # Two atoms +-e: their masses, and the small problem, in place of n copies of each.
+        side = (target @ limit.basis[:, 0].to(target)).sign()  # type: ignore[index]
+        right = (path.cloud(0).probabilities * (side > 0)).sum(-1)
+        if bool(((right > 0) & (right < 1)).all()):
+            e = target[..., :1, :] * side[..., :1, None]
+            target = torch.cat([e, -e], dim=-2)
+            options |= {"weights_y": torch.stack([right, 1 - right], -1), "mask_y": None, "method": "simplex"}
     curve = []
     for t, x in zip(path.t.tolist(), path.x):
         there = limit.push_forward(x0, t - float(path.t[0])) if target is None else target
@@ -135,8 +142,11 @@ def split(
     rate, error = _slope(t, w, (t >= enters) & (t <= leaves), 1.0)
     found.append(Phase("metastable", enters, leaves, rate, error, known.get("metastable")))
     if leaves < t[-1]:
-        grows = w if leaving is None else np.asarray(leaving, dtype=np.float64)
-        rate, error = _slope(t, grows, (t >= leaves) & (grows <= 0.3 * grows[t >= leaves].max()), 1.0)
+        inside = (t >= leaves) & (w <= 0.3 * w[t >= leaves].max())
+        if leaving is not None:
+            # A tangent: from 27 to 88 degrees, where the clusters outweigh what was left behind elsewhere.
+            inside = (t >= leaves) & (np.asarray(leaving) >= 0.5) & (np.asarray(leaving) <= 30)
+        rate, error = _slope(t, w if leaving is None else np.asarray(leaving), inside, 1.0)
         found.append(Phase("terminal", leaves, float(t[-1]), rate, error, known.get("terminal")))
     return tuple(found)
 
@@ -146,8 +156,7 @@ def _tangent(path: Trajectory, limit: LimitMap) -> NDArray | None:
     if limit.basis is None:
         return None
     inside = (alignment(path.x, limit.basis) * path.cloud(0).probabilities).sum(-1).detach().cpu().double().numpy()
-    # Beyond tan = 300 the angle is 90 degrees up to rounding and whatever the initial spread left behind.
-    return np.sqrt(np.clip(1 - inside, 0, None) / np.clip(inside, 1e-5, None))
+    return np.sqrt(np.clip(1 - inside, 0, None) / np.clip(inside, 1e-8, None))  # 0 to 1e4, beyond rounding
 
 
 def _crossing(t: NDArray, w: NDArray, level: float, order: range) -> float | None:

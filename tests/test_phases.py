@@ -60,12 +60,12 @@ def test_split_refuses_what_is_no_curve() -> None:
 
 def test_phases_of_the_mean_field_flow() -> None:
     """beta = 100: min W2 .182 at t = 7.0, then V takes over (exit rate 1, settling rate 1) and W2 -> sqrt 2."""
-    cloud = circle(400, lambda theta: torch.exp(torch.cos(theta - 1)))
+    cloud = circle(300, lambda theta: torch.exp(torch.cos(theta - 1)))
     A = attention(100.0)
-    path = flow(A, cloud.x, torch.arange(0, 751, 5) * 0.04, step=euler, h=0.04, weights=cloud.weights)
+    path = flow(A, cloud.x, torch.arange(0, 751, 10) * 0.04, step=euler, h=0.04, weights=cloud.weights)
     found = phases(path, limit(A))
     assert [p.phase for p in found.phases] == ["concentrating", "metastable", "terminal"]
-    assert found.t_min == pytest.approx(7.0, abs=0.2)
+    assert found.t_min == pytest.approx(7.0, abs=0.4)
     assert found.min_w2 == pytest.approx(0.182, abs=0.012)  # a lattice runs out of tail tokens: .173
     assert found.w2[-1] == pytest.approx(math.sqrt(2), abs=1e-6)
     assert found.phases[0].predicted == pytest.approx(1 / 3)
