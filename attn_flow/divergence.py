@@ -195,4 +195,4 @@ def _geomloss(
     S = loss()(a, x, b, y)
     plan = loss(debias=False, potentials=True)
     _, g = plan(a.detach(), x.detach(), b.detach(), y.detach())
-    return float(S), S - S.detach(), g.flatten()
+    return S.item(), S - S.detach(), g.flatten()

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from attn_flow import checks
 from attn_flow.coupling import SOLVERS, Array, Ground, Index, Plan, potential
-from attn_flow.shortlist import TREE_DIMENSION, nearest, shortlist
 from attn_flow.divergence import certified
+from attn_flow.shortlist import TREE_DIMENSION, nearest, shortlist
 
 # Points a side up to which the dense solvers are fastest: low dimension, and beyond a k-d tree's reach.
 DENSE_LIMIT = 1_000
@@ -184,35 +184,39 @@ def _pair(
     mass_gradient = a.requires_grad or b.requires_grad
     # Equal points tie in every shortlist, so it too starts from atoms.
     if merge_tol is not None or (method in ("auto", "shortlist") and not mass_gradient):
-        tol = COINCIDENT * extent if merge_tol is None else merge_tol
-        merged = _merged(x, a, y, b, ground, tol)
-        if merged is not None:
-            distance, error, name = _pair(*merged[:4], ground, method, math.inf, 0.0)
+        merged = _merged(x, a, y, b, ground, COINCIDENT * extent if merge_tol is None else merge_tol)
+        name = method if method != "auto" or merged is None else _choose(*merged[:4], ground)
+        if merged is not None and name != "beyond":
+            distance, error = _exact(*merged[:4], ground, name)
             error += merged[4]
             if _good(distance, error, rtol, extent):
                 return distance, error, f"merged {name}"
             if merge_tol is not None:
                 raise ValueError(
-                    f"merging within merge_tol = {merge_tol:.3g} gives {float(distance):.6g} with an error up to "
+                    f"merging within merge_tol = {merge_tol:.3g} gives {distance.item():.6g} with an error up to "
                     f"{error:.3g}, more than rtol = {rtol:g} of it; lower merge_tol."
                 )
-    if method == "auto":
-        method = _choose(x, a, y, b, ground)
-    if method == "beyond":
+    name = _choose(x, a, y, b, ground) if method == "auto" else method
+    if name == "beyond":
         return _beyond(x, a, y, b, ground, rtol, extent)
-    plan = _plan(x, a, y, b, ground, method)
-    distance = _cost(x, a, y, b, ground, plan)
-    error = _in_distance(float(distance), plan.gap, ground.p)
+    distance, error = _exact(x, a, y, b, ground, name)
     if not _good(distance, error, rtol, extent):
         raise ValueError(
-            f"method {method!r} proved only {float(distance):.6g} with an error up to {error:.3g}, more than "
+            f"method {name!r} proved only {distance.item():.6g} with an error up to {error:.3g}, more than "
             f"rtol = {rtol:g} of it; raise rtol, or use method='assignment' or 'simplex'."
         )
-    return distance, error, method
+    return distance, error, name
+
+
+def _exact(x: Tensor, a: Tensor, y: Tensor, b: Tensor, ground: Ground, method: str) -> tuple[Tensor, float]:
+    """The cost of the solver's plan, as a distance, and the error that its gap allows."""
+    plan = _plan(x, a, y, b, ground, method)
+    distance = _cost(x, a, y, b, ground, plan)
+    return distance, _in_distance(distance.item(), plan.gap, ground.p)
 
 
 def _good(distance: Tensor, error: float, rtol: float, extent: float) -> bool:
-    return error <= max(rtol * float(distance), RESOLUTION * extent)
+    return error <= max(rtol * distance.item(), RESOLUTION * extent)
 
 
 def _in_distance(distance: float, gap: float, p: float) -> float:
@@ -244,13 +248,14 @@ def _beyond(
     tol = rtol * extent / 8
     for _ in range(2):
         merged = _merged(x, a, y, b, ground, tol)
-        if merged is None or max(len(merged[0]), len(merged[2])) > SHORTLIST_LIMIT:
+        name = "beyond" if merged is None else _choose(*merged[:4], ground)
+        if merged is None or name == "beyond":
             break
-        distance, error, name = _pair(*merged[:4], ground, "auto", math.inf, 0.0)
+        distance, error = _exact(*merged[:4], ground, name)
         error += merged[4]
         if _good(distance, error, rtol, extent):
             return distance, error, f"merged {name}"
-        tol = rtol * float(distance) / 8
+        tol = rtol * distance.item() / 8
     if ground != Ground(2.0, "euclidean"):
         raise ValueError(
             f"clouds of {len(x)} and {len(y)} points, p = {ground.p:g}, {ground.cost} cost: beyond "
