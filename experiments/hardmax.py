@@ -13,14 +13,15 @@ import numpy as np
 import torch
 
 from attn_flow.attention import Attention
-from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.flow import flow
 from attn_flow.geometry import Euclidean
 from attn_flow.placement import Placement
 from attn_flow.progress import progress as progress_bar
 from attn_flow.steppers import euler
 from attn_flow.theory import hardmax as theory
+
+from .claims import bound, claim
+from .figures import COLOURS, THEORY, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +43,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         gaps = frank_wolfe(8 if quick else 40, 6, 120, generator)
         advance()
         betas = (1.0, 3.0, 10.0, 30.0, 100.0)
-        marks = np.unique(np.round(np.geomspace(1, 300 if quick else 3000, 60)).astype(int))
+        marks = np.unique(np.round(np.geomspace(1, 300 if quick else 1000, 60)).astype(int))
         parting = leaving(x0, betas, np.concatenate([[0], marks]))
         advance()
     claims = [

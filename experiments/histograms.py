@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, caption, label, panels, shades
 
 from attn_flow.observe import close_pairs, pairwise_cosines
 from attn_flow.progress import progress as progress_bar
+
+from .claims import bound, claim
+from .figures import COLOURS, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from attn_flow.attention import Attention
-from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.geometry import Sphere
 from attn_flow.progress import progress as progress_bar
 from attn_flow.theory import long_context as theory
+
+from .claims import bound, claim
+from .figures import COLOURS, THEORY, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

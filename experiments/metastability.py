@@ -17,13 +17,14 @@ from scipy.special import eval_gegenbauer, roots_jacobi
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.flow import flow
 from attn_flow.measures import Cloud, Mixture, UniformSphere
 from attn_flow.progress import progress as progress_bar
 from attn_flow.quadrature import fibonacci
 from attn_flow.theory import metastability as theory
+
+from .claims import bound, claim
+from .figures import COLOURS, THEORY, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

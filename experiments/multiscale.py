@@ -13,8 +13,6 @@ import numpy as np
 import torch
 
 from attn_flow.attention import Attention
-from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.flow import flow
 from attn_flow.geometry import angle
 from attn_flow.progress import progress as progress_bar
@@ -22,6 +20,9 @@ from attn_flow.quadrature import fibonacci
 from attn_flow.steppers import Adaptive
 from attn_flow.theory import metastability as theory
 from attn_flow.zero_temperature import zero_temperature_flow
+
+from .claims import bound, claim
+from .figures import COLOURS, THEORY, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

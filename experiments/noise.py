@@ -15,13 +15,14 @@ from torch import Tensor
 
 from attn_flow import noise
 from attn_flow.attention import Attention
-from attn_flow.experiments.claims import claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.flow import flow
 from attn_flow.geometry import Sphere
 from attn_flow.progress import progress as progress_bar
 from attn_flow.steppers import euler
 from attn_flow.theory import noise as theory
+
+from .claims import claim
+from .figures import COLOURS, THEORY, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -194,7 +195,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     basin = numbers["basin"]
     for beta_, rho, colour in zip(basin["beta"], basin["rho"], shades(4)):
         c.hist(
-            rho, bins=np.linspace(-1, 1, 21), histtype="step", color=colour, label=rf"$\beta$={beta_:g}", density=True
+            rho, bins=np.linspace(-1, 1, 21).tolist(), histtype="step", color=colour, label=rf"$\beta$={beta_:g}", density=True
         )
     c.set_yscale("log")
     label(

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from attn_flow.attention import Attention
-from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
 from attn_flow.flow import flow
 from attn_flow.geometry import Sphere
 from attn_flow.placement import Placement, ln_scaling, ngpt, peri, post, pre
 from attn_flow.progress import progress as progress_bar
 from attn_flow.theory import normalisation as theory
+
+from .claims import bound, claim
+from .figures import COLOURS, THEORY, caption, label, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

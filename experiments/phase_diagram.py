@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.experiments.claims import bound
-from attn_flow.experiments.figures import caption, label, panels
 from attn_flow.flow import flow
 from attn_flow.geometry import Sphere
 from attn_flow.observe import close_pairs
 from attn_flow.progress import progress as progress_bar
 from attn_flow.theory import equiangular
+
+from .claims import bound
+from .figures import caption, label, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

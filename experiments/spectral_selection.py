@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, caption, label, panels, shades
 from attn_flow.flow import flow
 from attn_flow.geometry import Sphere
 from attn_flow.progress import progress as progress_bar
 from attn_flow.theory import spectral_selection as theory
+
+from .claims import bound, claim
+from .figures import COLOURS, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import THEORY, caption, label, panels, shades
 from attn_flow.flow import flow
 from attn_flow.geometry import Sphere
 from attn_flow.geometry import angle as geodesic
@@ -23,6 +21,9 @@ from attn_flow.observe import clusters, log_energy
 from attn_flow.progress import progress as progress_bar
 from attn_flow.steppers import Adaptive
 from attn_flow.theory import metastability as theory
+
+from .claims import bound, claim
+from .figures import THEORY, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

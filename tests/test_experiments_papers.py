@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from matplotlib.figure import Figure
-
 from attn_flow.experiments import load, title
 from attn_flow.experiments.claims import bound, claim
+from matplotlib.figure import Figure
+
 from attn_flow.storage import plain
 
 NAMES = (
