@@ -18,10 +18,12 @@ from attn_flow import checks
 from attn_flow.attention import Attention
 from attn_flow.flow import push_forward
 from attn_flow.measures import Measure
+from attn_flow.observe import clusters
 from attn_flow.steppers import Adaptive
 from attn_flow.zero_temperature import integration
 
 SLOW = 1e-3  # of |V|: tokens faster than this are not yet candidates
+NEAR = 0.05  # of the radius: candidates linked by steps of this size share one Newton iteration
 NEWTON = 6  # iterations from a candidate to the equilibrium; convergence is quadratic
 JOINT = 2048  # largest n (d-1) for which interacting tokens are certified together
 
@@ -96,15 +98,24 @@ def _certify(cold: Attention, x: Tensor, arguments: dict[str, Any]) -> tuple[Ten
     candidate = speed <= SLOW * size
     if not bool(candidate.any()):
         return x, certified, speed, rate
-    start = x if context is None else x[candidate]
-    y, newton_rate = _newton(velocity, start, geometry, joint=context is None)
-    v = speed if context is None else speed[candidate]
-    close = (y - start).norm(dim=-1) <= 10 * v / newton_rate + 1e-12 * geometry.radius
-    good = (newton_rate > 1e-6 * size) & close & (velocity(y).norm(dim=-1) <= 1e-10 * size)
-    x, y = x.clone(), torch.where(good[..., None], y, start)
+    start, v = (x, speed) if context is None else (x[candidate], speed[candidate])
     if context is None:
-        return y, good, speed, newton_rate
-    x[candidate], certified[candidate], rate[candidate] = y, good, newton_rate
+        y, found_rate = _newton(velocity, start, geometry, joint=True)
+    else:
+        # Tokens of one cluster are on their way to one equilibrium: Newton starts from its slowest token only.
+        label = clusters(start, NEAR * geometry.radius).labels
+        order = v.argsort(descending=True)
+        slowest = torch.zeros(int(label.max()) + 1, dtype=torch.long, device=x.device)
+        slowest[label[order]] = order
+        y, found_rate = _newton(velocity, start[slowest], geometry, joint=False)
+        y, found_rate = y[label], found_rate[label]
+    close = (y - start).norm(dim=-1) <= 10 * v / found_rate + 1e-12 * geometry.radius
+    good = (found_rate > 1e-6 * size) & close & (velocity(y).norm(dim=-1) <= 1e-10 * size)
+    y = torch.where(good[..., None], y, start)
+    if context is None:
+        return y, good, speed, found_rate
+    x = x.clone()
+    x[candidate], certified[candidate], rate[candidate] = y, good, found_rate
     return x, certified, speed, rate
 
 

@@ -334,11 +334,16 @@ def claims(found: dict[str, Any]) -> list[dict[str, Any]]:
     held.append(bound("the same: offset of the layer at the end", layer["offset"][-1], at_most=1e-6))
     held.append(claim("V = diag(-1,2), G = diag(1,-2): the layer is left at rate", leaves["measured_exit"], 1.5, 0.05))
     held.append(claim("V = diag(-1,2), G = diag(-3,1): exit rate", antipodes["measured_exit"], 1.0, 0.03))
-    held.append(claim("oblique M, beta = 50, t = 12: L2 to the oblique limit", found["oblique"]["l2"][0], 0.085, 0.05))
-    held.append(claim("the same, L2 to the orthogonal projection", found["oblique"]["l2"][1], 0.763, 0.03))
-    three = found["three"]
-    for row, w in zip(three["runs"], (0.34, 0.22, 0.28, 0.62)):
-        held.append(claim(f"d = 3, n = 1500, beta = {row['beta']:g}: min W2", row["min_w2"], w, 0.06))
+    # One draw of tokens each: the numbers of THEORY 1 are those of seed 0, other draws scatter by the wider tolerance.
+    drawn = found["seed"] == 0
+    skew, three = found["oblique"]["l2"], found["three"]
+    held.append(
+        claim("oblique M, beta = 50, t = 12: L2 to the oblique limit", skew[0], 0.085, 0.005 if drawn else 0.12)
+    )
+    held.append(claim("the same, L2 to the orthogonal projection", skew[1], 0.763, 0.005 if drawn else 0.03))
+    for row, w, scatter in zip(three["runs"], (0.34, 0.22, 0.28, 0.62), (0.12, 0.07, 0.07, 0.25)):
+        what = f"d = 3, n = 1500, beta = {row['beta']:g}: min W2"
+        held.append(claim(what, row["min_w2"], w, 0.015 if drawn else scatter))
     best = min(three["runs"], key=lambda r: r["min_w2"])
     held.append(claim("d = 3, n = 1500: the best beta", best["beta"], 10.0, 0.0))
     held.append(claim("d = 10, n = 1000: tokens that are their own argmax", three["ten"]["self_argmax"], 0.94, 0.02))
