@@ -38,7 +38,7 @@ CASES = {
 
 def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
-    n = 600 if quick else 6000
+    n = 600 if quick else 2500
     runs = []
     with progress_bar("gaussian", len(CASES), progress) as advance:
         for name, (v, G) in CASES.items():
