@@ -474,4 +474,3 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
     """Every head's weight on every token: x (..., n, d), weight (..., heads, k, d) -> (..., heads, n, k)."""
     heads, k, _ = weight.shape[-3:]
     return (x @ weight.flatten(-3, -2).mT).unflatten(-1, (heads, k)).transpose(-2, -3)
-

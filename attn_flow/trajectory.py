@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from attn_flow import checks
 from attn_flow.measures import Cloud
 from attn_flow.storage import write_tensors
 
@@ -35,6 +36,10 @@ class Trajectory:
             raise ValueError(
                 f"t has shape {tuple(self.t.shape)} and x {tuple(self.x.shape)}, expected (T,) and (T, ..., n, d)."
             )
+        if self.mask is not None:
+            checks.token_mask(self.mask, self.x[0])
+        if self.weights is not None:
+            checks.token_weights(self.weights, self.x[0], self.mask)
 
     def __len__(self) -> int:
         return self.t.shape[0]
