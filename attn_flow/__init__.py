@@ -3,19 +3,26 @@
 from attn_flow.attention import Attention
 from attn_flow.flow import consensus, flow, push_forward
 from attn_flow.geometry import Ellipsoid, Euclidean, Sphere
+from attn_flow.layer import ContinuousAttentionLayer
+from attn_flow.limit import LimitMap, limit, zero_temperature_flow
 from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Mixture, UniformSphere
+from attn_flow.phases import phases
+from attn_flow.resolution import resolution
 from attn_flow.steppers import Adaptive, dopri5, euler, rk4
 from attn_flow.trajectory import Trajectory
+from attn_flow.transport import wasserstein
 
 __version__ = "0.1.0"
 __all__ = [
     "Adaptive",
     "Attention",
     "Cloud",
+    "ContinuousAttentionLayer",
     "Ellipsoid",
     "EllipsoidSupport",
     "Euclidean",
     "Gaussian",
+    "LimitMap",
     "Mixture",
     "Sphere",
     "Trajectory",
@@ -24,6 +31,11 @@ __all__ = [
     "dopri5",
     "euler",
     "flow",
+    "limit",
+    "phases",
     "push_forward",
+    "resolution",
     "rk4",
+    "wasserstein",
+    "zero_temperature_flow",
 ]

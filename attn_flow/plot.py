@@ -67,16 +67,31 @@ def clouds_figure(path: Trajectory, times: Sequence[int], title: str = "") -> Fi
             axes: Any = figure.add_subplot(1, len(times), panel, projection="3d" if d == 3 else None)
             x = path.x[index].detach().cpu().numpy()
             axes.scatter(*x.T, c=colour, cmap="twilight", s=6, alpha=0.8, linewidths=0)
-            axes.set_title(f"t = {float(path.t[index]):.3g}")
+            axes.set_title(f"t = {float(path.t[index]):.3g}", loc="center", y=0.96 if d == 3 else None)
             bound = 1.05 * float(start.norm(dim=-1).max())
             axes.set(xlim=(-bound, bound), ylim=(-bound, bound), xticks=[], yticks=[])
+            axes.set_axis_off()
             if d == 3:
-                axes.set(zlim=(-bound, bound), zticks=[])
-                axes.set_box_aspect((1, 1, 1), zoom=1.25)
+                axes.set(zlim=(-bound, bound))
+                axes.set_box_aspect((1, 1, 1), zoom=1.35)
+                _wire_sphere(axes, float(start.norm(dim=-1).max()))
             else:
                 axes.set_aspect("equal")
         figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     return figure
+
+
+def _wire_sphere(axes: Any, radius: float) -> None:
+    """Meridians and parallels in light grey, to see where tokens are on the sphere."""
+    turn = torch.linspace(0, 2 * math.pi, 60)
+    for angle in torch.linspace(0, math.pi, 7)[:-1].tolist():
+        x, y, z = turn.cos() * math.cos(angle), turn.cos() * math.sin(angle), turn.sin()
+        axes.plot(radius * x, radius * y, radius * z, color="0.85", lw=0.4, zorder=0)
+    for height in (-0.5, 0.0, 0.5):
+        ring = math.sqrt(1 - height**2)
+        axes.plot(
+            radius * ring * turn.cos(), radius * ring * turn.sin(), radius * height, color="0.85", lw=0.4, zorder=0
+        )
 
 
 def simulation_figure(numbers: dict[str, Any]) -> Figure:

@@ -169,7 +169,7 @@ def _scene(result: Probe) -> str:
             "yaxis": axis,
             "zaxis": axis,
             "aspectmode": "cube",
-            "camera": {"eye": {"x": 1.0, "y": 1.0, "z": 0.7}},
+            "camera": {"eye": eye},
         },
         "margin": {"l": 0, "r": 0, "t": 0, "b": 0},
         "showlegend": False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ from attn_flow import quadrature
 from attn_flow.attention import Attention
 from attn_flow.flow import flow
 from attn_flow.geometry import Sphere
-from attn_flow.limit import LimitMap, ResolutionWarning, limit, resolution
+from attn_flow.limit import limit
 from attn_flow.measures import Cloud
 from attn_flow.phases import phases
+from attn_flow.resolution import resolution
 from attn_flow.steppers import STEPS
 from attn_flow.storage import plain, versions, write_json
-from attn_flow.transport import wasserstein
 
 MEASURED = 200  # times at most at which W2 is measured
 
@@ -63,9 +62,19 @@ def simulate(
     for beta in betas:
         attention = Attention.from_matrices(G, V, beta=beta)
         path = flow(attention, cloud.x, t, step=STEPS[step], h=h, weights=cloud.weights, progress=progress)
-        runs.append(_compared(attention, path, prediction, cloud))
+        seen = resolution(attention, path.x[0], weights=cloud.weights, warn=False)
+        numbers_of_argmax = {"self_argmax": seen.self_argmax.tolist(), "number": seen.number.tolist()}
+        found = phases(path, prediction, warn=False).as_dict()
+        runs.append({"beta": beta, **found, "resolution": {"verdict": seen.verdict, **numbers_of_argmax}})
         if out is not None:
             path.save(Path(out) / f"path_beta_{beta:g}.safetensors")
+            if path.x.shape[-1] in (2, 3):
+                from attn_flow.plot import clouds_figure
+
+                least = int(torch.tensor(found["w2"]).argmin())
+                shown = sorted({0, least // 3, least, (least + len(path) - 1) // 2, len(path) - 1})
+                title = rf"$\beta$ = {beta:g}: nearest to the predicted limit at t = {float(path.t[least]):.3g}"
+                clouds_figure(path, shown, title).savefig(Path(out) / f"clouds_beta_{beta:g}.png", dpi=150)
     law = f"{len(cloud.x)} {'weighted nodes' if cloud.weights is not None else 'tokens'} in d = {cloud.x.shape[-1]}"
     numbers = {
         "limit": prediction.as_dict(),
@@ -78,25 +87,3 @@ def simulate(
         write_json({**numbers, "versions": versions()}, Path(out) / "simulate.json")
         simulation_figure(numbers).savefig(Path(out) / "simulate.png", dpi=150)
     return plain(numbers)
-
-
-def _compared(attention: Attention, path: Any, prediction: LimitMap, cloud: Cloud) -> dict[str, Any]:
-    rotating = bool(prediction.frequencies)
-    fixed = None if rotating else prediction.push_forward(path.x[0])
-    w2 = []
-    for now, x in zip(path.t.tolist(), path.x):
-        target = prediction.push_forward(path.x[0], t=now) if fixed is None else fixed
-        w2.append(float(wasserstein(x, target, weights_x=cloud.weights, weights_y=cloud.weights)))
-    best = min(range(len(w2)), key=w2.__getitem__)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResolutionWarning)  # said in the result itself
-        seen = resolution(attention, path.x[0])
-    return {
-        "beta": attention.beta,
-        "t": path.t.tolist(),
-        "w2": w2,
-        "t_min": float(path.t[best]),
-        "min_w2": w2[best],
-        "phases": phases(path, prediction, w2=w2).as_list(),
-        "resolution": seen.as_dict(),
-    }
