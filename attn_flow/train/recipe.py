@@ -139,11 +139,13 @@ class Row(NamedTuple):
 
 TASKS: dict[str, Row] = {
     "majority": Row(
-        lambda r: majority(r.tokens), {"tokens": 16, "dim": 16, "horizon": 1.0, "steps": 2, "updates": 300}, 0.98
+        lambda r: majority(r.tokens),
+        {"tokens": 16, "dim": 16, "steps": 2, "updates": 300, "lr": 1e-2, "warmup": 20},
+        0.98,
     ),
     "recall": Row(
         lambda r: recall(r.tokens),
-        {"tokens": 9, "dim": 32, "horizon": 2.0, "steps": 2, "beta": 8.0, "updates": 400},
+        {"tokens": 9, "horizon": 2.0, "steps": 2, "beta": 8.0, "updates": 300, "lr": 1e-2, "warmup": 20},
         0.98,
     ),
     "clusters": Row(

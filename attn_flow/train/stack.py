@@ -35,7 +35,7 @@ class DeepStack(nn.Module):
     inputs: size of the vocabulary of ids (batch, n), or (batch, n, fields) whose embeddings are summed; with
         `points=True` the width of real vectors (batch, n, inputs).
     outputs, readout: classes; "mean" asks once per cloud, "token" once per token.
-    length: the longest input, for learned positions; None leaves tokens exchangeable.
+    length: the longest input, for learned positions (`waves` at first); None leaves tokens exchangeable.
     depth, shared: how many layers, each its own weights, or one layer's applied `depth` times.
     horizon, steps, step: each layer's time, in so many steps. One Euler step is the ordinary discrete layer.
     beta, learn_beta: inverse temperature at the start, one per head if learned.
@@ -88,7 +88,7 @@ class DeepStack(nn.Module):
         self.embedding: nn.Module = (
             nn.Linear(inputs, dim, dtype=dtype) if points else nn.Embedding(inputs, dim, dtype=dtype)
         )
-        self.positions = None if length is None else nn.Parameter(torch.randn(length, dim, dtype=dtype))
+        self.positions = None if length is None else nn.Parameter(waves(length, dim).to(dtype or torch.float32))
         own = 1 if shared else depth
         self.layers = nn.ModuleList(
             ContinuousAttentionLayer(
@@ -252,8 +252,19 @@ class DeepStack(nn.Module):
         return other.train(self.training)
 
     def discrete_twin(self) -> DeepStack:
-        """The ordinary residual stack with these parameters: each layer one Euler step, retract(x + horizon P_x A(x))."""
+        """The ordinary residual stack with these parameters: a layer is one Euler step, retract(x + T P_x A(x))."""
         return self.rerun(step=euler, steps=1)
+
+
+def waves(length: int, dim: int) -> Tensor:
+    """Positions to begin with, (length, dim): sqrt(2) cos and sin of p omega, omega from 1 down to 1/length.
+
+    A shift of p is a rotation of these, hence a linear map that Q and K can be: from random positions a stack needs
+    thousands of updates to look at its neighbours.
+    """
+    omega = length ** -torch.linspace(0, 1, (dim + 1) // 2)
+    phase = torch.arange(length)[:, None] * omega
+    return math.sqrt(2) * torch.stack([phase.cos(), phase.sin()], dim=-1).flatten(-2)[:, :dim]
 
 
 def set_beta(layer: ContinuousAttentionLayer, beta: float | Tensor) -> None:
