@@ -93,8 +93,10 @@ def case(name: str, v: float, G: np.ndarray, n: int, generator: torch.Generator)
     centred = path.x - mean[:, None]
     covariance = (centred.mT @ centred / n).numpy()
     size = lambda A: np.linalg.norm(A, axis=(-2, -1))
-    # spread of the logits, beta (g^T S g)^{1/2} with g = G x, for a token x two standard deviations out
-    spread = 2 * BETA * np.sqrt(np.einsum("tij,jk,tkl,lm,tmi->t", S, G, S, G.T, np.broadcast_to(np.eye(2), S.shape)))
+    # spread of the logits, beta (g^T S g)^{1/2} with g = G x, for a token x two standard deviations beyond the mean
+    of_mean = np.einsum("ti,tij,tj->t", m @ G.T, S, m @ G.T)
+    of_token = np.einsum("tij,jk,tkl,il->t", S, G, S, G)
+    spread = BETA * (np.sqrt(of_mean) + 2 * np.sqrt(of_token))
     check = 16
     blown = (
         theory.solve(np.linspace(0, 1.2 * end, 1201), M0, S0, v * np.eye(2), G, BETA)[0][-1]

@@ -162,7 +162,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
     label(c, r"pairing: two clusters at $\phi=\pi/2$ close to .1", r"$\beta$", "merge time")
     caption(
         figure,
-        f"(a) Fibonacci cloud, n={align['n']}, RK4; large beta stalls where n tokens no longer resolve the argmax. "
+        f"(a) Fibonacci cloud, n={align['n']}, RK4; a cloud close to the plane no longer fills the sphere, so "
+        f"finite beta leaves the full-support path, and stalls where n tokens no longer resolve the argmax. "
         f"(b) lattice of n={numbers['heat'][0]['n']}; the dashed law is the limit k^2 << beta, gamma_k is met to "
         f"{max(r['error'] for r in numbers['heat']):.0e}. (c) adaptive stepper, tol 1e-9; the law is off the exact "
         f"time by {100 * (pairs['ratio'] - 1):.0f}% at the last beta.",
