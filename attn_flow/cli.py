@@ -12,6 +12,7 @@ import typer
 
 from attn_flow.console import Json, Quiet, Seed, reporting, say, table
 from attn_flow.hooks import commands as encoders
+from attn_flow.train.command import train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -176,7 +177,40 @@ def _expected(claim: dict[str, Any]) -> str:
     return "" if claim["expected"] is None else f"{claim['expected']:.4g} +- {claim['tolerance']:.2g}"
 
 
-for each in (encoders.probe, encoders.encoder, encoders.spectra, encoders.record, encoders.merge):
+@command
+def bench(
+    cases: Annotated[
+        list[str] | None, typer.Argument(help="drift, memory, sweep, plateau, transport, encoder.")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Small sizes.")] = False,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for bench.json.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Speed and memory against the alternatives, run side by side: ratios below 1 are in our favour.
+
+    Example: attn-flow bench drift memory
+    """
+    from attn_flow.bench import bench as run
+    from attn_flow.storage import versions, write_json
+
+    found = run(cases, quick=quick, threads=threads)
+    if out is not None:
+        write_json({**found, "versions": versions()}, out / "bench.json")
+    if as_json:
+        say(found)
+        return
+    rows = [[row["case"], row["against"], row["ratio"], _rest(row)] for row in found["rows"]]
+    table(f"{found['threads']} threads", ["case", "against", "ratio", "measured"], rows)
+
+
+def _rest(row: dict[str, Any]) -> str:
+    """The numbers behind a ratio."""
+    known = ("case", "against", "ratio")
+    return ", ".join(f"{name} {value:.3g}" for name, value in row.items() if name not in known)
+
+
+for each in (encoders.probe, encoders.encoder, encoders.spectra, encoders.record, encoders.merge, train):
     command(each)
 
 if __name__ == "__main__":
