@@ -45,11 +45,11 @@ WHEN, WHAT = ("start", "trained"), ("accuracy", "clusters", "w2", "along_V", "re
 
 def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
     seeds = range(seed, seed + (2 if quick else 3))
-    updates = 150 if quick else 250
+    updates = 200 if quick else 250
     chosen = [options for sweep in SWEEPS.values() for options in sweep]
     chosen = [options for i, options in enumerate(chosen) if options not in chosen[:i]]  # the base is in all sweeps
     if quick:
-        chosen = [{"depth": 1, "horizon": T, "beta": 4.0} for T in (0.5, 3.0)]
+        chosen = [{"depth": L, "horizon": T, "beta": 4.0} for L, T in ((2, 0.5), (1, 3.0))]
     runs = []
     with progress_bar("trained_stacks", len(chosen) * len(seeds), progress) as advance:
         for options in chosen:
@@ -186,6 +186,7 @@ def claims(numbers: dict[str, Any]) -> list[dict[str, Any]]:
         bound("learned stacks: W2 to the predicted limit over W2 at the start", long["w2"][at]["mean"], at_least=0.7),
         bound("learned stacks: clusters where they stop", long["clusters"][at]["mean"], at_least=4),
         bound(f"{LONGER[-1]:g} times longer: clusters", long["clusters"][-1]["mean"], at_most=3),
+        bound(f"{LONGER[-1]:g} times longer: share in V's leading subspace", long["along_V"][-1]["mean"], at_least=0.6),
         bound(f"{LONGER[-1]:g} times longer: accuracy lost", trained - long["accuracy"][-1]["mean"], at_least=0.05),
         bound(f"{COLDER[-1]:g} times colder: accuracy lost", trained - cold["accuracy"][-1]["mean"], at_most=0.1),
         bound(f"{1 / COLDER[0]:g} times hotter: accuracy lost", trained - cold["accuracy"][0]["mean"], at_least=0.15),

@@ -9,7 +9,7 @@ from attn_flow.experiments.trained_stacks import COLDER, LONGER, correlation, on
 
 def made_up(accuracy: float, clusters: float, horizon: float, seed: int) -> dict[str, object]:
     def entry(a: float, c: float) -> dict[str, float]:
-        return {"accuracy": a, "clusters": c, "w2": 1 - c / 100, "along_V": 0.5, "resolution": 3.0}
+        return {"accuracy": a, "clusters": c, "w2": 1 - c / 100, "along_V": 0.7, "resolution": 3.0}
 
     return {
         "depth": 1,

@@ -212,9 +212,9 @@ def test_evaluation_is_a_mean_over_what_is_asked() -> None:
 def test_other_options_are_refused(whole: Path, tmp_path: Path) -> None:
     before = {p.name: p.read_bytes() for p in whole.iterdir()}
     with pytest.raises(
-        ValueError, match=r"other options: beta 4.0 \(there\) and 5.0 \(now\); lr 0.\d+ \(there\) and 0.01"
+        ValueError, match=r"other options: beta 4.0 \(there\) and 5.0 \(now\); lr 0.\d+ \(there\) and 0.02"
     ):
-        run(whole, small(lr=0.01, beta=5.0))
+        run(whole, small(lr=0.02, beta=5.0))
     assert {p.name: p.read_bytes() for p in whole.iterdir()} == before
 
 

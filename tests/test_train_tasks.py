@@ -174,6 +174,8 @@ def test_masked_characters_are_asked_and_hidden(tmp_path: Path) -> None:
 def test_recipe_has_the_tasks_defaults_and_the_given_options() -> None:
     r = recipe("recall", beta=3.0, depth=None)
     assert (r.beta, r.depth, r.tokens) == (3.0, 1, 9)
+    assert r.stated_accuracy is None
+    assert recipe("recall", seed=5).stated_accuracy == TASKS["recall"].accuracy == 0.98
     assert all(Recipe(name, file="x" if name == "text" else None).task == name for name in TASKS)
 
 

@@ -109,7 +109,7 @@ def run(
     stated = numbers["stated_accuracy"]
     rows = [
         ["accuracy on held-out inputs", numbers["accuracy"]],
-        ["stated for the task's own options", "-" if stated is None else stated],
+        ["stated for the task's own options", "- (other options)" if stated is None else stated],
         ["accuracy of a guess", numbers["chance"]],
         ["loss", numbers["loss"]],
         ["seconds", numbers["seconds"]],

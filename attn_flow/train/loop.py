@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from attn_flow.progress import progress as progress_bar
 from attn_flow.train import checkpoint
 from attn_flow.train.parallel import Processes, processes
-from attn_flow.train.recipe import TASKS, Recipe, generator_of, seed_of
+from attn_flow.train.recipe import Recipe, generator_of, seed_of
 from attn_flow.train.stack import DeepStack
 from attn_flow.train.tasks import NO_QUESTION, Batch, Task
 
@@ -98,7 +98,7 @@ def train(
             "loss": final["held_out_loss"],
             "accuracy": final["held_out_accuracy"],
             "chance": task.chance,
-            "stated_accuracy": TASKS[recipe.task].accuracy,
+            "stated_accuracy": recipe.stated_accuracy,
             "beta": [layer.beta.tolist() for layer in stack.layers],  # type: ignore[operator, union-attr]
             "parameters": checkpoint.count(stack),
             "processes": world.count,

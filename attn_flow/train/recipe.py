@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,6 +124,14 @@ class Recipe:
             for layer in stack.layers:
                 set_beta(layer, self.beta_start * (self.beta / self.beta_start) ** s)  # type: ignore[arg-type]
 
+    @property
+    def stated_accuracy(self) -> float | None:
+        """What the task states for its own recipe, whatever the seed; None for any other recipe."""
+        row = TASKS[self.task]
+        if row.accuracy is None or replace(self, seed=0) != Recipe(self.task, **row.defaults):
+            return None
+        return row.accuracy
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -164,8 +172,9 @@ TASKS: dict[str, Row] = {
     ),
     "masked": Row(
         lambda r: masked(r.file, r.tokens),
-        {"tokens": 32, "dim": 64, "heads": 4, "depth": 2, "steps": 1, "ffn": 128, "beta": 8.0, "updates": 1500},
-        0.40,
+        {"tokens": 32, "dim": 64, "heads": 4, "depth": 2, "step": "euler", "steps": 1, "ffn": 128, "beta": 8.0}
+        | {"updates": 1200, "lr": 8e-3},
+        0.36,
         reads=True,
     ),
 }

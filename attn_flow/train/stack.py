@@ -162,14 +162,13 @@ class DeepStack(nn.Module):
         return self.layers[0 if self.shared else l]  # type: ignore[return-value]
 
     def _after(self, l: int, x: Tensor) -> Tensor:
-        """The FFN after layer l, and a look at whether the tokens are still numbers."""
-        if len(self.ffns) > 0:
-            step = self.ffns[0 if self.shared else l](_unit(x) if self.placement.flat else x)
-            x = self.geometry.retract(x + self.geometry.tangent(x, step.to(x.dtype)))
+        """The FFN after layer l, where there is one."""
+        if len(self.ffns) == 0:
+            return x
+        step = self.ffns[0 if self.shared else l](_unit(x) if self.placement.flat else x)
+        x = self.geometry.retract(x + self.geometry.tangent(x, step.to(x.dtype)))
         if checks.can_look(x) and not bool(torch.isfinite(x).all()):
-            raise FloatingPointError(
-                f"tokens left the range of {x.dtype} in layer {l}. Shorten the horizon, or use the sphere."
-            )
+            raise FloatingPointError(f"tokens left the range of {x.dtype} in the FFN after layer {l}; use the sphere.")
         return x
 
     # --- what it is ---------------------------------------------------------------------------------------------
