@@ -151,8 +151,8 @@ def reproduce(
     from attn_flow.reproduce import reproduce as run
 
     if list_them:
-        rows = {each: title(each) for each in NAMES}
-        say(rows) if as_json else table("experiments", ["name", "claim"], [list(row) for row in rows.items()])
+        titles = {each: title(each) for each in NAMES}
+        say(titles) if as_json else table("experiments", ["name", "claim"], [list(row) for row in titles.items()])
         return
     if name is None:
         raise ValueError("which experiment? Name one, or 'all'; --list shows them.")

@@ -99,7 +99,7 @@ def head_space(attention: Attention, x: Tensor, special: Tensor | None = None) -
     if x.ndim != 2 or x.shape[1] != attention.dim:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected one text (n, d) = (n, {attention.dim}).")
     eye = torch.eye(attention.dim, dtype=x.dtype, device=x.device).expand(attention.heads, -1, -1)
-    filled = {name: eye for name in ("K", "V", "O") if getattr(attention, name) is None}
+    filled: dict[str, Any] = {name: eye for name in ("K", "V", "O") if getattr(attention, name) is None}
     if special is None:
         special = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
     return HeadSpace(replace(attention, **filled), x, special)

@@ -81,7 +81,12 @@ def probe(
     for name in named:
         folder = out if len(named) == 1 else out / name.replace("/", "_")
         finished = folder / "probe.json"
-        options = {"nulls": list(NULLS) if nulls else [], "max_length": max_length, "seed": seed, "dtype": dtype}
+        options: dict[str, Any] = {
+            "nulls": list(NULLS) if nulls else [],
+            "max_length": max_length,
+            "seed": seed,
+            "dtype": dtype,
+        }
         asked = {"model": name, "texts": texts or str(images or "demo"), "first": first, **options}
         if finished.exists() and not again and json.loads(finished.read_text())["about"].get("asked") == asked:
             if not as_json:

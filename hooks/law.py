@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ def approach_to_limits(clouds: Clouds, generator: torch.Generator) -> dict[str, 
         predicted.append(E)
         for t in range(T):
             first, before, after = (directions(clouds.z[i][t]) for i in (0, level, level + 1))
-            row = {
+            row: dict[str, Any] = {
                 "w2_before": wasserstein(before, P(before)),
                 "w2_after": wasserstein(after, P(before)),
                 "w2_input": wasserstein(first, P(first)),

@@ -4,19 +4,20 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {"attn_flow": "attn_flow", "hooks": "attn_flow/hooks", "experiments": "attn_flow/experiments"}
 
 
 def test_import_is_light():
-    code = "import sys, attn_flow; print([m for m in ('transformers', 'matplotlib', 'plotly', 'typer') if m in sys.modules])"
+    heavy = ("transformers", "matplotlib", "plotly", "typer")
+    code = f"import sys, attn_flow; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -99,4 +100,4 @@ def test_no_foreign_paths():
             path.parts
         ):
             text = path.read_text(errors="replace")
-            assert "/wo" + "rk/" not in text and "/tm" + "p/" not in text, path
+            assert not any(place in text for place in ("/wo" + "rk/", "/tm" + "p/")), path

@@ -68,13 +68,14 @@ def test_nulls_lose(result, null):
 
 
 def test_random_twin_attends_almost_uniformly_and_is_easy(result):
-    """An untrained encoder is no null for the closure: its attention is the plain mean, which any closure gets right."""
+    """An untrained encoder is no null for the closure: its attention is the plain mean, which every closure has."""
     assert min(mean(result, "null_cosine/random")) > 0.9
 
 
 def test_findings_state_what_is_and_is_not_supported(result):
     words = result.findings()
-    assert words[0].startswith("SUPPORTED") and "Above the null in every layer" in words[0]
+    assert words[0].startswith("SUPPORTED")
+    assert "Above the null in every layer" in words[0]
     assert words[1].startswith("NOT SUPPORTED")
     assert len(words) == 5
 
