@@ -128,12 +128,15 @@ def cold_flow(attention: Attention, x0: Tensor, t: Tensor, h: float) -> Trajecto
 
 def heads(attention: Attention) -> list[Attention]:
     """Every head alone, without biases: what the theorem speaks of."""
-    parts = (attention.Q, attention.K, attention.V, attention.O)
-    return [Attention(*(p[h : h + 1] for p in parts), beta=attention.beta) for h in range(attention.heads)]
+    parts: Any = {name: getattr(attention, name) for name in ("Q", "K", "V", "O")}
+    return [
+        Attention(beta=attention.beta, **{n: w[h : h + 1] for n, w in parts.items()}) for h in range(attention.heads)
+    ]
 
 
 def small_spectrum(head: Attention) -> Tensor:
     """The nonzero eigenvalues of M = O V K^T Q, from the small matrix Q O V K^T (k, k), largest real part first."""
+    assert head.O is not None and head.V is not None and head.K is not None  # noqa: PT018  # a trained head has all
     found = torch.linalg.eigvals(head.Q[0] @ head.O[0] @ head.V[0] @ head.K[0].mT)
     return found[found.real.argsort(descending=True)]
 
@@ -216,7 +219,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
         for path, colour in zip(run["real"], shades(len(run["real"]))):
             words = f"beta x {path['factor']:g}"
             middle.plot(path["t"], path["w2"], color=colour, label=words)
-            bottom.plot(path["t"], path["cosine"], color=colour, label=f"{words}, {path['clusters'][-1]} clusters")
+            bottom.plot(path["t"], path["cosine"], color=colour, label=f"{words}, clusters: {path['clusters'][-1]}")
         middle.set_ylim(bottom=0)
         bottom.set_ylim(-0.1, 1.05)
         label(middle, f"{name}: all heads, real tokens", "t", "W2 to P_# mu_0")
