@@ -1,4 +1,4 @@
-"""Pairwise cosines of a real shared-weight encoder, iterated beyond its depth: tokens drift together, slowly.
+"""Pairwise cosines of a real shared-weight encoder beyond its depth: small groups merge, the untrained block collapses.
 
 Geshkovski et al., arXiv 2312.10794 (figure on ALBERT). Differs from the paper: the encoder is the ALBERT inside the
 package rxnmapper (12 firings of one block, chemical reactions), run far beyond its depth; the cosine of a token with

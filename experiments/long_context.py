@@ -33,13 +33,13 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     with progress_bar("long context", 5, progress) as advance:
         layers = {str(n): [one_layer(n, float(g)) for g in gammas] for n in sizes}
         advance()
-        n, clouds = (800, 4) if quick else (4000, 10)
+        n, clouds = (800, 4) if quick else (2000, 10)
         b = np.geomspace(0.02, 20, 7 if quick else 12)
         poisson = {}
         for d in (2, 3, 5):
             poisson[str(d)] = uniform_keys(d, n, clouds, b, generator)
             advance()
-        scaling = {str(d): half_points(d, (200, 1200) if quick else (250, 1000, 4000), generator) for d in (2, 3, 5)}
+        scaling = {str(d): half_points(d, (200, 1200) if quick else (250, 1000, 2500), generator) for d in (2, 3, 5)}
         advance()
     exact = {
         m: theory.output_correlation(RHO, gammas * np.log(int(m)), int(m)).tolist()
