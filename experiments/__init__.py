@@ -22,6 +22,7 @@ NAMES = (
     "hardmax",
     "gaussian",
     "wrapped_layer",
+    "trained_stacks",
 )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -65,11 +66,11 @@ class HeadSpace:
     x: Tensor
     special: Tensor  # (n,) True for [CLS], [SEP], ...
 
-    @property
+    @cached_property
     def y(self) -> Tensor:
         return torch.cat([_each_head(self.x, self.attention.K), _each_head(self.x, self.attention.V)], dim=-1)
 
-    @property
+    @cached_property
     def g(self) -> Tensor:
         q = _each_head(self.x, self.attention.Q)
         if self.attention.query_bias is not None:

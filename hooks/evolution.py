@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 
 from attn_flow import observe
+from attn_flow.tracking import track
+from attn_flow.trajectory import Trajectory
 
 from .clouds import Clouds, directions
 
 BINS = 80  # of the pairwise-cosine histograms
 BETAS = (1.0, 4.0, 16.0, 64.0)  # of the energies
 CLUSTER = 0.5  # tokens within this distance (cosine .875) count as one cluster
+EVENTS = {"birth": "births", "merge": "merges", "split": "splits", "death": "deaths"}  # of clusters, by level
 SHOWN = 400  # tokens in the three-dimensional view
 
 
@@ -19,6 +22,7 @@ def cloud_evolution(clouds: Clouds) -> dict[str, Tensor]:
     """Levels x texts: mean pairwise cosine, effective rank, log energies, clusters; histograms of pairwise cosines."""
     levels, T = len(clouds.z), clouds.texts
     cosine, rank, count = (torch.zeros(levels, T, dtype=torch.float64) for _ in range(3))
+    events = {kind: torch.zeros(levels, T, dtype=torch.float64) for kind in EVENTS}
     energy = torch.zeros(len(BETAS), levels, T, dtype=torch.float64)
     histogram = torch.zeros(levels, BINS, dtype=torch.float64)
     for level in range(levels):
@@ -32,7 +36,13 @@ def cloud_evolution(clouds: Clouds) -> dict[str, Tensor]:
             count[level, t] = observe.clusters(x, CLUSTER).counts
             for i, beta in enumerate(BETAS):
                 energy[i, level, t] = observe.log_energy(x, beta)
+    for t in range(T):
+        x = torch.stack([directions(clouds.z[level][t]) for level in range(levels)])
+        path = Trajectory(torch.arange(levels, dtype=torch.float64), x)
+        for event in track(path, CLUSTER, min_mass=min(1.0, 2 / x.shape[1])).events:  # of two tokens or more
+            events[event.kind][int(event.t), t] += 1
     return {
+        **{f"evolution/{EVENTS[kind]}": value for kind, value in events.items()},
         "evolution/cosine": cosine,
         "evolution/effective_rank": rank,
         "evolution/clusters": count,

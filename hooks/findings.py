@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from attn_flow.phases import Phase, split
 from attn_flow.storage import write_json, write_tensors
 
 RESAMPLES = 1000
@@ -126,13 +127,25 @@ class Probe:
             f"spectral cases of V_h G_h: {cases}."
         ]
 
+    def phases(self) -> tuple[Phase, ...]:
+        """Phases of the path through the layers, from its distance to the push-forward under the last limit map."""
+        curve = self.numbers["limit/curve"].mean(-1).numpy()
+        return split(range(len(curve)), curve) if len(curve) > 2 else ()
+
     def _about_cloud(self) -> list[str]:
         cosine = self.interval("evolution/cosine")[0]
         rank = self.interval("evolution/effective_rank")[0]
         way = "concentrates" if float(cosine[-1]) > float(cosine[0]) else "spreads"
+        merges, splits = (float(self.numbers[f"evolution/{kind}"].sum(0).mean()) for kind in ("merges", "splits"))
+        curve = self.numbers["limit/curve"].mean(-1)
+        phases = ", ".join(phase.phase for phase in self.phases())
+        if phases in ("", "spreading"):
+            phases = "none of the theory's (it would have to fall by a quarter)"
         return [
             f"The cloud {way}: mean pairwise cosine (diagonal removed) from {float(cosine[0]):.2f} at the input to "
-            f"{float(cosine[-1]):.2f} at the output, effective rank from {float(rank[0]):.0f} to {float(rank[-1]):.0f}."
+            f"{float(cosine[-1]):.2f} at the output, effective rank from {float(rank[0]):.0f} to {float(rank[-1]):.0f}; "
+            f"{merges:.1f} merges and {splits:.1f} splits of clusters a text. Through all layers W2 to the last layer's "
+            f"limit goes from {float(curve[0]):.2f} to {float(curve[-1]):.2f}; phases: {phases}."
         ]
 
     def plot(self) -> Any:

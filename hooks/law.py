@@ -42,6 +42,7 @@ def approach_to_limits(clouds: Clouds, generator: torch.Generator) -> dict[str, 
 
     Clouds are compared as directions, text by text. "input" is the same for the cloud at the encoder's input; "null"
     the ratio with G rotated; E and V the squared length inside the leading subspaces of M and of the values' sum.
+    "curve" (layers + 1, texts) is W2 of every level to the push-forward of the input under the last layer's limit map.
     """
     L, T = clouds.layers, clouds.texts
     names = (
@@ -57,6 +58,7 @@ def approach_to_limits(clouds: Clouds, generator: torch.Generator) -> dict[str, 
     )
     found = {name: torch.zeros(L, T, dtype=torch.float64) for name in names}
     predicted: list[Spectrum] = []
+    curve = torch.zeros(L + 1, T, dtype=torch.float64)
     for level, A in enumerate(clouds.attentions):
         cov = Cloud(torch.cat(clouds.z[level]).double()).moments()[1]
         M = layer_matrix(A, cov)
@@ -79,7 +81,12 @@ def approach_to_limits(clouds: Clouds, generator: torch.Generator) -> dict[str, 
             }
             for name, value in row.items():
                 found[name][level, t] = float(value)
+    for t in range(T):
+        target = P(directions(clouds.z[0][t]))  # of the last layer, for the whole path through the encoder
+        for level in range(L + 1):
+            curve[level, t] = wasserstein(directions(clouds.z[level][t]), target)
     numbers = {f"limit/{name}": value for name, value in found.items()}
+    numbers["limit/curve"] = curve
     numbers["limit_case"] = torch.tensor([CASES.index(E.case) for E in predicted])
     numbers["limit/dimension"] = torch.tensor([float(E.dimension) for E in predicted], dtype=torch.float64)
     numbers["limit/gap"] = torch.tensor([E.gap for E in predicted], dtype=torch.float64)

@@ -87,7 +87,7 @@ def run(
     recipe: Any, out: Path, *, device: str, probe: bool, as_json: bool, quiet: bool, **options: Any
 ) -> dict[str, Any] | None:
     """Train, probe, write OUT/run.json and say what came out; only the first process of several speaks."""
-    from attn_flow.cli import say, table
+    from attn_flow.console import say, table
     from attn_flow.storage import versions, write_json
     from attn_flow.train.loop import train as train_stack
     from attn_flow.train.probe import probe as probe_stack
