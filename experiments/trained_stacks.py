@@ -246,8 +246,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
         axis.set_ylim(0, 1.35)  # room for the legend
         label(axis, f"learned stacks run {way}", "horizon / trained" if way == "longer" else "beta / trained", "")
     for j, when in enumerate(WHEN):
-        points = [(r[when]["clusters"], r[when]["accuracy"]) for r in numbers["runs"]]
-        axes[5].scatter(*zip(*points), s=16, color=COLOURS[6 if j == 0 else 0], label=when)
+        x, y = ([r[when][what] for r in numbers["runs"]] for what in ("clusters", "accuracy"))
+        axes[5].scatter(x, y, s=16, color=COLOURS[6 if j == 0 else 0], label=when)
     label(axes[5], "every stack", "clusters of the last cloud", "accuracy")
     caption(
         figure,

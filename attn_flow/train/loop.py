@@ -191,8 +191,7 @@ def evaluate(stack: DeepStack, task: Task, seed: int, size: int = HELD_OUT) -> d
     batch = task.held_out(size, generator_of(seed, "held out"))
     loss, right = 0.0, 0.0
     for first in range(0, batch.y.shape[0], 250):
-        chunk = Batch(*(None if z is None else z[first : first + 250].to(device) for z in batch))
-        sums = _sums(stack, chunk)
+        sums = _sums(stack, batch.each(lambda z, i=first: z[i : i + 250].to(device)))  # type: ignore[misc]
         loss, right = loss + float(sums[0]), right + float(sums[1])
     asked = max(1, int((batch.y != NO_QUESTION).sum()))
     return {"held_out_loss": loss / asked, "held_out_accuracy": right / asked}

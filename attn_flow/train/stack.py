@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -218,7 +219,8 @@ class DeepStack(nn.Module):
             with torch.no_grad():
                 found = self._layer(l).attention()
             parts = {name: getattr(found, name) for name in ("Q", "K", "V", "O", "query_bias", "value_bias", "beta")}
-            frozen.append(Attention(**{k: p.detach() if isinstance(p, Tensor) else p for k, p in parts.items()}))
+            detached: dict[str, Any] = {name: p.detach() for name, p in parts.items() if isinstance(p, Tensor)}
+            frozen.append(replace(found, **detached))
         return frozen
 
     def rerun(

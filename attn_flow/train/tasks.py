@@ -30,13 +30,17 @@ class Batch(NamedTuple):
     y: Tensor
     mask: Tensor | None = None
 
+    def each(self, of: Callable[[Tensor], Tensor]) -> Batch:
+        """The same done to inputs, answers and mask."""
+        return Batch(of(self.x), of(self.y), None if self.mask is None else of(self.mask))
+
     def part(self, rank: int, of: int) -> Batch:
         """The rank-th of `of` equal slices along the batch."""
         size = self.y.shape[0] // of
-        return Batch(*(None if z is None else z[rank * size : (rank + 1) * size] for z in self))
+        return self.each(lambda z: z[rank * size : (rank + 1) * size])
 
     def to(self, device: torch.device | str) -> Batch:
-        return Batch(*(None if z is None else z.to(device) for z in self))
+        return self.each(lambda z: z.to(device))
 
 
 @dataclass(frozen=True)

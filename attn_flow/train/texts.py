@@ -51,7 +51,7 @@ def read_labelled(path: str | Path) -> list[tuple[str, str]]:
         if kind == ".jsonl":
             fields = _json_fields(str(line), where)
         else:
-            fields = line if isinstance(line, list) else line.split("\t", 1)
+            fields = line if isinstance(line, list) else str(line).split("\t", 1)
         if len(fields) != 2:
             shape = "two columns" if kind == ".csv" else "label<TAB>text"
             raise ValueError(f"{where} has {len(fields)} field(s), expected {shape}: {str(line)[:60]!r}.")
@@ -107,10 +107,10 @@ def labelled(path: str | Path, n: int = 32, vocabulary: int = 2000) -> Task:
 
     def draw(size: int, generator: torch.Generator) -> Batch:
         chosen = torch.randint(seen.y.numel(), (size,), generator=generator)
-        return _rows(seen, chosen)
+        return seen.each(lambda z: z[chosen])
 
     def held_out(size: int, generator: torch.Generator) -> Batch:
-        return _rows(held, torch.arange(min(size, held.y.numel())))
+        return held.each(lambda z: z[:size])
 
     return Task(
         "text",
@@ -126,10 +126,6 @@ def labelled(path: str | Path, n: int = 32, vocabulary: int = 2000) -> Task:
 
 def _words(text: str) -> list[str]:
     return WORD.findall(text.lower())
-
-
-def _rows(table: Batch, chosen: Tensor) -> Batch:
-    return Batch(*(None if z is None else z[chosen] for z in table))
 
 
 def masked(path: str | Path | None = None, n: int = 32, hide: float = 0.15, alphabet: int = 200) -> Task:
