@@ -143,9 +143,10 @@ class Probe:
             phases = "none of the theory's (it would have to fall by a quarter)"
         return [
             f"The cloud {way}: mean pairwise cosine (diagonal removed) from {float(cosine[0]):.2f} at the input to "
-            f"{float(cosine[-1]):.2f} at the output, effective rank from {float(rank[0]):.0f} to {float(rank[-1]):.0f}; "
-            f"{merges:.1f} merges and {splits:.1f} splits of clusters a text. Through all layers W2 to the last layer's "
-            f"limit goes from {float(curve[0]):.2f} to {float(curve[-1]):.2f}; phases: {phases}."
+            f"{float(cosine[-1]):.2f} at the output, effective rank from {float(rank[0]):.0f} to "
+            f"{float(rank[-1]):.0f}; {merges:.1f} merges and {splits:.1f} splits of clusters a text. Through all "
+            f"layers W2 to the last layer's limit goes from {float(curve[0]):.2f} to {float(curve[-1]):.2f}; phases: "
+            f"{phases}."
         ]
 
     def plot(self) -> Any:
