@@ -96,10 +96,12 @@ def joined(paths: Sequence[Trajectory], about: Mapping[str, Any]) -> Trajectory:
     if len(paths) == 1:
         return replace(paths[0], about={**paths[0].about, **about})
     n = max(path.x.shape[-2] for path in paths)
-    x = paths[0].x.new_zeros(len(paths[0]), sum(p.x.shape[1] for p in paths), n, paths[0].x.shape[-1])
+    x = paths[0].x.new_empty(len(paths[0]), sum(p.x.shape[1] for p in paths), n, paths[0].x.shape[-1])
     first = 0
     for p in paths:
-        x[:, first : first + p.x.shape[1], : p.x.shape[2]] = p.x
+        here = x[:, first : first + p.x.shape[1]]
+        here[:, :, : p.x.shape[2]] = p.x
+        here[:, :, p.x.shape[2] :] = 0
         first += p.x.shape[1]
     masks = [p.mask for p in paths if p.mask is not None]
     mask = torch.cat([nn.functional.pad(m, (0, n - m.shape[-1])) for m in masks])

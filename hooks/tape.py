@@ -196,12 +196,16 @@ class Tape:
         x[:, ~kept] = 0.0
         strings = self.strings(batch, tokenizer)
 
+        where = [row[:n] for row, n in zip(places.tolist(), lengths.tolist())]
+
         def rows(table: Any) -> list[list[Any]]:
-            return [[table[b][j] for j in places[b, : int(lengths[b])].tolist()] for b in range(len(places))]
+            if in_place:
+                return [list(row[: len(js)]) for row, js in zip(table, where)]
+            return [[row[j] for j in js] for row, js in zip(table, where)]
 
         labels: dict[str, list] = {
             "text": list(range(batch.first, batch.first + len(places))),
-            "position": [places[b, : int(lengths[b])].tolist() for b in range(len(places))],
+            "position": where,
             "token": rows(strings),
             "special": rows(marks.tolist()),
         }
