@@ -100,9 +100,14 @@ def clusters(
     shown = _shown(x, mask)
     n = x.shape[-2]
     root = torch.arange(n, device=x.device).expand(x.shape[:-1]).contiguous()
+    blocks = list(_rows(x, 1))
+    held = _near(x, shown, blocks[0], tol) if len(blocks) == 1 else None  # one block is kept, several are recomputed
     while True:
         # Every token takes the smallest root in reach, roots follow their roots; chains collapse in few rounds.
-        reach = [_nearest_root(x, shown, root, rows, tol) for rows in _rows(x, x.shape[-1])]
+        reach = []
+        for rows in blocks:
+            near = _near(x, shown, rows, tol) if held is None else held
+            reach.append(torch.where(near, root[..., None, :], root[..., rows, None]).amin(-1))
         smallest = torch.cat(reach, dim=-1)
         hooked = root.scatter_reduce(-1, root, smallest, "amin")
         hooked = torch.minimum(hooked, smallest)
@@ -122,10 +127,10 @@ def clusters(
     return Clusters(labels, first.sum(-1), torch.where(shown, mass, 0.0), tol, speed)
 
 
-def _nearest_root(x: Tensor, shown: Tensor, root: Tensor, rows: slice, tol: float) -> Tensor:
-    near = (x[..., rows, None, :] - x[..., None, :, :]).norm(dim=-1) <= tol
-    near = near & shown[..., rows, None] & shown[..., None, :]
-    return torch.where(near, root[..., None, :], root[..., rows, None]).amin(-1)
+def _near(x: Tensor, shown: Tensor, rows: slice, tol: float) -> Tensor:
+    """Whether |x_i - x_j| <= tol, for the rows i and all j of every cloud: by differences, exact at any tol."""
+    distance = torch.cdist(x[..., rows, :], x, compute_mode="donot_use_mm_for_euclid_dist")
+    return (distance <= tol) & shown[..., rows, None] & shown[..., None, :]
 
 
 def pairwise_cosines(
