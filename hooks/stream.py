@@ -221,7 +221,7 @@ class Statistics:
         if self.files:
             i, n = self.about["shard"]
             manifest = {"points": self.about["points"], "files": self.files, "about": self.about}
-            name = "manifest.json" if n == 1 else f"manifest-{i}-of-{n}.json"
+            name = f"manifest-{i}-of-{n}.json" if n > 1 else "manifest.json"
             _write_text(self.folder / name, json.dumps(manifest, indent=1))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -255,7 +255,13 @@ class Statistics:
         return held
 
     def _resume(self) -> None:
-        if self.folder is None or not self.path.exists():
+        if self.folder is None:
+            return
+        i, n = self.about["shard"]
+        for name in (self.path.name, f"states-{i}-of-{n}-", f"manifest-{i}-of-{n}" if n > 1 else "manifest.json"):
+            for half_written in self.folder.glob(f".{name}*"):  # by a run of this shard that was killed
+                half_written.unlink(missing_ok=True)
+        if not self.path.exists():
             return
         before = Statistics.load(self.path)
         for name in SAME:
