@@ -33,6 +33,8 @@ COINCIDENT = 1e-10
 LEADERS = 64
 # An error below this part of the extent is rounding: costs are sums of p-th powers in float64.
 RESOLUTION = 1e-6
+# Rounding of a cost of size one: sums of thousands of terms in float64.
+ROUNDING = 1e-13
 # Norms may differ by this much on what is called a sphere.
 SPHERE_RTOL = 1e-4
 
@@ -189,7 +191,7 @@ def _pair(
         if merged is not None and name != "beyond":
             distance, error = _exact(*merged[:4], ground, name)
             error += merged[4]
-            if _good(distance, error, rtol, extent):
+            if _good(distance, error, rtol, extent, ground.p):
                 return distance, error, f"merged {name}"
             if merge_tol is not None:
                 raise ValueError(
@@ -200,7 +202,7 @@ def _pair(
     if name == "beyond":
         return _beyond(x, a, y, b, ground, rtol, extent)
     distance, error = _exact(x, a, y, b, ground, name)
-    if not _good(distance, error, rtol, extent):
+    if not _good(distance, error, rtol, extent, ground.p):
         raise ValueError(
             f"method {name!r} proved only {distance.item():.6g} with an error up to {error:.3g}, more than "
             f"rtol = {rtol:g} of it; raise rtol, or use method='assignment' or 'simplex'."
@@ -215,8 +217,9 @@ def _exact(x: Tensor, a: Tensor, y: Tensor, b: Tensor, ground: Ground, method: s
     return distance, _in_distance(distance.item(), plan.gap, ground.p)
 
 
-def _good(distance: Tensor, error: float, rtol: float, extent: float) -> bool:
-    return error <= max(rtol * distance.item(), RESOLUTION * extent)
+def _good(distance: Tensor, error: float, rtol: float, extent: float, p: float) -> bool:
+    """Within rtol, or no more than rounding, which costs of size extent^p turn into a distance by their p-th root."""
+    return error <= max(rtol * distance.item(), RESOLUTION * extent, ROUNDING ** (1 / p) * extent)
 
 
 def _in_distance(distance: float, gap: float, p: float) -> float:
@@ -253,7 +256,7 @@ def _beyond(
             break
         distance, error = _exact(*merged[:4], ground, name)
         error += merged[4]
-        if _good(distance, error, rtol, extent):
+        if _good(distance, error, rtol, extent, ground.p):
             return distance, error, f"merged {name}"
         tol = rtol * distance.item() / 8
     if ground != Ground(2.0, "euclidean"):
@@ -332,7 +335,8 @@ def _atoms(x: Tensor, tol: float) -> Index:
     free = np.arange(n)
     k = 0
     while len(free):
-        near = np.square(z[free] - z[free[0]]).sum(1) <= tol**2
+        near = np.abs(z[free, 0] - z[free[0], 0]) <= tol  # one coordinate rules out nearly all in a spread cloud
+        near[near] = np.square(z[free[near]] - z[free[0]]).sum(1) <= tol**2
         label[free[near]] = k
         free = free[~near]
         k += 1

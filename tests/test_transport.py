@@ -8,7 +8,7 @@ import numpy as np
 import ot
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.special import ndtri
 from torch import Tensor
@@ -151,6 +151,7 @@ clouds = st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8), st.i
 
 
 @LAWS
+@example((6, 1, 1, 1, 220), 3, "euclidean")  # identical weighted clouds: the proved gap is rounding, its cube root 1e-5
 @given(clouds, st.sampled_from([1, 2, 3]), st.sampled_from(["euclidean", "geodesic"]))
 def test_a_metric(sizes: tuple[int, ...], p: int, cost: str) -> None:
     n, m, k, d, seed = sizes
