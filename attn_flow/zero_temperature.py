@@ -78,7 +78,7 @@ def zero_temperature_flow(
     times = torch.linspace(0, float(times), 101, dtype=torch.float64) if times.ndim == 0 else times
     linear = None if isinstance(support, str) else linear_part(attention, support)
     if linear is None or options:
-        return flow(attention.with_beta(math.inf), x0, times, **integration(attention, x0, support), **options)
+        return flow(attention.with_beta(math.inf), x0, times, **{**integration(attention, x0, support), **options})
     checks.tokens("x0", x0)
     W, N = (A.to(x0) for A in linear)
     about = {"attention": describe(attention.with_beta(math.inf)), "geometry": "Sphere", "step": "exact time change"}

@@ -20,7 +20,7 @@ def panels(columns: int, rows: int = 1, title: str = "") -> tuple[Figure, list[A
     figure = Figure(figsize=(4.3 * columns, 3.5 * rows + 0.5), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     axes = [axis for row in grid for axis in row]
-    for letter, axis in zip("abcdefghi", axes):
+    for letter, axis in zip("abcdefghijklmnopqrstuvwxyz", axes):
         axis.set_title(f"({letter})", loc="left", fontsize=10, fontweight="bold")
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)

@@ -81,7 +81,8 @@ def cosines(name: str, depth: int, texts: int, seed: int) -> dict[str, Any] | No
         mean.append(float((mass * middle).sum(-1).mean()))
         close.append(float(close_pairs(x, 0.9, mask=path.mask).mean()))
         tight.append(float(close_pairs(x, 0.999, mask=path.mask).mean()))
-    trained_depth = int(model.config.num_hidden_layers)
+    config: Any = model.config
+    trained_depth = int(config.num_hidden_layers)
     mask = path.mask if path.mask is not None else torch.ones(path.x.shape[1:3], dtype=torch.bool)
     with_self, n = counted_with_self(path.x[trained_depth], mask), mask.sum(-1).double()
     without = close_pairs(path.x[trained_depth], 0.999, mask=path.mask).double()
