@@ -310,7 +310,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
         f.axvline(centre, **THEORY, label="predicted centre" if i == 0 else None)
     label(
         f,
-        rf"$\beta$={run['beta']:g}: clusters and the centres the noise predicts",
+        rf"$\beta$={run['beta']:g}: clusters and predicted centres",
         r"angle $\theta$ (rad)",
         r"$\sqrt{\mathrm{mass\ per\ bin}}$",
     )
