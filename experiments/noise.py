@@ -51,8 +51,8 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         for a in (-1.0, 0.5, 1.0):
             exponents.append(exponent("linear", 8, a, h, pairs, generator))
             advance()
-        for d in (4, 8) if quick else (4, 8, 16):
-            transition[str(d)] = antipodal(d, betas, h, pairs, generator)
+        for d in (4, 8) if quick else (4, 8, 12):
+            transition[str(d)] = antipodal(d, betas, h, pairs // 2, generator)
             advance()
         basin = fate(8, np.array([0.3, 0.9, 1.5, 2.1]), 0.02, 100 if quick else 600, generator)
     claims = [
