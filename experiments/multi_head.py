@@ -163,7 +163,7 @@ def encoder(texts: int) -> dict[str, Any] | None:
         model, tokenizer = minilm()
     except ModuleNotFoundError:
         return None
-    short = [" ".join(text.split()[:60]) for text in topics(texts)]
+    short = [" ".join(text.split()[:45]) for text in topics(texts)]
     path = record(model, tokenizer, short, max_length=128)
     assert path.mask is not None
     layers = []
