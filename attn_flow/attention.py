@@ -7,6 +7,7 @@ cancel. Heads are summed. Matrices act on column vectors: tokens are rows, so co
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -309,7 +310,7 @@ class Attention:
 
     def _cloud_drift(self, x: Tensor, y: Tensor, log_weights: Tensor | None) -> Tensor:
         """The drift of x against the tokens y: all at once if that is small, else in parts that are."""
-        if y.stride(-1) != 1:  # keys and values are read many times
+        if y.stride(-1) != 1 and (self._keys_stay or self._values_stay):  # they are then read many times
             x, y = (y.contiguous(),) * 2 if x is y else (x, y.contiguous())
         bias = self._key_bias(y, log_weights)
         tensors = [z for z in (x, y, bias, *self._tensors().values()) if z is not None]
@@ -317,25 +318,38 @@ class Attention:
         key_width = self.dim if self._keys_stay else self.Q.shape[-2]
         value_width = self.dim if self.V is None or self._values_stay else self.V.shape[-2]
         entries = 2 * (key_width + value_width) * self.heads * math.prod(x.shape[:-1])
-        every_head = [slice(h, h + 1) for h in range(self.heads)]
+        if self.cold or self.kind == "unnormalised" or not self.self_attention:
+            entries *= 2  # not the fused kernel: parts and their sum at the same time
         if entries <= (AT_ONCE_WITH_GRADIENT if gradient else AT_ONCE) or not checks.can_look(*tensors):
             drift = self._attend(x, y, self._keys(y), self._values(y), bias)
         elif gradient:
-
-            def one_head(x: Tensor, y: Tensor, head: slice) -> Tensor:
-                return self._attend(x, y, self._keys(y, head), self._values(y, head), bias, head)
-
-            drift = torch.zeros((), dtype=x.dtype, device=x.device)
-            for head in every_head:
-                drift = drift + checkpoint(one_head, x, y, head, use_reentrant=False)
+            drift = self._drift_head_by_head(x, y, bias)
         else:
-            drift = x.new_zeros(*self._batch(x, y, bias), *x.shape[-2:])
-            for head in every_head:
-                k, v = self._keys(y, head), self._values(y, head)
-                for first in range(0, x.shape[-2], ROWS):
-                    rows = slice(first, first + ROWS)
-                    drift[..., rows, :] += self._attend(x[..., rows, :], y, k, v, bias, head, first)
+            drift = self._drift_in_parts(x, y, bias)
         return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
+
+    def _drift_head_by_head(self, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+        """The backward pass computes every head again instead of holding them all."""
+
+        def one(x: Tensor, y: Tensor, head: slice) -> Tensor:
+            return self._attend(x, y, self._keys(y, head), self._values(y, head), bias, head)
+
+        drift = checkpoint(one, x, y, slice(0, 1), use_reentrant=False)
+        for h in range(1, self.heads):
+            drift = drift + checkpoint(one, x, y, slice(h, h + 1), use_reentrant=False)
+        return drift
+
+    def _drift_in_parts(self, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+        """Head by head and in blocks of rows, into one result: little more memory than that."""
+        drift = x.new_zeros(*self._batch(x, y, bias), *x.shape[-2:])
+        for h in range(self.heads):
+            head = slice(h, h + 1)
+            k, v = _in_blocks(self._keys, y, head), _in_blocks(self._values, y, head)
+            for first in range(0, x.shape[-2], ROWS):
+                rows = slice(first, first + ROWS)
+                drift[..., rows, :] += self._attend(x[..., rows, :], y, k, v, bias, head, first)
+            del k, v  # before those of the next head
+        return drift
 
     def _attend(
         self,
@@ -474,3 +488,10 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
     """Every head's weight on every token: x (..., n, d), weight (..., heads, k, d) -> (..., heads, n, k)."""
     heads, k, _ = weight.shape[-3:]
     return (x @ weight.flatten(-3, -2).mT).unflatten(-1, (heads, k)).transpose(-2, -3)
+
+
+def _in_blocks(project: Callable[[Tensor, slice], Tensor], y: Tensor, head: slice) -> Tensor:
+    """project(y, head), in blocks of rows if y is strided: a product copies what it cannot read in place."""
+    if y.stride(-1) == 1:
+        return project(y, head)
+    return torch.cat([project(rows, head) for rows in y.split(ROWS, dim=-2)], dim=-2)

@@ -154,12 +154,7 @@ def _start(
     first._cloud(x0, weights, mask)
     if placement.flat and not isinstance(geometry, Euclidean):
         raise ValueError(f"placement {placement.name!r} moves the radius of tokens; expected geometry=Euclidean().")
-    x = geometry.retract(on_points(x0, mask))
-    if checks.can_look(x) and not bool(torch.isfinite(x).all()):
-        raise ValueError(
-            f"x0 has a row that {type(geometry).__name__} cannot place (a zero row has no direction); remove it, hide "
-            "it with mask, or use geometry=Euclidean()."
-        )
+    x = on_geometry("x0", x0, mask, geometry)
     batch = [first.Q.shape[:-3], x.shape[:-2], cloud.probabilities.shape[:-1]]
     if isinstance(first.beta, Tensor) and first.beta.ndim > 1:
         batch.append(first.beta.shape[:-1])
@@ -172,13 +167,19 @@ def _start(
     return x.expand(*shape, *x.shape[-2:])
 
 
-def on_points(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Padding rows replaced by the first token of their cloud: a point of the geometry, which nobody sees there."""
-    if mask is None:
-        return x
-    shape = torch.broadcast_shapes(mask.shape, x.shape[:-1])
-    first = mask.expand(shape).to(torch.uint8).argmax(-1)[..., None, None].expand(*shape[:-1], 1, x.shape[-1])
-    return torch.where(mask[..., None], x, torch.gather(x.expand(*shape, x.shape[-1]), -2, first))
+def on_geometry(name: str, x: Tensor, mask: Tensor | None, geometry: Geometry) -> Tensor:
+    """x retracted. Padding goes to the first token of its cloud: a point of the geometry, and nobody sees it there."""
+    if mask is not None:
+        shape = torch.broadcast_shapes(mask.shape, x.shape[:-1])
+        first = mask.expand(shape).to(torch.uint8).argmax(-1)[..., None, None].expand(*shape[:-1], 1, x.shape[-1])
+        x = torch.where(mask[..., None], x, torch.gather(x.expand(*shape, x.shape[-1]), -2, first))
+    x = geometry.retract(x)
+    if checks.can_look(x) and not checks.all_finite(x):
+        raise ValueError(
+            f"{name} has a row that {type(geometry).__name__} cannot place (a zero row has no direction); remove it, "
+            "hide it with mask, or use geometry=Euclidean()."
+        )
+    return x
 
 
 class _Path:
@@ -302,7 +303,7 @@ class _Path:
         return self.geometry.retract(x + kick)
 
     def check(self, x: Tensor, t: float) -> None:
-        if checks.can_look(x) and not bool(torch.isfinite(x).all()):
+        if checks.can_look(x) and not checks.all_finite(x):
             raise FloatingPointError(
                 f"tokens left the range of {x.dtype} at t = {t:.6g}. Use a smaller h (unnormalised attention needs "
                 "h <= .02 e^-beta), float64, or Adaptive()."

@@ -1,14 +1,14 @@
 """Averages of values under softmax and hardmax weights, in memory linear in the number of tokens.
 
 Shapes: queries q (..., m, k), keys k (..., n, k), values v (..., n, v), key_bias (..., n) the log weights of the
-keys (-inf hides one). Logits are scale <q_i, k_j> + key_bias_j. Under `causal` and `exclude_self`
-query i is token first + i of the cloud of keys. A query that sees no key at all has average zero.
+keys (-inf hides one). Logits are scale <q_i, k_j> + key_bias_j. Under `causal` and `exclude_self` query i is token
+first + i of the cloud of keys. A query that sees no key at all has average zero.
 
 Softmax goes through torch's fused attention wherever that is linear in memory. Its CPU kernel silently falls
 back to the full matrix for 3-D inputs, unequal key and value widths, a strided last axis, or a bias that needs
-a gradient; those are brought into shape here, and what it cannot do at all (a bias or a hidden diagonal under a
-causal mask, rows that do not start at the first token, the log-sum-exp) runs in blocks of rows, recomputed in the
-backward pass.
+a gradient; those are brought into shape here. The kernel itself, called by its name, also takes a bias under a causal
+mask and returns the log-sum-exp, which joins averages over segments of the keys. Everything else runs in blocks of
+rows, recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from attn_flow import checks
 
 BLOCK = 2**18  # logits held at once by the blocked path: 1 MB of float32
+SEGMENT = 256  # queries whose own keys are treated one by one when they do not see themselves
 LOGIT_RANGE = 200.0  # beyond it float32 logits are wrong by more than 1e-5
 
 
@@ -53,20 +54,32 @@ def softmax(
     scale: float = 1.0,
 ) -> Tensor:
     """sum_j softmax_j(scale <q_i,k_j> + bias_j) v_j, (..., m, v)."""
-    offset = causal and (first > 0 or q.shape[-2] < k.shape[-2])
-    if exclude_self or offset or (key_bias is not None and (causal or key_bias.requires_grad)):
-        return softmax_and_log_sum(
-            q, k, v, key_bias=key_bias, causal=causal, exclude_self=exclude_self, first=first, scale=scale
-        )[0]
+    if scale == 0:  # the fused kernel would multiply the -inf of hidden keys by it
+        q, scale = torch.zeros_like(q), 1.0
+    whole = not exclude_self and not (causal and (first > 0 or q.shape[-2] < k.shape[-2]))
+    if whole and not (key_bias is not None and (causal or key_bias.requires_grad)):
+        q4, k4, v4, bias, batch = _four_axes(q, k, v, key_bias)
+        out = F.scaled_dot_product_attention(q4, k4, v4, attn_mask=bias, is_causal=causal, scale=scale)
+        return out[..., : v.shape[-1]].reshape(*batch, q.shape[-2], v.shape[-1])
+    if whole and _has_flash(q, k, v, key_bias):
+        return _flash(q, k, v, key_bias, causal, scale)[0]
+    return softmax_and_log_sum(
+        q, k, v, key_bias=key_bias, causal=causal, exclude_self=exclude_self, first=first, scale=scale
+    )[0]
+
+
+def _four_axes(
+    q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, torch.Size]:
+    """What the fused kernel wants: (batch, heads, n, one width), last axis dense, bias (batch, heads, 1, n)."""
     width = max(q.shape[-1], v.shape[-1])
     batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    q4, k4, v4 = (_four_axes(_padded(z, width), batch) for z in (q, k, v))
+    heads = batch[-1] if batch else 1
+    q, k, v = (_padded(z, width).expand(*batch, z.shape[-2], width) for z in (q, k, v))
     bias = None
     if key_bias is not None:
-        bias = key_bias.to(q.dtype).expand(*batch, key_bias.shape[-1])
-        bias = bias.reshape(*q4.shape[:2], 1, -1)
-    out = F.scaled_dot_product_attention(q4, k4, v4, attn_mask=bias, is_causal=causal, scale=scale)
-    return out[..., : v.shape[-1]].reshape(*batch, q.shape[-2], v.shape[-1])
+        bias = key_bias.to(q.dtype).expand(*batch, k.shape[-2]).reshape(-1, heads, 1, k.shape[-2])
+    return *(z.reshape(-1, heads, *z.shape[-2:]) for z in (q, k, v)), bias, batch  # type: ignore[return-value]
 
 
 def _padded(z: Tensor, width: int) -> Tensor:
@@ -74,10 +87,25 @@ def _padded(z: Tensor, width: int) -> Tensor:
     return z if z.stride(-1) == 1 else z.contiguous()
 
 
-def _four_axes(z: Tensor, batch: torch.Size) -> Tensor:
-    z = z.expand(*batch, *z.shape[-2:])
-    heads = batch[-1] if batch else 1
-    return z.reshape(-1, heads, *z.shape[-2:])
+def _has_flash(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None) -> bool:
+    """Whether the CPU kernel may be called by its name: no transform, no autocast, no gradient of the bias."""
+    plain = q.device.type == "cpu" and checks.can_look(q, k, v) and q.dtype == k.dtype == v.dtype
+    return plain and not (key_bias is not None and key_bias.requires_grad)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax average and log-sum-exp by torch's CPU kernel; the average is differentiable, the log-sum-exp is not."""
+    q4, k4, v4, bias, batch = _four_axes(q, k, v, key_bias)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, log_sum = kernel(q4, k4, v4, 0.0, causal, attn_mask=bias, scale=scale)
+    if bias is not None:  # the kernel's log-sum-exp is 0 where nothing is seen
+        seen = ~bias[..., 0, :].isneginf()
+        seen = seen.cumsum(-1) > 0 if causal else seen.any(-1, keepdim=True)
+        log_sum = log_sum.masked_fill(~seen, -torch.inf)
+    m = q.shape[-2]
+    return out[..., : v.shape[-1]].reshape(*batch, m, v.shape[-1]), log_sum.to(q.dtype).reshape(*batch, m)
 
 
 def softmax_and_log_sum(
@@ -92,12 +120,51 @@ def softmax_and_log_sum(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The softmax average (..., m, v), and log sum_j e^{scale <q_i,k_j> + bias_j} (..., m)."""
+    if scale == 0:  # as above
+        q, scale = torch.zeros_like(q), 1.0
+    inputs = [z for z in (q, k, v, key_bias) if z is not None]
+    if _has_flash(q, k, v, key_bias) and not (torch.is_grad_enabled() and any(z.requires_grad for z in inputs)):
+        return _in_segments(q, k, v, key_bias, causal, exclude_self, first, scale)
 
     def rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, i: int) -> tuple[Tensor, Tensor]:
         shares, log_sum = probabilities(logits(q * scale, k, bias, causal, exclude_self, first + i))
         return shares @ v, log_sum
 
     return _in_blocks(rows, q, k, v, key_bias, first if causal else None)
+
+
+def _in_segments(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, exclude_self: bool, first: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The keys before, beside and after the queries, averaged by themselves and joined by their log-sum-exps."""
+    m, n = q.shape[-2], k.shape[-2]
+    if exclude_self and m > SEGMENT:
+        starts = range(0, m, SEGMENT)
+        rows = [q[..., i : i + SEGMENT, :] for i in starts]
+        parts = [_in_segments(z, k, v, bias, causal, True, first + i, scale) for z, i in zip(rows, starts)]
+        return torch.cat([p[0] for p in parts], dim=-2), torch.cat([p[1] for p in parts], dim=-1)
+    if not causal and not exclude_self:
+        return _flash(q, k, v, bias, False, scale)
+
+    def keys(start: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        return k[..., start:end, :], v[..., start:end, :], None if bias is None else bias[..., start:end]
+
+    parts = [_flash(q, *keys(0, first), False, scale)] if first > 0 else []
+    if not causal and first + m < n:
+        parts.append(_flash(q, *keys(first + m, n), False, scale))
+    beside = keys(first, first + m)
+    if exclude_self:
+        shares, log_sum = probabilities(logits(q * scale, beside[0], beside[2], causal, exclude_self=True))
+        parts.append((shares @ beside[1], log_sum))
+    else:
+        parts.append(_flash(q, *beside, True, scale))
+    if len(parts) == 1:
+        return parts[0]
+    shares, log_sum = probabilities(torch.stack([part[1] for part in parts], dim=-1))
+    average = parts[0][0] * shares[..., 0, None]
+    for i, part in enumerate(parts[1:], start=1):
+        average = average + part[0] * shares[..., i, None]
+    return average, log_sum
 
 
 def hardmax(
@@ -130,9 +197,11 @@ def winners(
     scores = logits(q, k, hidden, causal, exclude_self, first)
     top = scores.amax(-1)
     ulp = 16 * torch.finfo(q.dtype).eps * q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True)
-    won = (scores >= (top - ulp)[..., None]) & ~scores.isneginf()
-    share = torch.zeros_like(scores) if bias is None else bias[..., None, :].expand(scores.shape)
-    return probabilities(share.masked_fill(~won, -torch.inf))[0], top
+    lowest = torch.finfo(q.dtype).min  # also where top is -inf: nobody wins there
+    lost = scores < (top - ulp).clamp_min(lowest)[..., None]
+    del scores  # as large as everything else together
+    share = q.new_zeros(()) if bias is None else bias[..., None, :]
+    return probabilities(share.expand(lost.shape).masked_fill(lost, -torch.inf))[0], top
 
 
 def logits(

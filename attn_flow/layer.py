@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attn_flow import checks
-from attn_flow.attention import Attention, Kind
-from attn_flow.flow import on_points
+from attn_flow.attention import KINDS, Attention, Kind
+from attn_flow.flow import on_geometry
 from attn_flow.geometry import Geometry, Sphere
 from attn_flow.steppers import Step, rk4
 
@@ -30,6 +30,9 @@ class ContinuousAttentionLayer(nn.Module):
     Gradients differentiate the discrete steps. The continuous adjoint is not offered: this flow contracts, its
     reversal expands, and the adjoint's gradients are wrong by tens of per cent within a few units of time.
     """
+
+    log_beta: Tensor
+    fixed_beta: Tensor
 
     def __init__(
         self,
@@ -53,14 +56,23 @@ class ContinuousAttentionLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if dim < 1 or heads < 1 or (head_dim is not None and head_dim < 1):
+            raise ValueError(f"dim = {dim}, heads = {heads}, head_dim = {head_dim}: expected at least one of each.")
         if head_dim is None and dim % heads:
             raise ValueError(f"dim = {dim} is no multiple of heads = {heads}; give head_dim.")
         if int(steps) != steps or steps < 1:
             raise ValueError(f"steps = {steps}, expected a whole number of at least 1.")
-        checks.positive("horizon", horizon)
+        if not 0 < horizon < math.inf:
+            raise ValueError(f"horizon = {horizon}, expected a positive, finite number.")
+        checks.one_of("kind", kind, KINDS)
+        if not callable(step):
+            raise ValueError(f"step = {step}, expected a step function such as rk4: a layer takes equal steps.")
         k = head_dim or dim // heads
         make: dict[str, Any] = {"device": device, "dtype": dtype}
-        beta = torch.as_tensor(1 / math.sqrt(k) if beta is None else beta, **{**make, "dtype": dtype or torch.float32})
+        beta = 1 / math.sqrt(k) if beta is None else beta
+        if not isinstance(beta, Tensor):
+            beta = torch.tensor(beta, dtype=torch.float64)  # a float has its digits, whatever torch's default dtype
+        beta = beta.detach().to(device, dtype or torch.float32).clone()
         checks.inverse_temperature(beta)
         if beta.ndim > 1 or (beta.ndim == 1 and beta.shape[0] not in (1, heads)):
             raise ValueError(f"beta has shape {tuple(beta.shape)}, expected () or (heads,) = ({heads},).")
@@ -132,7 +144,7 @@ class ContinuousAttentionLayer(nn.Module):
     @classmethod
     def from_pretrained(cls, model: nn.Module, layer: int, **options: Any) -> ContinuousAttentionLayer:
         """The flow of one layer's own weights, read from a pretrained encoder (see `attn_flow.hooks`)."""
-        from attn_flow.hooks import attentions
+        from attn_flow.hooks import attentions  # type: ignore[import-not-found]
 
         found = attentions(model)
         if not -len(found) <= layer < len(found):
@@ -146,11 +158,9 @@ class ContinuousAttentionLayer(nn.Module):
 
     def attention(self, s: float = 0.0) -> Attention:
         """The attention at the depth s = t/horizon."""
-        beta: float | Tensor = self.beta
-        if not self.learn_beta and beta.ndim == 0 and checks.can_look(beta):
-            beta = float(beta)
-        if self.beta_schedule is not None:
-            beta = beta * self.beta_schedule(s)
+        now = self.beta if self.beta_schedule is None else self.beta * self.beta_schedule(s)
+        number = not self.learn_beta and now.ndim == 0 and checks.can_look(now)
+        beta = float(now) if number else now
         return Attention(
             self.Q,
             self.K,
@@ -169,28 +179,40 @@ class ContinuousAttentionLayer(nn.Module):
 
         mask: padding in any of HuggingFace's forms (see `token_mask`). Padding comes out as it went in.
         """
-        if x.shape[-1] != self.dim or x.ndim < 2:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., n, dim) = (..., n, {self.dim}).")
         checks.tokens("x", x)
-        tokens = None if mask is None else token_mask(mask, x)
-        log_weights = None if tokens is None else torch.zeros_like(x[..., 0]).masked_fill(~tokens, -torch.inf)
+        if x.shape[-1] != self.dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., n, dim) = (..., n, {self.dim}).")
+        tokens = None if mask is None else token_mask(mask, x, self.causal)
+        attention = self.attention()
+        attention._check_tokens(x)
+        log_weights = None
+        if tokens is not None:  # log(1/n) over the tokens, -inf for padding
+            count = tokens.sum(-1, keepdim=True).to(x.dtype)
+            log_weights = (-count.log()).expand(tokens.shape).masked_fill(~tokens, -torch.inf)
 
         def velocity(t: float, x: Tensor) -> Tensor:
-            drift = self.attention(t / self.horizon).self_drift(x, log_weights, tokens)
-            return self.geometry.tangent(x, drift.to(x.dtype))
+            now = attention if self.beta_schedule is None else self.attention(t / self.horizon)
+            return self.geometry.tangent(x, now.self_drift(x, log_weights, tokens).to(x.dtype))
+
+        def outside(now: Tensor) -> Tensor:
+            return now if tokens is None else torch.where(tokens[..., None], now, x)
 
         h = self.horizon / self.steps
-        now = self.geometry.retract(on_points(x, tokens))
-        path = [now]
+        now = on_geometry("x", x, tokens, self.geometry)
+        path = [outside(now)] if return_path else []
         for i in range(self.steps):
             if self.checkpoint and torch.is_grad_enabled():
                 now = checkpoint(self.step, velocity, i * h, now, h, self.geometry, use_reentrant=False)
             else:
                 now = self.step(velocity, i * h, now, h, self.geometry)
-            path.append(now)
-        if tokens is not None:
-            path = [torch.where(tokens[..., None], y, x) for y in (path if return_path else path[-1:])]
-        return torch.stack(path) if return_path else path[-1]
+            if checks.can_look(now) and not checks.all_finite(now):
+                raise FloatingPointError(
+                    f"tokens left the range of {now.dtype} at t = {(i + 1) * h:.6g} of {self.horizon:.6g}; use more "
+                    "steps, a shorter horizon, or a wider dtype."
+                )
+            if return_path:
+                path.append(outside(now))
+        return torch.stack(path) if return_path else outside(now)
 
     def extra_repr(self) -> str:
         step = getattr(self.step, "name", getattr(self.step, "__name__", "custom"))
@@ -200,24 +222,38 @@ class ContinuousAttentionLayer(nn.Module):
         )
 
 
-def token_mask(mask: Tensor, x: Tensor) -> Tensor:
+def token_mask(mask: Tensor, x: Tensor, causal: bool = False) -> Tensor:
     """Any HuggingFace padding mask as bool (..., n), True for tokens.
 
-    Known forms: (batch, n) with 1 or True for tokens; (batch, 1, 1, n) and (batch, 1, n, n), bool with True = attend
-    or additive with 0 = attend and a large negative number = hide.
+    Known forms: (batch, n), (batch, n, n), (batch, 1, 1, n) and (batch, 1, n, n); bool or numbers with 1 = attend, or
+    additive with 0 = attend and a large negative number = hide. A mask that hides a token from some queries only says
+    more than padding and is refused, but for the causal one with `causal`.
     """
-    keep = mask if mask.dtype == torch.bool else mask >= -1e-6 if _additive(mask) else mask > 0
+    checks.tensor("mask", mask, "(batch, n), (batch, n, n), (batch, 1, 1, n) or (batch, 1, n, n)")
+    additive = (
+        mask.is_floating_point() and mask.ndim >= x.ndim and not (checks.can_look(mask) and bool((mask > 0).any()))
+    )
+    keep = mask if mask.dtype == torch.bool else mask >= 0 if additive else mask > 0
     if keep.ndim == x.ndim + 1 and keep.shape[-3] == 1:
-        keep = keep.any(-2)[..., 0, :]  # a key is a token if some query may attend to it
-    if keep.shape != x.shape[:-1]:
+        keep = keep[..., 0, :, :]
+    queries = keep if keep.ndim == x.ndim else None  # (batch, 1 or n, n)
+    keep = keep if queries is None else queries.any(-2)  # a token is what some query may attend to
+    if keep.ndim != x.ndim - 1 or keep.shape[-1] != x.shape[-2] or not checks.broadcasts(keep.shape, x.shape[:-1]):
         raise ValueError(
-            f"mask has shape {tuple(mask.shape)}, expected (batch, n), (batch, 1, 1, n) or (batch, 1, n, n) with "
-            f"(batch, n) = {tuple(x.shape[:-1])}."
+            f"mask has shape {tuple(mask.shape)}, expected (batch, n), (batch, n, n), (batch, 1, 1, n) or "
+            f"(batch, 1, n, n) with (batch, n) = {tuple(x.shape[:-1])}."
         )
+    if queries is not None and checks.can_look(queries):
+        n, real = x.shape[-2], keep[..., None] if queries.shape[-2] > 1 else keep.any(-1)[..., None, None]
+        seen = keep[..., None, :].expand_as(queries)
+        later = torch.ones(n, n, dtype=torch.bool, device=mask.device).triu(1)
+        if bool(((queries != seen) & real).any()) and not (
+            causal and queries.shape[-2] == n and bool(((queries == seen & ~later) | ~real).all())
+        ):
+            raise ValueError(
+                f"mask of shape {tuple(mask.shape)} hides tokens from some queries and not from others; expected "
+                "padding. For the causal mask build the layer with causal=True."
+            )
+    keep = keep.expand(x.shape[:-1])
     checks.token_mask(keep, x)
     return keep
-
-
-def _additive(mask: Tensor) -> bool:
-    """A 4-D floating mask adds to the logits; a 2-D one, of any dtype, counts tokens."""
-    return mask.is_floating_point() and mask.ndim > 2

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_flow import Attention, Cloud, Gaussian, Mixture, Sphere, UniformSphere
+from attn_flow import Attention, Cloud, Gaussian, Mixture, Sphere, UniformSphere, sinkhorn
 from attn_flow import attention as attention_module
-from attn_flow import sinkhorn
 
 F64 = torch.float64
 
@@ -102,7 +101,7 @@ def systems(draw: st.DrawFn, kinds: tuple[str, ...] = ("softmax", "unnormalised"
     O = {"none": None, "V": None, "O": make(heads, d, d), "both": make(heads, d, v)}[shape]
     beta: float | Tensor = draw(st.sampled_from((0.0, 0.5, 2.0, 30.0)))
     kind = draw(st.sampled_from(kinds))
-    if kind == "unnormalised":
+    if kind in ("unnormalised", "sinkhorn"):  # e^beta; and cold plans converge too slowly for tight comparisons
         beta = min(beta, 2.0)
     if kind != "hardmax" and draw(st.booleans()):
         beta = float(beta) * torch.rand(heads, generator=generator, dtype=F64)
