@@ -17,7 +17,9 @@ def parse_matrix(text: str, name: str = "matrix", dtype: torch.dtype = torch.flo
     try:
         rows = [[float(entry) for entry in row.split(",")] for row in text.strip().strip(";").split(";")]
     except ValueError:
-        raise ValueError(f'{name} = {text!r}, expected numbers as "3,0;0,1" or a .npy, .pt or .safetensors file.') from None
+        raise ValueError(
+            f'{name} = {text!r}, expected numbers as "3,0;0,1" or a .npy, .pt or .safetensors file.'
+        ) from None
     if len({len(row) for row in rows}) != 1:
         raise ValueError(f"{name} = {text!r} has rows of lengths {[len(row) for row in rows]}, expected equal lengths.")
     return torch.tensor(rows, dtype=dtype)

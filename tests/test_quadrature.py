@@ -24,7 +24,7 @@ def von_mises(theta: torch.Tensor) -> torch.Tensor:
 def test_circle_moments(towards: float | None) -> None:
     """E e^{ik theta} = 0 for the uniform law and I_k(2)/I_0(2) e^{ik} for the von Mises law exp(2 cos(theta - 1))."""
     tolerance = 1e-12 if towards is None else 8 * math.exp(-TAIL)  # an arc of 4 e^-TAIL at each end has no node
-    uniform, dense = circle(200, towards=towards), circle(200, von_mises, towards=towards)
+    uniform, dense = circle(400, towards=towards), circle(400, von_mises, towards=towards)
     for k in range(1, 6):
         wave = lambda cloud, k=k: (cloud.weights * torch.exp(1j * k * angles(cloud.x))).sum()
         assert abs(complex(wave(uniform))) < tolerance
