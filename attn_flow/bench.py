@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,9 +53,9 @@ def drift(quick: bool) -> Iterator[Row]:
         with torch.no_grad():
             seconds = interleaved(
                 {
-                    "ours": lambda x=x, A=attention: A.drift(x),  # type: ignore[misc]
-                    "plain": lambda x=x: plain_drift(x, beta),  # type: ignore[misc]
-                    "matmul": lambda a=a, b=b: a @ b,  # type: ignore[misc]
+                    "ours": partial(attention.drift, x),
+                    "plain": partial(plain_drift, x, beta),
+                    "matmul": partial(torch.matmul, a, b),
                 },
                 rounds,
             )
@@ -170,7 +171,7 @@ def transport(quick: bool) -> Iterator[Row]:
         def dense(x: Tensor = x, y: Tensor = y) -> float:
             return float(ot.emd2(uniform, uniform, torch.cdist(x, y) ** 2)) ** 0.5
 
-        seconds = interleaved({"ours": lambda x=x, y=y: solve(x, y), "dense": dense}, 1 if quick else 3)  # type: ignore[misc]
+        seconds = interleaved({"ours": partial(solve, x, y), "dense": dense}, 1 if quick else 3)
         found = solve(x, y)
         yield {
             "case": f"W2 n={n} d=3 {name} ({found.method})",

@@ -38,8 +38,19 @@ def loses_digits(q: Tensor, k: Tensor, beta: float | Tensor = 1.0) -> bool:
         if not checks.can_look(beta):
             return False
         beta = float(beta.detach().amax())
-    longest = k.detach().norm(dim=-1).amax()
-    return float((longest if q is k else q.detach().norm(dim=-1).amax()) * longest) * beta > LOGIT_RANGE
+    longest = _longest(k)
+    same = q.data_ptr() == k.data_ptr() and q.shape[-2:] == k.shape[-2:]  # tokens that are their own queries
+    return (longest if same else _longest(q)) * longest * beta > LOGIT_RANGE
+
+
+def _longest(z: Tensor) -> float:
+    return float(torch.linalg.vector_norm(z.detach(), dim=-1).amax())
+
+
+def broadcast(*shapes: torch.Size) -> torch.Size:
+    """torch.broadcast_shapes, which takes as long as a small attention, only where shapes differ."""
+    first = shapes[0]
+    return first if all(shape == first for shape in shapes) else torch.broadcast_shapes(*shapes)
 
 
 def softmax(
@@ -73,7 +84,7 @@ def _four_axes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, torch.Size]:
     """What the fused kernel wants: (batch, heads, n, one width), last axis dense, bias (batch, heads, 1, n)."""
     width = max(q.shape[-1], v.shape[-1])
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     heads = batch[-1] if batch else 1
     q, k, v = (_padded(z, width).expand(*batch, z.shape[-2], width) for z in (q, k, v))
     bias = None
@@ -261,7 +272,7 @@ def _in_blocks(
 
     `causal_from` = the token of the first query, if later keys are hidden from each of them: they are left out.
     """
-    batch = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    batch = broadcast(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     m, n = q.shape[-2], k.shape[-2]
     q, k, v = (z.expand(*batch, *z.shape[-2:]).reshape(-1, *z.shape[-2:]) for z in (q, k, v))
     bias = None if bias is None else bias.to(q.dtype).expand(*batch, n).reshape(-1, n)
