@@ -183,9 +183,9 @@ def transport(quick: bool) -> Iterator[Row]:
 
 
 def encoder(quick: bool) -> Iterator[Row]:
-    """MiniLM: recording every level, and the scalar metrics of the cloud, against the plain forward pass."""
+    """MiniLM: recording every level, its statistics, and the scalar metrics of clouds, against the forward pass."""
     from attn_flow import observe
-    from attn_flow.hooks import record
+    from attn_flow.hooks import Statistics, record
     from attn_flow.hooks.embedded import minilm, topics
 
     model, tokenizer = minilm()
@@ -206,10 +206,15 @@ def encoder(quick: bool) -> Iterator[Row]:
             for beta in (1.0, 4.0, 16.0, 64.0):
                 observe.log_energy(u, beta)
 
-    functions = {"forward": forward, "record": lambda: record(model, inputs), "metrics": metrics}
+    functions: dict[str, Callable[[], Any]] = {
+        "forward": forward,
+        "record": lambda: record(model, inputs),
+        "statistics": lambda: record(model, inputs, sink=Statistics()),
+        "metrics": metrics,
+    }
     seconds = interleaved(functions, 3 if quick else 9)
     tokens = int(inputs["attention_mask"].sum())
-    for name in ("record", "metrics"):
+    for name in ("record", "statistics", "metrics"):
         yield {
             "case": f"MiniLM {name}, {tokens} tokens, all levels",
             "against": "plain forward pass",

@@ -38,13 +38,16 @@ def loses_digits(q: Tensor, k: Tensor, beta: float | Tensor = 1.0) -> bool:
         if not checks.can_look(beta):
             return False
         beta = float(beta.detach().amax())
-    longest = _longest(k)
-    same = q.data_ptr() == k.data_ptr() and q.shape[-2:] == k.shape[-2:]  # tokens that are their own queries
-    return (longest if same else _longest(q)) * longest * beta > LOGIT_RANGE
+    q, k = q.detach(), k.detach()
+    if q.shape[-1] * _largest(q) * _largest(k) * beta <= LOGIT_RANGE:  # |q_i| <= sqrt(d) max_ij |q_ij|
+        return False
+    lengths = [float(torch.linalg.vector_norm(z, dim=-1).amax()) for z in (q, k)]
+    return lengths[0] * lengths[1] * beta > LOGIT_RANGE
 
 
-def _longest(z: Tensor) -> float:
-    return float(torch.linalg.vector_norm(z.detach(), dim=-1).amax())
+def _largest(z: Tensor) -> float:
+    low, high = torch.aminmax(z)
+    return max(-float(low), float(high))
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:

@@ -94,6 +94,8 @@ def probe(
             found[name] = Probe.load(folder)
             continue
         model, tokenizer, beta = open_model(name, device, dtype, pickle, seed)
+        if source is not None and tokenizer is None:
+            raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
         inputs = (tokenizer, source) if source is not None else (read_images(images, name), None)
         parts = None if again else folder / "parts"
         found[name] = run(

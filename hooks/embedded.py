@@ -41,7 +41,7 @@ def _folder(package: str, inside: str, install: str) -> Path:
 def load(
     path: str | Path, *, dtype: torch.dtype = torch.float32, pickle: bool = False, remote_code: bool = False
 ) -> tuple[nn.Module, Any]:
-    """An encoder and its tokenizer from a name or folder, in evaluation mode, in an explicit dtype.
+    """An encoder and its tokenizer (None for images) from a name or folder, in evaluation mode, in an explicit dtype.
 
     Weights must be safetensors: a pickle can run code, so it is read only if `pickle` asks (with weights_only).
     """
@@ -60,7 +60,8 @@ def load(
     options: dict[str, Any] = {"trust_remote_code": remote_code}
     # from_pretrained renamed torch_dtype to dtype in 4.56; a cast after loading means the same in every version.
     model = AutoModel.from_pretrained(path, use_safetensors=not pickle, **options).to(dtype).eval()
-    return model, AutoTokenizer.from_pretrained(path, **options)
+    sees = getattr(model, "main_input_name", "input_ids") == "pixel_values"
+    return model, None if sees else AutoTokenizer.from_pretrained(path, **options)
 
 
 def minilm() -> tuple[nn.Module, Any]:

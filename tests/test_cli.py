@@ -146,6 +146,26 @@ def test_probe_reads_jsonl_and_standard_input(tmp_path):
     assert "no text field 'text' (found body)" in " ".join(done.stderr.split())
 
 
+def test_probe_of_a_vision_model(tmp_path):
+    """A tiny ViT, saved as a folder, on a folder of images; without --images it asks for them."""
+    from PIL import Image
+    from transformers import ViTConfig, ViTImageProcessor, ViTModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    ViTModel(ViTConfig(**sizes, image_size=64, patch_size=8)).save_pretrained(tmp_path / "vit")
+    ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path / "vit")
+    (tmp_path / "images").mkdir()
+    for i in range(3):
+        pixels = np.random.default_rng(i).integers(0, 255, (70, 80, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{i}.png")
+    words = ["probe", str(tmp_path / "vit"), "--out", str(tmp_path / "out"), "--json"]
+    found = json.loads(run(*words, "--images", str(tmp_path / "images")).stdout)[str(tmp_path / "vit")]
+    assert found["about"]["texts"] == 3
+    assert found["about"]["tokens"] == 3 * (64 + 1)
+    assert "takes images" in run(*words, "--demo", code=2).stderr
+    assert "holds no image" in run(*words, "--images", str(tmp_path), code=2).stderr
+
+
 def test_record_shards_merge_to_the_whole(tmp_path):
     lines = "\n".join(f"The {i}th token follows its own query to the nearest key." for i in range(12))
     (tmp_path / "t.txt").write_text(lines)
