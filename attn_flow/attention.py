@@ -265,6 +265,7 @@ class Attention:
             context = Cloud(context)
         if isinstance(context, Cloud):
             self._check_tokens(context.x, "context")
+            self._batch(x.shape[:-2], context.x.shape[:-2])
             return self._cloud_drift(x, context.x, context.log_weights)
         return self._measure_drift(x, context)
 
@@ -302,6 +303,7 @@ class Attention:
         """The tokens as a measure that this attention can act on."""
         cloud = Cloud(x, weights, mask)
         self._check_tokens(x)
+        self._batch(x.shape[:-2])
         if not self.self_attention and checks.can_look(x) and int((cloud.probabilities > 0).sum(-1).min()) < 2:
             raise ValueError(
                 "self_attention=False leaves a cloud of one token nobody to attend to; expected two or more."
@@ -341,7 +343,9 @@ class Attention:
 
     def _drift_in_parts(self, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
         """Head by head and in blocks of rows, into one result: little more memory than that."""
-        drift = x.new_zeros(*self._batch(x, y, bias), *x.shape[-2:])
+        key_batch = () if bias is None else bias.shape[:-2]
+        batch = self._batch(x.shape[:-2], y.shape[:-2], torch.Size(key_batch))
+        drift = x.new_zeros(*batch, *x.shape[-2:])
         for h in range(self.heads):
             head = slice(h, h + 1)
             k, v = _in_blocks(self._keys, y, head), _in_blocks(self._values, y, head)
@@ -476,12 +480,18 @@ class Attention:
         found = {name: getattr(self, name) for name in names}
         return {name: z for name, z in found.items() if isinstance(z, Tensor)}
 
-    def _batch(self, x: Tensor, y: Tensor, key_bias: Tensor | None) -> torch.Size:
-        """The leading axes of the drift."""
+    def _batch(self, *others: torch.Size) -> torch.Size:
+        """The leading axes of the drift: those of the weights and beta, and the others given, broadcast."""
         axes = {"Q": 3, "K": 3, "V": 3, "O": 3, "query_bias": 2, "value_bias": 1, "beta": 1}
-        shapes = [z.shape[: max(0, z.ndim - axes[name])] for name, z in self._tensors().items()]
-        shapes += [x.shape[:-2], y.shape[:-2]] + ([] if key_bias is None else [key_bias.shape[:-2]])
-        return torch.broadcast_shapes(*shapes)
+        own = {name: z.shape[: max(0, z.ndim - axes[name])] for name, z in self._tensors().items()}
+        try:
+            return kernels.broadcast(*others, *own.values())
+        except RuntimeError:
+            named = [f"tokens {tuple(shape)}" for shape in others] + [f"{name} {tuple(z)}" for name, z in own.items()]
+            raise ValueError(
+                f"batch shapes do not broadcast: {', '.join(z for z in named if not z.endswith('()'))}; for one beta "
+                "per batch element pass beta[:, None]."
+            ) from None
 
 
 def _per_head(x: Tensor, weight: Tensor) -> Tensor:

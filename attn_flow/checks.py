@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 
 import torch
@@ -81,6 +82,8 @@ def inverse_temperature(beta: float | Tensor) -> None:
     if isinstance(beta, Tensor):
         if can_look(beta) and bool((torch.isnan(beta) | (beta < 0)).any()):
             raise ValueError(f"beta = {beta.tolist()}, expected 0 <= beta <= inf (NaN and negative are not).")
+    elif not isinstance(beta, numbers.Real):
+        raise ValueError(f"beta is a {type(beta).__name__}, expected a number or a torch.Tensor.")
     elif math.isnan(beta) or beta < 0:
         raise ValueError(f"beta = {beta}, expected 0 <= beta <= inf; for repulsion negate V instead.")
 

@@ -77,6 +77,8 @@ def flow(
     path = _Path(attention, geometry, weights, mask, context, placement, noise, generator, stop)
     kept_t, kept_x = [float(times[0])], [x]
     total = float(times[-1] - times[0])
+    if not (callable(step) or isinstance(step, Adaptive)):
+        raise ValueError(f"step = {step!r}, expected a step function (euler, rk4, dopri5, your own) or Adaptive().")
     if isinstance(step, Adaptive):
         clouds = path.adaptive(x, times.tolist(), step, h)
     else:
@@ -148,23 +150,12 @@ def _start(
     """x0 checked and put on the geometry, padding on some point of it, with room for the attention's batch."""
     checks.tokens("x0", x0)
     checks.positive("h", h)
-    cloud = Cloud(x0, weights, mask)
     first = attention if isinstance(attention, Attention) else attention(t0)
-    first._check_tokens(x0)
-    first._cloud(x0, weights, mask)
+    cloud = first._cloud(x0, weights, mask)
     if placement.flat and not isinstance(geometry, Euclidean):
         raise ValueError(f"placement {placement.name!r} moves the radius of tokens; expected geometry=Euclidean().")
     x = on_geometry("x0", x0, mask, geometry)
-    batch = [first.Q.shape[:-3], x.shape[:-2], cloud.probabilities.shape[:-1]]
-    if isinstance(first.beta, Tensor) and first.beta.ndim > 1:
-        batch.append(first.beta.shape[:-1])
-    try:
-        shape = torch.broadcast_shapes(*batch)
-    except RuntimeError:
-        raise ValueError(
-            f"batch shapes do not broadcast: weights {batch[0]}, x0 {batch[1]}, beta {batch[-1]}."
-        ) from None
-    return x.expand(*shape, *x.shape[-2:])
+    return x.expand(*first._batch(x.shape[:-2], cloud.probabilities.shape[:-1]), *x.shape[-2:])
 
 
 def on_geometry(name: str, x: Tensor, mask: Tensor | None, geometry: Geometry) -> Tensor:

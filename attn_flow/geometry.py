@@ -63,10 +63,10 @@ class Sphere:
         checks.positive("radius", self.radius)
 
     def tangent(self, x: Tensor, u: Tensor) -> Tensor:
-        return u - (x * u).sum(-1, keepdim=True) * x / self.radius**2
+        return torch.addcmul(u, (x * u).sum(-1, keepdim=True), x, value=-1 / self.radius**2)
 
     def retract(self, x: Tensor) -> Tensor:
-        return self.radius * x / x.norm(dim=-1, keepdim=True)
+        return x * (self.radius / torch.linalg.vector_norm(x, dim=-1, keepdim=True))
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
         return self.radius * angle(x / self.radius, y / self.radius)

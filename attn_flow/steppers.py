@@ -64,7 +64,7 @@ class RungeKutta:
 def _along(x: Tensor, h: float, weights: tuple[float, ...], k: list[Tensor]) -> Tensor:
     for weight, k_i in zip(weights, k):
         if weight:
-            x = x + h * weight * k_i
+            x = torch.add(x, k_i, alpha=h * weight)
     return x
 
 
