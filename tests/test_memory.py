@@ -143,6 +143,7 @@ print(kilobytes("VmHWM") - before)
 """
 
 
+@pytest.mark.slow  # resident memory of a process beside others: a busy machine adds what is not ours
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 def test_resident_memory_agrees() -> None:
     """The operating system's own high-water mark of a fresh process, every large block given back when freed."""
