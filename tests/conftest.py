@@ -7,8 +7,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+# The same examples in every run: a failure is a change of the code. HYPOTHESIS_RANDOM=1 explores new ones.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("default" if os.environ.get("HYPOTHESIS_RANDOM") else "same")
 
 
 @pytest.fixture

@@ -61,6 +61,7 @@ def test_auto_is_the_linear_program(n: int, m: int, d: int, p: float, seed: int)
 
 
 @LAWS
+@example(n=1, m=1, p=1.5, seed=424)  # rounding kept the cutting planes of a single pair from closing
 @given(n=st.integers(1, 12), m=st.integers(1, 12), p=st.sampled_from([1, 1.5, 2, 4]), seed=st.integers(0, 999))
 def test_circle_is_the_linear_program(n: int, m: int, p: float, seed: int) -> None:
     x, y, a, b = unit(normal(n, 2, seed=seed)), unit(normal(m, 2, seed=seed + 1)), masses(n, seed), masses(m, seed + 2)
