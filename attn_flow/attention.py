@@ -7,22 +7,17 @@ cancel. Heads are summed. Matrices act on column vectors: tokens are rows, so co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from attn_flow import checks, kernels, sinkhorn
+from attn_flow import checks, drift, kernels
 from attn_flow.measures import Cloud, Measure
 
 Kind = Literal["softmax", "unnormalised", "hardmax", "sinkhorn"]
 KINDS: tuple[Kind, ...] = ("softmax", "unnormalised", "hardmax", "sinkhorn")
-# Entries of queries, keys, values and averages beyond which the drift is computed in parts, with and without gradient.
-AT_ONCE, AT_ONCE_WITH_GRADIENT = 2**21, 2**22
-ROWS = 1024  # tokens in a part
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,29 +261,20 @@ class Attention:
         if isinstance(context, Cloud):
             self._check_tokens(context.x, "context")
             self._batch(x.shape[:-2], context.x.shape[:-2])
-            return self._cloud_drift(x, context.x, context.log_weights)
-        return self._measure_drift(x, context)
+            return drift.against_cloud(self, x, context.x, context.log_weights)
+        return drift.against_measure(self, x, context)
 
     def weights(self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The attention matrix A (..., heads, n, n), dense; rows sum to one but for kind='unnormalised'."""
-        bias = self._key_bias(x, self._cloud(x, weights, mask).log_weights)
-        q, k = self._queries(x), self._keys(x)
-        if kernels.loses_digits(q, k, self._scale):
-            return self.to(torch.float64).weights(x.double(), weights=weights, mask=mask).to(x.dtype)
-        if self.cold:
-            return kernels.winners(q, k, bias, self.causal, not self.self_attention)[0]
-        logits = kernels.logits(q * self._scale, k, bias, self.causal, not self.self_attention)
-        if self.kind == "unnormalised":
-            return (logits if bias is not None else logits - math.log(x.shape[-2])).exp()
-        return kernels.probabilities(logits)[0]
+        return drift.weights(self, x, self._cloud(x, weights, mask).log_weights)
 
     def self_drift(self, x: Tensor, log_weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The drift of tokens against themselves, unchecked: what integrators call at every stage.
 
         log_weights (..., n) has -inf where mask is False, as `Cloud.log_weights`.
         """
-        drift = self._cloud_drift(x, x, log_weights)
-        return drift if mask is None else drift.masked_fill(~mask[..., None], 0.0)
+        F = drift.against_cloud(self, x, x, log_weights)
+        return F if mask is None else F.masked_fill(~mask[..., None], 0.0)
 
     def _check_tokens(self, x: Tensor, name: str = "x") -> None:
         if x.shape[-1] != self.dim:
@@ -310,171 +296,6 @@ class Attention:
             )
         return cloud
 
-    def _cloud_drift(self, x: Tensor, y: Tensor, log_weights: Tensor | None) -> Tensor:
-        """The drift of x against the tokens y: all at once if that is small, else in parts that are."""
-        if y.stride(-1) != 1 and (self._keys_stay or self._values_stay):  # they are then read many times
-            x, y = (y.contiguous(),) * 2 if x is y else (x, y.contiguous())
-        bias = self._key_bias(y, log_weights)
-        tensors = [z for z in (x, y, bias, *self._tensors().values()) if z is not None]
-        gradient = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
-        key_width = self.dim if self._keys_stay else self.Q.shape[-2]
-        value_width = self.dim if self.V is None or self._values_stay else self.V.shape[-2]
-        entries = 2 * (key_width + value_width) * self.heads * math.prod(x.shape[:-1])
-        if self.cold or self.kind == "unnormalised" or not self.self_attention:
-            entries *= 2  # not the fused kernel: parts and their sum at the same time
-        if entries <= (AT_ONCE_WITH_GRADIENT if gradient else AT_ONCE) or not checks.can_look(*tensors):
-            drift = self._attend(x, y, self._keys(y), self._values(y), bias)
-        elif gradient:
-            drift = self._drift_head_by_head(x, y, bias)
-        else:
-            drift = self._drift_in_parts(x, y, bias)
-        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
-
-    def _drift_head_by_head(self, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
-        """The backward pass computes every head again instead of holding them all."""
-
-        def one(x: Tensor, y: Tensor, head: slice) -> Tensor:
-            return self._attend(x, y, self._keys(y, head), self._values(y, head), bias, head)
-
-        drift = checkpoint(one, x, y, slice(0, 1), use_reentrant=False)
-        for h in range(1, self.heads):
-            drift = drift + checkpoint(one, x, y, slice(h, h + 1), use_reentrant=False)
-        return drift
-
-    def _drift_in_parts(self, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
-        """Head by head and in blocks of rows, into one result: little more memory than that."""
-        key_batch = () if bias is None else bias.shape[:-2]
-        batch = self._batch(x.shape[:-2], y.shape[:-2], torch.Size(key_batch))
-        drift = x.new_zeros(*batch, *x.shape[-2:])
-        for h in range(self.heads):
-            head = slice(h, h + 1)
-            k, v = _in_blocks(self._keys, y, head), _in_blocks(self._values, y, head)
-            for first in range(0, x.shape[-2], ROWS):
-                rows = slice(first, first + ROWS)
-                drift[..., rows, :] += self._attend(x[..., rows, :], y, k, v, bias, head, first)
-            del k, v  # before those of the next head
-        return drift
-
-    def _attend(
-        self,
-        x: Tensor,
-        y: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_bias: Tensor | None,
-        heads: slice = slice(None),
-        first: int = 0,
-    ) -> Tensor:
-        """The sum over some heads of O_h sum_j A_ij v_j, for queries x that are the tokens first, first + 1, ... of y.
-
-        k and v are the keys and values of y in these heads.
-        """
-        q = self._queries(x, heads)
-        if kernels.loses_digits(q, k, self._scale):
-            exact, y = self.to(torch.float64), y.double()
-            k, v = exact._keys(y, heads), exact._values(y, heads)
-            return exact._attend(x.double(), y, k, v, key_bias, heads, first).to(x.dtype)
-        if key_bias is not None and key_bias.shape[-2] > 1:
-            key_bias = key_bias[..., heads, :]
-        options: dict[str, Any] = {
-            "key_bias": key_bias,
-            "causal": self.causal,
-            "exclude_self": not self.self_attention,
-            "first": first,
-        }
-        if self.cold:
-            average = kernels.hardmax(q, k, v, **options)[0]
-        elif self.kind != "unnormalised":
-            average = kernels.softmax(q, k, v, scale=self._scale, **options)
-        else:
-            average, log_sum = kernels.softmax_and_log_sum(q, k, v, scale=self._scale, **options)
-            if key_bias is None:  # the weights 1/n, which a softmax cancels
-                log_sum = log_sum - math.log(y.shape[-2])
-            average = average * log_sum.exp()[..., None]
-        return self._output(average, heads)
-
-    # beta is applied once: as the kernel's scale if it is a number, to the queries if it is a tensor.
-
-    @property
-    def _scale(self) -> float:
-        return 1.0 if isinstance(self.beta, Tensor) or self.cold else float(self.beta)
-
-    def _queries(self, x: Tensor, heads: slice = slice(None)) -> Tensor:
-        """Q x + b in the space where keys live, times beta if that is a tensor, (..., heads, n, k or d)."""
-        if self._Q_is_identity:
-            q = x[..., None, :, :].expand(*x.shape[:-2], self.Q[..., heads, 0, 0].shape[-1], *x.shape[-2:])
-        else:
-            q = _per_head(x, self.Q[..., heads, :, :])
-        if self.query_bias is not None:
-            q = q + self.query_bias[..., heads, None, :]
-        if self.K is not None and self._keys_stay:
-            q = q @ self.K[..., heads, :, :]
-        return q * self._beta(heads, x)[..., None, None] if isinstance(self.beta, Tensor) else q
-
-    def _beta(self, heads: slice, x: Tensor) -> Tensor:
-        """beta as a tensor of shape (..., heads or 1)."""
-        beta = torch.as_tensor(self.beta, dtype=x.dtype, device=x.device)
-        return beta[None] if beta.ndim == 0 else beta[..., heads] if beta.shape[-1] > 1 else beta
-
-    @property
-    def _keys_stay(self) -> bool:
-        """Whether K acts on the queries: cheaper once its rank reaches d, since keys are then the tokens."""
-        return self.K is None or self.K.shape[-2] >= self.dim
-
-    @property
-    def _values_stay(self) -> bool:
-        """Whether V acts after the average, on one token instead of all of them."""
-        return self.V is None or self.O is None or self.V.shape[-2] >= self.dim
-
-    def _keys(self, y: Tensor, heads: slice = slice(None)) -> Tensor:
-        if self.K is None or self._keys_stay:
-            return y[..., None, :, :]
-        return _per_head(y, self.K[..., heads, :, :])
-
-    def _values(self, y: Tensor, heads: slice = slice(None)) -> Tensor:
-        if self.V is None or self._values_stay:
-            return y[..., None, :, :]
-        return _per_head(y, self.V[..., heads, :, :])
-
-    def _output(self, average: Tensor, heads: slice = slice(None)) -> Tensor:
-        """sum_h O_h (average)_h, or O_h V_h where the tokens themselves were averaged: (..., n, d)."""
-        if self.V is None and self.O is None:
-            return average[..., 0, :, :] if average.shape[-3] == 1 else average.sum(-3)
-        O = self.O if self.O is not None and not self._values_stay else self.values
-        stacked = O[..., heads, :, :].mT.flatten(-3, -2)  # (..., heads * v, d)
-        return average.transpose(-2, -3).flatten(-2) @ stacked
-
-    def _key_bias(self, x: Tensor, log_weights: Tensor | None) -> Tensor | None:
-        """Log weights of the keys (..., 1, n); with Sinkhorn's potential added, (..., heads, n)."""
-        log_w = None if log_weights is None else log_weights[..., None, :]
-        if self.kind != "sinkhorn":
-            return log_w
-        if log_w is None:
-            log_w = torch.full_like(x[..., 0], -math.log(x.shape[-2]))[..., None, :]
-        return sinkhorn.potential(self._queries(x) * self._scale, self._keys(x), log_w) + log_w
-
-    def _measure_drift(self, x: Tensor, mu: Measure) -> Tensor:
-        plain = replace(self, beta=1.0)
-        beta: float | Tensor = self.beta
-        drift = torch.zeros_like(x)
-        for h in range(self.heads):
-            head = slice(h, h + 1)
-            g = plain._queries(x, head)
-            if self.K is not None and not self._keys_stay:
-                g = g @ self.K[..., head, :, :]
-            g = g[..., 0, :, :]
-            if isinstance(self.beta, Tensor):
-                beta = self._beta(head, x)
-            if not self.cold and kernels.loses_digits(g, x, beta):
-                return self.to(torch.float64)._measure_drift(x.double(), mu.to(torch.float64)).to(x.dtype)
-            average = mu.tilted_mean(g, beta)
-            if self.kind == "unnormalised":
-                average = average * (beta * mu.log_partition(g, beta)).exp()[..., None]
-            for weight in (self.V, self.O):  # one after the other: of rank k, never multiplied out
-                average = average if weight is None else average @ weight[..., h, :, :].mT
-            drift = drift + average
-        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
-
     def _tensors(self) -> dict[str, Tensor]:
         names = ("Q", "K", "V", "O", "query_bias", "value_bias", "beta")
         found = {name: getattr(self, name) for name in names}
@@ -492,16 +313,3 @@ class Attention:
                 f"batch shapes do not broadcast: {', '.join(z for z in named if not z.endswith('()'))}; for one beta "
                 "per batch element pass beta[:, None]."
             ) from None
-
-
-def _per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """Every head's weight on every token: x (..., n, d), weight (..., heads, k, d) -> (..., heads, n, k)."""
-    heads, k, _ = weight.shape[-3:]
-    return (x @ weight.flatten(-3, -2).mT).unflatten(-1, (heads, k)).transpose(-2, -3)
-
-
-def _in_blocks(project: Callable[[Tensor, slice], Tensor], y: Tensor, head: slice) -> Tensor:
-    """project(y, head), in blocks of rows if y is strided: a product copies what it cannot read in place."""
-    if y.stride(-1) == 1:
-        return project(y, head)
-    return torch.cat([project(rows, head) for rows in y.split(ROWS, dim=-2)], dim=-2)

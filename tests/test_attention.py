@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_flow import Attention, Cloud, Gaussian, Mixture, Sphere, UniformSphere, sinkhorn
-from attn_flow import attention as attention_module
+from attn_flow import drift as drift_module
 
 F64 = torch.float64
 
@@ -147,9 +147,9 @@ def test_the_drift_in_parts_is_the_drift(system: System, gradient: int) -> None:
     x = x.clone().requires_grad_(gradient > 0)
     whole = a.drift(x, weights=w, mask=mask)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_module, "AT_ONCE", 0)
-        patch.setattr(attention_module, "AT_ONCE_WITH_GRADIENT", 0)
-        patch.setattr(attention_module, "ROWS", 2)
+        patch.setattr(drift_module, "AT_ONCE", 0)
+        patch.setattr(drift_module, "AT_ONCE_WITH_GRADIENT", 0)
+        patch.setattr(drift_module, "ROWS", 2)
         parts = a.drift(x, weights=w, mask=mask)
         torch.testing.assert_close(parts, whole)
         if gradient and whole.requires_grad:

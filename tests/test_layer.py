@@ -298,7 +298,7 @@ def test_it_trains() -> None:
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     assert losses[-1] < 0.1 * losses[0]
 
 

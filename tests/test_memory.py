@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_flow import Attention, Sphere, attention, kernels
+from attn_flow import Attention, Sphere, drift, kernels
 from attn_flow.memory import peak_memory
 
 D = 64
@@ -82,9 +82,9 @@ SHAPES = [(heads, full) for heads in (1, 2, 4, 8) for full in (True, False)]
 
 @pytest.fixture
 def eighth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "AT_ONCE", attention.AT_ONCE // 8)
-    monkeypatch.setattr(attention, "AT_ONCE_WITH_GRADIENT", attention.AT_ONCE_WITH_GRADIENT // 8)
-    monkeypatch.setattr(attention, "ROWS", attention.ROWS // 8)
+    monkeypatch.setattr(drift, "AT_ONCE", drift.AT_ONCE // 8)
+    monkeypatch.setattr(drift, "AT_ONCE_WITH_GRADIENT", drift.AT_ONCE_WITH_GRADIENT // 8)
+    monkeypatch.setattr(drift, "ROWS", drift.ROWS // 8)
     monkeypatch.setattr(kernels, "BLOCK", kernels.BLOCK // 8)
     monkeypatch.setattr(kernels, "SEGMENT", kernels.SEGMENT // 2)
 
