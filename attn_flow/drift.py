@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attn_flow import checks, kernels, sinkhorn
+from attn_flow.heads import Heads
 from attn_flow.measures import Measure
-
-if TYPE_CHECKING:
-    from attn_flow.attention import Attention
 
 # Entries of queries, keys, values and averages beyond which the drift is computed in parts, without and with gradient.
 AT_ONCE, AT_ONCE_WITH_GRADIENT = 2**21, 2**22
@@ -28,7 +26,7 @@ ROWS = 1024  # tokens in a part
 ALL = slice(None)
 
 
-def against_cloud(a: Attention, x: Tensor, y: Tensor, log_weights: Tensor | None) -> Tensor:
+def against_cloud(a: Heads, x: Tensor, y: Tensor, log_weights: Tensor | None) -> Tensor:
     """The drift of tokens x (..., n, d) against tokens y: all at once if that is small, else in parts that are."""
     if y.stride(-1) != 1 and (_keys_stay(a) or _values_stay(a)):  # they are then read many times
         x, y = (y.contiguous(),) * 2 if x is y else (x, y.contiguous())
@@ -50,7 +48,7 @@ def against_cloud(a: Attention, x: Tensor, y: Tensor, log_weights: Tensor | None
     return drift if a.value_bias is None else drift + a.value_bias[..., None, :]
 
 
-def against_measure(a: Attention, x: Tensor, mu: Measure) -> Tensor:
+def against_measure(a: Heads, x: Tensor, mu: Measure) -> Tensor:
     """sum_h O_h V_h m_beta[mu](G_h x + K_h^T b_h) + c, and times e^{beta L_beta[mu]} if unnormalised, (..., n, d)."""
     plain, beta = replace(a, beta=1.0), a.beta
     drift = torch.zeros_like(x)
@@ -73,7 +71,7 @@ def against_measure(a: Attention, x: Tensor, mu: Measure) -> Tensor:
     return drift if a.value_bias is None else drift + a.value_bias[..., None, :]
 
 
-def weights(a: Attention, x: Tensor, log_weights: Tensor | None) -> Tensor:
+def weights(a: Heads, x: Tensor, log_weights: Tensor | None) -> Tensor:
     """The attention matrix (..., heads, n, n)."""
     bias = key_bias(a, x, log_weights)
     q, k = queries(a, x), keys(a, x)
@@ -90,7 +88,7 @@ def weights(a: Attention, x: Tensor, log_weights: Tensor | None) -> Tensor:
 # --- in parts -------------------------------------------------------------------------------------------------------
 
 
-def _head_by_head(a: Attention, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+def _head_by_head(a: Heads, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
     """The backward pass computes every head again instead of holding them all."""
 
     def one(x: Tensor, y: Tensor, head: slice) -> Tensor:
@@ -102,7 +100,7 @@ def _head_by_head(a: Attention, x: Tensor, y: Tensor, bias: Tensor | None) -> Te
     return drift
 
 
-def _in_parts(a: Attention, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+def _in_parts(a: Heads, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
     """Head by head and in blocks of rows, into one result: little more memory than that."""
     key_batch = torch.Size(()) if bias is None else bias.shape[:-2]
     drift = x.new_zeros(*a._batch(x.shape[:-2], y.shape[:-2], key_batch), *x.shape[-2:])
@@ -116,7 +114,7 @@ def _in_parts(a: Attention, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor
     return drift
 
 
-def _in_blocks(project: Callable[[Attention, Tensor, slice], Tensor], a: Attention, y: Tensor, head: slice) -> Tensor:
+def _in_blocks(project: Callable[[Heads, Tensor, slice], Tensor], a: Heads, y: Tensor, head: slice) -> Tensor:
     """project(a, y, head), in blocks of rows if y is strided: a product copies what it cannot read in place."""
     if y.stride(-1) == 1:
         return project(a, y, head)
@@ -124,7 +122,7 @@ def _in_blocks(project: Callable[[Attention, Tensor, slice], Tensor], a: Attenti
 
 
 def _attend(
-    a: Attention,
+    a: Heads,
     x: Tensor,
     y: Tensor,
     k: Tensor,
@@ -163,7 +161,7 @@ def _attend(
 # --- per head -------------------------------------------------------------------------------------------------------
 
 
-def queries(a: Attention, x: Tensor, heads: slice = ALL) -> Tensor:
+def queries(a: Heads, x: Tensor, heads: slice = ALL) -> Tensor:
     """Q x + b in the space where keys live, times beta if that is a tensor, (..., heads, n, k or d)."""
     if a._Q_is_identity:
         q = x[..., None, :, :].expand(*x.shape[:-2], len(range(a.heads)[heads]), *x.shape[-2:])
@@ -176,21 +174,21 @@ def queries(a: Attention, x: Tensor, heads: slice = ALL) -> Tensor:
     return q * _beta(a, heads, x)[..., None, None] if isinstance(a.beta, Tensor) else q
 
 
-def keys(a: Attention, y: Tensor, heads: slice = ALL) -> Tensor:
+def keys(a: Heads, y: Tensor, heads: slice = ALL) -> Tensor:
     """K y, or y itself where K acts on the queries, (..., heads or 1, n, k or d)."""
     if a.K is None or _keys_stay(a):
         return y[..., None, :, :]
     return _per_head(y, a.K[..., heads, :, :])
 
 
-def values(a: Attention, y: Tensor, heads: slice = ALL) -> Tensor:
+def values(a: Heads, y: Tensor, heads: slice = ALL) -> Tensor:
     """V y, or y itself where V acts on the average, (..., heads or 1, n, v or d)."""
     if a.V is None or _values_stay(a):
         return y[..., None, :, :]
     return _per_head(y, a.V[..., heads, :, :])
 
 
-def key_bias(a: Attention, y: Tensor, log_weights: Tensor | None) -> Tensor | None:
+def key_bias(a: Heads, y: Tensor, log_weights: Tensor | None) -> Tensor | None:
     """Log weights of the keys (..., 1, n); with Sinkhorn's potential added, (..., heads, n)."""
     log_w = None if log_weights is None else log_weights[..., None, :]
     if a.kind != "sinkhorn":
@@ -200,18 +198,18 @@ def key_bias(a: Attention, y: Tensor, log_weights: Tensor | None) -> Tensor | No
     return sinkhorn.potential(queries(a, y) * scale(a), keys(a, y), log_w) + log_w
 
 
-def scale(a: Attention) -> float:
+def scale(a: Heads) -> float:
     """beta, if it is a finite number; the queries of a tensor beta hold it, and hardmax needs none."""
     return 1.0 if isinstance(a.beta, Tensor) or a.cold else float(a.beta)
 
 
-def _beta(a: Attention, heads: slice, x: Tensor) -> Tensor:
+def _beta(a: Heads, heads: slice, x: Tensor) -> Tensor:
     """beta as a tensor of shape (..., heads or 1)."""
     beta = torch.as_tensor(a.beta, dtype=x.dtype, device=x.device)
     return beta[None] if beta.ndim == 0 else beta[..., heads] if beta.shape[-1] > 1 else beta
 
 
-def _output(a: Attention, average: Tensor, heads: slice) -> Tensor:
+def _output(a: Heads, average: Tensor, heads: slice) -> Tensor:
     """sum_h O_h (average)_h, or O_h V_h where the tokens themselves were averaged: (..., n, d)."""
     if a.V is None and a.O is None:
         return average[..., 0, :, :] if average.shape[-3] == 1 else average.sum(-3)
@@ -220,11 +218,11 @@ def _output(a: Attention, average: Tensor, heads: slice) -> Tensor:
     return average.transpose(-2, -3).flatten(-2) @ stacked
 
 
-def _keys_stay(a: Attention) -> bool:
+def _keys_stay(a: Heads) -> bool:
     return a.K is None or a.K.shape[-2] >= a.dim
 
 
-def _values_stay(a: Attention) -> bool:
+def _values_stay(a: Heads) -> bool:
     return a.V is None or a.O is None or a.V.shape[-2] >= a.dim
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attn_flow import checks
-from attn_flow.attention import KINDS, Attention, Kind
+from attn_flow.attention import Attention
 from attn_flow.flow import on_geometry
 from attn_flow.geometry import Geometry, Sphere
+from attn_flow.heads import KINDS, Kind
 from attn_flow.steppers import Step, rk4
 
 
