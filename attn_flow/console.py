@@ -26,7 +26,7 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
         except FloatingPointError as error:
             typer.secho(f"numerical failure: {error}", fg="red", err=True)
             raise typer.Exit(3) from None
-        except (ValueError, OSError, ModuleNotFoundError) as error:
+        except (ValueError, OSError, ModuleNotFoundError, MemoryError) as error:
             typer.secho(f"error: {error}", fg="red", err=True)
             raise typer.Exit(2) from None
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow import checks
+from attn_flow import checks, memory
 from attn_flow.attention import Attention
 from attn_flow.geometry import Euclidean, Geometry, Sphere
 from attn_flow.measures import Cloud, Measure
@@ -74,6 +74,7 @@ def flow(
     times = _times(t, x0)
     geometry = (Euclidean() if placement.flat else Sphere()) if geometry is None else geometry
     x = _start(attention, x0, geometry, weights, mask, placement, h, float(times[0]))
+    _require_room(x, len(times))
     path = _Path(attention, geometry, weights, mask, context, placement, noise, generator, stop)
     kept_t, kept_x = [float(times[0])], [x]
     total = float(times[-1] - times[0])
@@ -156,6 +157,16 @@ def _start(
         raise ValueError(f"placement {placement.name!r} moves the radius of tokens; expected geometry=Euclidean().")
     x = on_geometry("x0", x0, mask, geometry)
     return x.expand(*first._batch(x.shape[:-2], cloud.probabilities.shape[:-1]), *x.shape[-2:])
+
+
+def _require_room(x: Tensor, times: int) -> None:
+    """Either the path, twice while its clouds are stacked, or it once and a step's stages; without gradients."""
+    memory.require(
+        max(2 * times, times + 10) * x.numel() * x.element_size(),
+        f"a path of {times} times of {' x '.join(map(str, x.shape))} numbers",
+        "ask for fewer times t (push_forward keeps the last only) or use float32",
+        x.device,
+    )
 
 
 def on_geometry(name: str, x: Tensor, mask: Tensor | None, geometry: Geometry) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow import quadrature
+from attn_flow import memory, quadrature
 from attn_flow.attention import Attention
 from attn_flow.flow import flow
 from attn_flow.geometry import Sphere
@@ -28,6 +28,7 @@ def start(d: int, n: int, x: Tensor | None = None, nodes: bool = False, seed: in
         if x.shape[-1] != d:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (n, {d}) to match G.")
         return Cloud(x)
+    memory.require(4 * 8 * n * d, f"a cloud of {n} tokens in d = {d}", "ask for fewer --tokens")
     if nodes:
         if d not in (2, 3):
             raise ValueError(f"d = {d}: quadrature nodes exist for d = 2 and 3; leave --quadrature out.")

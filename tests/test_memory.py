@@ -1,4 +1,5 @@
-"""Memory linear in n: the drift's extra peak for every head count, mask and layout, forward and backward.
+"""What is asked for against what is free. Memory linear in n: the drift's extra peak for every head count, mask
+and layout, forward and backward.
 
 The promise is 10 MB forward and 60 MB with the backward pass at n = 16,000, d = 64 (float32). Two of its cases run as
 they are; the others at n = 2,000 with the thresholds that decide how to compute, and the promise, scaled by eight.
@@ -7,13 +8,16 @@ they are; the others at n = 2,000 with the thresholds that decide how to compute
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
-from attn_flow import Attention, Sphere, drift, kernels
-from attn_flow.memory import peak_memory
+from attn_flow import Adaptive, Attention, Sphere, dopri5, drift, flow, kernels, memory, rk4
+from attn_flow.cli import app
+from attn_flow.memory import available, peak_memory, require
 
 D = 64
 SCRATCH = 1e6  # the fused kernel's own buffers do not shrink with n
@@ -57,6 +61,96 @@ def test_sixteen_thousand_tokens(heads: int) -> None:
     if heads == 1:
         assert both(a, x) <= 60e6
 
+
+# --- what is free ---------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda device: 4_500_000_000)
+    require(4_500_000_000, "this", "that")
+    with pytest.raises(MemoryError, match=r"^this needs about 12\.3 GB, 4\.5 GB are free: do that\.$"):
+        require(12_300_000_000, "this", "do that")
+    monkeypatch.setattr(memory, "available", lambda device: None)  # a system that does not say
+    require(1e30, "this", "that")
+
+
+def test_free_memory_is_what_the_system_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = available()
+    assert free is not None
+    assert 0 < free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert available("meta") is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert available() == pytest.approx(free / 4, rel=0.2)
+
+
+@pytest.mark.cuda
+def test_free_memory_of_a_cuda_device() -> None:
+    free = available("cuda")
+    assert free is not None
+    held = torch.empty(2**26, dtype=torch.uint8, device="cuda")
+    assert available("cuda") == pytest.approx(free - held.numel(), abs=2**24)
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_limits_of_control_groups(tmp_path: Path) -> None:
+    """A job's limit above a group without one, in both versions: limit - used + what the file cache gives back."""
+    write(
+        tmp_path / "2",
+        {
+            "proc/self/cgroup": "0::/job/step\n",
+            "proc/meminfo": "MemTotal: 900 kB\nMemAvailable:  700 kB\nHugePages_Total: 0\n",
+            "sys/fs/cgroup/job/memory.max": "1000\n",
+            "sys/fs/cgroup/job/memory.current": "600\n",
+            "sys/fs/cgroup/job/memory.stat": "anon 500\ninactive_file 100\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+        },
+    )
+    assert list(memory._control_groups(tmp_path / "2")) == [500]
+    assert list(memory._machine(tmp_path / "2")) == [700 * 1024]
+    write(
+        tmp_path / "1",
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/a\n4:hugetlb,memory:/outside/this/container\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "1200\n",
+            "sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 100\n",
+        },
+    )
+    assert list(memory._control_groups(tmp_path / "1")) == [0]  # 100 above the limit: nothing is left
+    assert list(memory._control_groups(tmp_path)) == []
+    assert len(list(memory._machine(tmp_path))) == 1  # no /proc: what sysconf says
+
+
+@pytest.mark.parametrize("step", [rk4, dopri5, Adaptive()], ids=lambda s: s.name)
+@pytest.mark.parametrize("times", [2, 30])
+def test_what_a_path_asks_for_is_what_it_takes(monkeypatch: pytest.MonkeyPatch, step, times: int) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(memory, "require", lambda needed, *rest: asked.append(needed))
+    x, t = tokens(400), torch.linspace(0, 0.1, times)
+    peak = peak_memory(lambda: flow(Attention.identity(D), x, t, step=step, h=0.1))
+    assert 0.5 * asked[0] <= peak <= asked[0] + SCRATCH / 4
+
+
+def test_a_path_that_does_not_fit_is_refused_before_it_starts() -> None:
+    x = tokens(1000).expand(50, 1000, D)
+    attention = Attention.identity(D, beta=torch.ones(1000, 1, 1))  # the sweep is what is large
+
+    def run() -> None:
+        with pytest.raises(MemoryError, match=r"a path of 2000 times of 1000 x 50 x 1000 x 64 .* fewer times t"):
+            flow(attention, x, torch.linspace(0, 1, 2000))
+
+    assert peak_memory(run) < 100e6  # of 51 TB
+    done = CliRunner().invoke(app, ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--tokens", "1000000000000"])
+    assert done.exit_code == 2
+    assert "a cloud of 1000000000000 tokens in d = 2 needs about 64000.0 GB" in done.stderr
+
+
+# --- the drift ------------------------------------------------------------------------------------------------------
 
 N = 2000
 LAYOUTS = {
