@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_flow import transport
 from attn_flow.coupling import Ground, staircase
-from attn_flow.divergence import divergence, interval, softmin
+from attn_flow.divergence import divergence, interval, softmin, softmins
 from attn_flow.shortlist import nearest, shortlist
 from attn_flow.transport import solve, wasserstein
 
@@ -176,6 +176,18 @@ def test_softmin_is_its_formula() -> None:
     logits = h - torch.cdist(x, y).square() / 0.6
     assert torch.allclose(value, -0.3 * logits.logsumexp(-1), atol=1e-12)
     assert torch.allclose(mean, logits.softmax(-1) @ y, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1e4])  # near the fixed point, and where the kernel matrix overflows
+@pytest.mark.parametrize("same", [False, True])
+def test_both_softmins_are_their_formula(scale: float, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_flow.divergence.BLOCK", 1)  # several blocks of rows
+    x, a, f = normal(70, 3), normal(70, seed=2).softmax(-1), scale * normal(70, seed=4)
+    y, b, g = (x, a, f) if same else (normal(50, 3, seed=1), normal(50, seed=3).softmax(-1), scale * normal(50, seed=5))
+    found = softmins(0.3, x, y, a, b, f, g, means=True)
+    known = *softmin(0.3, x, y, b.log() + g / 0.3), *softmin(0.3, y, x, a.log() + f / 0.3)
+    for ours, theirs in zip(found, known):
+        assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("d", "blur", "scaling"), [(3, 0.05, 0.9), (64, 0.5, 0.5)])
