@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,9 +102,12 @@ def simulate(
 ) -> None:
     """Run the flow for your own matrices and compare the cloud with the predicted limit, beta by beta.
 
+    Several processes share the tokens: torchrun --nproc-per-node 2 -m attn_flow simulate ...
+
     Example: attn-flow simulate --G "3,0;0,1" --V "1,0;0,2" --beta 10,100,1000 --tokens 1000 --time 30
     """
     from attn_flow.matrices import parse_matrix, parse_numbers, square
+    from attn_flow.parallel import processes
     from attn_flow.simulate import simulate as run
     from attn_flow.simulate import start
 
@@ -112,7 +116,10 @@ def simulate(
         raise ValueError(f"--dim {dim} but G is {tuple(G_matrix.shape)}; leave --dim out or give a matrix to match.")
     cloud = start(G_matrix.shape[0], tokens, None if x is None else parse_matrix(x, "x"), quadrature, seed)
     betas, show = parse_numbers(beta, "beta"), not (quiet or as_json)
-    numbers = run(G_matrix, V_matrix, betas, cloud, time, steps, step, out=out, progress=show)
+    world = processes(patience=timedelta(days=1))  # while the first process measures W2, the others wait
+    numbers = run(G_matrix, V_matrix, betas, cloud, time, steps, step, out=out, progress=show, world=world)
+    if numbers is None:
+        return
     if as_json:
         say(numbers)
         return

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow import checks, memory
+from attn_flow import checks, drift, memory, sharded
 from attn_flow.attention import Attention
 from attn_flow.geometry import Euclidean, Geometry, Sphere
 from attn_flow.measures import Cloud, Measure
 from attn_flow.merging import Merged
 from attn_flow.noise import Noise
+from attn_flow.parallel import ALONE, Processes
 from attn_flow.placement import Placement, post
 from attn_flow.progress import progress as progress_bar
+from attn_flow.sharded import Shard
 from attn_flow.steppers import Adaptive, Step, Velocity, rk4
 from attn_flow.trajectory import Trajectory
 
@@ -57,6 +59,7 @@ def flow(
     generator: torch.Generator | None = None,
     stop: Stop | None = None,
     progress: bool = False,
+    world: Processes = ALONE,
 ) -> Trajectory:
     """Integrate the flow from x0 (..., n, d) at t[0] and keep the clouds at the times t, which are hit exactly.
 
@@ -70,12 +73,18 @@ def flow(
     context: a fixed measure to attend to instead of the moving cloud: tokens then do not interact.
     noise: kicks between steps, x <- retract(x + sqrt(h) noise(x, generator)).
     stop: a function (t, cloud) -> bool asked after every step, such as `consensus(tol)`; the path then ends there.
+    world: `processes()` under torchrun: each process is given the same arguments, moves its part of the tokens, and
+        returns the whole path. A step of your own then sees a part of the cloud, a stop condition and noise all of it.
     """
     times = _times(t, x0)
     geometry = (Euclidean() if placement.flat else Sphere()) if geometry is None else geometry
     x = _start(attention, x0, geometry, weights, mask, placement, h, float(times[0]))
     _require_room(x, len(times))
-    path = _Path(attention, geometry, weights, mask, context, placement, noise, generator, stop)
+    if world.count > 1:
+        given = {"x0": x, "t": times, "weights": weights, "mask": mask}
+        sharded.check(world, _at(attention, float(times[0])), given, noise is not None, generator)
+    shard = Shard(world, x.shape[-2])
+    path = _Path(attention, geometry, weights, mask, context, placement, noise, generator, stop, shard)
     kept_t, kept_x = [float(times[0])], [x]
     total = float(times[-1] - times[0])
     if not (callable(step) or isinstance(step, Adaptive)):
@@ -84,7 +93,7 @@ def flow(
         clouds = path.adaptive(x, times.tolist(), step, h)
     else:
         clouds = path.fixed(x, times.tolist(), step, h)
-    with progress_bar("flow", total or 1.0, progress) as advance:
+    with progress_bar("flow", total or 1.0, progress and world.first) as advance:
         for now, cloud in clouds:
             advance(now - kept_t[-1], note=f"t = {now:.4g}")
             kept_t.append(now)
@@ -96,6 +105,7 @@ def flow(
         "h": None if isinstance(step, Adaptive) else h,
         "placement": placement.name,
         "evaluations": path.evaluations,
+        "processes": world.count,
         "stopped": path.stopped,
     }
     if path.tokens_left is not None:
@@ -138,6 +148,10 @@ def _times(t: float | Sequence[float] | Tensor, x0: Tensor) -> Tensor:
     return times
 
 
+def _at(attention: Attention | Callable[[float], Attention], t: float) -> Attention:
+    return attention if isinstance(attention, Attention) else attention(t)
+
+
 def _start(
     attention: Attention | Callable[[float], Attention],
     x0: Tensor,
@@ -151,7 +165,7 @@ def _start(
     """x0 checked and put on the geometry, padding on some point of it, with room for the attention's batch."""
     checks.tokens("x0", x0)
     checks.positive("h", h)
-    first = attention if isinstance(attention, Attention) else attention(t0)
+    first = _at(attention, t0)
     cloud = first._cloud(x0, weights, mask)
     if placement.flat and not isinstance(geometry, Euclidean):
         raise ValueError(f"placement {placement.name!r} moves the radius of tokens; expected geometry=Euclidean().")
@@ -198,9 +212,11 @@ class _Path:
         noise: Noise | None,
         generator: torch.Generator | None,
         stop: Stop | None,
+        shard: Shard,
     ) -> None:
         self.attention, self.geometry, self.context, self.placement = attention, geometry, context, placement
         self.weights, self.mask, self.noise, self.generator, self.stop = weights, mask, noise, generator, stop
+        self.shard = shard
         self.evaluations = 0
         self.stopped: str | None = None
         self.tokens_left: int | None = None
@@ -208,20 +224,26 @@ class _Path:
     def velocity(self, log_weights: Tensor | None) -> Velocity:
         """P_x of the placed drift, for tokens with these log weights; padding does not move."""
 
-        def drift(t: float, x: Tensor) -> Tensor:
+        def drift_of(t: float, x: Tensor) -> Tensor:
             self.evaluations += 1
-            attention = self.attention if isinstance(self.attention, Attention) else self.attention(t)
-            return attention.self_drift(x, log_weights) if self.context is None else attention.drift(x, self.context)
+            attention = _at(self.attention, t)
+            if self.context is not None:
+                return attention.drift(x, self.context)
+            return drift.against_cloud(attention, x, self.shard.everyone(x), log_weights)
 
         def velocity(t: float, x: Tensor) -> Tensor:
-            v = self.geometry.tangent(x, self.placement.velocity(drift, t, x))
-            return v if self.mask is None else torch.where(self.mask[..., None], v, 0.0)
+            return self.shown(self.geometry.tangent(x, self.placement.velocity(drift_of, t, x)))
 
         return velocity
+
+    def shown(self, v: Tensor) -> Tensor:
+        """v, zero for padding."""
+        return v if self.mask is None else torch.where(self.shard.own(self.mask, -1)[..., None], v, 0.0)
 
     def fixed(self, x: Tensor, times: list[float], step: Step, h: float) -> Iterator[tuple[float, Tensor]]:
         """Equal steps of at most h between consecutive times; yields (t, x) at each of them."""
         velocity = self.velocity(Cloud(x, self.weights, self.mask).log_weights)
+        x = self.shard.own(x)
         for start, end in itertools.pairwise(times):
             steps = max(1, math.ceil((end - start) / h - 1e-9))
             size = (end - start) / steps
@@ -230,15 +252,16 @@ class _Path:
                 now = start + (i + 1) * size if i + 1 < steps else end
                 self.check(x, now)
                 if self.ends(now, x):
-                    yield now, x
+                    yield now, self.everyone(x)
                     return
-            yield end, x
+            yield end, self.everyone(x)
 
     def adaptive(self, x: Tensor, times: list[float], step: Adaptive, h: float) -> Iterator[tuple[float, Tensor]]:
         """Steps of the controlled size, clipped to hit every time; yields (t, x) at each of them."""
         cloud = Cloud(x, self.weights, self.mask)
         held = Merged.start(x, cloud.probabilities) if self.may_merge(step, times[0]) else None
         velocity = self.velocity(cloud.log_weights)
+        x = self.shard.own(x)
         now, taken, size = times[0], 0, min(h, step.largest)
         first: Tensor | None = None  # the velocity at x, where it is known
         before: tuple[float, float] | None = None  # the last accepted step and its error
@@ -257,7 +280,7 @@ class _Path:
                 first = velocity(now, x) if first is None else first  # kept when the step is refused
                 trial, error, at_trial = step.pair.with_error(velocity, now, x, used, self.geometry, first)
                 assert error is not None  # Adaptive takes pairs only
-                scaled = step.scaled_error(error, trial)
+                scaled = self.shard.world.largest(step.scaled_error(error, trial))
                 if not scaled <= 1:  # or NaN: the trial left the range
                     size = step.next_step(used, scaled if math.isfinite(scaled) else math.inf)
                     continue
@@ -270,26 +293,33 @@ class _Path:
                 self.check(x, now)
                 if held is not None:
                     first = velocity(now, x) if first is None else first
-                    merged = held.merge(x, first, 10 * step.tol, self.geometry, taken)
+                    everyone, velocities = self.shard.everyone(x), self.shard.everyone(first)
+                    merged = held.merge(everyone, velocities, 10 * step.tol, self.geometry, taken)
                     if merged is not held:
-                        held, x, first = merged, merged.x, None
+                        held, self.shard = merged, Shard(self.shard.world, merged.x.shape[-2])
+                        x, first = self.shard.own(merged.x), None
                         velocity = self.velocity(held.log_weights)
                     self.tokens_left = int(held.alive.sum(-1).max())
-                if self.stop is not None:
-                    everyone = x if held is None else held.everyone(x)
-                    if self.ends(now, everyone):
-                        yield now, everyone
-                        return
-            yield now, (x if held is None else held.everyone(x))
+                if self.ends(now, x, held):
+                    yield now, self.everyone(x, held)
+                    return
+            yield now, self.everyone(x, held)
+
+    def everyone(self, x: Tensor, held: Merged | None = None) -> Tensor:
+        """The whole cloud, of this process's tokens, merged or not."""
+        x = self.shard.everyone(x)
+        return x if held is None else held.everyone(x)
 
     def may_merge(self, step: Adaptive, t0: float) -> bool:
-        first = self.attention if isinstance(self.attention, Attention) else self.attention(t0)
+        first = _at(self.attention, t0)
         reasons = {
             "a causal mask": first.causal,
             "self_attention=False": not first.self_attention,
             "noise": self.noise is not None,
             "padding": self.mask is not None,
             "a context": self.context is not None,
+            # Sums over groups depend there on the order in which threads add: processes could merge differently.
+            "several CUDA processes": self.shard.world.count > 1 and self.shard.world.device.type == "cuda",
         }
         held = [why for why, here in reasons.items() if here]
         if step.merge and held:
@@ -299,23 +329,21 @@ class _Path:
     def kicked(self, x: Tensor, h: float) -> Tensor:
         if self.noise is None:
             return x
-        kick = math.sqrt(h) * self.noise(x, self.generator)
-        if self.mask is not None:
-            kick = torch.where(self.mask[..., None], kick, 0.0)
-        return self.geometry.retract(x + kick)
+        kick = math.sqrt(h) * self.shard.own(self.noise(self.shard.everyone(x), self.generator))
+        return self.geometry.retract(x + self.shown(kick))
 
     def check(self, x: Tensor, t: float) -> None:
-        if checks.can_look(x) and not checks.all_finite(x):
+        if checks.can_look(x) and self.shard.world.largest(not checks.all_finite(x)):
             raise FloatingPointError(
                 f"tokens left the range of {x.dtype} at t = {t:.6g}. Use a smaller h (unnormalised attention needs "
                 "h <= .02 e^-beta), float64, or Adaptive()."
             )
 
-    def ends(self, t: float, x: Tensor) -> bool:
+    def ends(self, t: float, x: Tensor, held: Merged | None = None) -> bool:
         if self.stop is None:
             return False
-        answer = self.stop(t, Cloud(x, self.weights, self.mask))
-        if bool(answer.all() if isinstance(answer, Tensor) else answer):
+        answer = self.stop(t, Cloud(self.everyone(x, held), self.weights, self.mask))
+        if self.shard.world.largest(bool(answer.all() if isinstance(answer, Tensor) else answer)):
             self.stopped = f"stop condition at t = {t:.6g}"
             return True
         return False

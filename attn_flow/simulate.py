@@ -14,6 +14,7 @@ from attn_flow.flow import flow
 from attn_flow.geometry import Sphere
 from attn_flow.limit import limit
 from attn_flow.measures import Cloud
+from attn_flow.parallel import ALONE, Processes
 from attn_flow.phases import phases
 from attn_flow.resolution import resolution
 from attn_flow.steppers import STEPS
@@ -47,8 +48,12 @@ def simulate(
     *,
     out: str | Path | None = None,
     progress: bool = False,
-) -> dict[str, Any]:
-    """For every beta: t, w2 (the distance to the predicted limit), t_min, min_w2, phases, resolution."""
+    world: Processes = ALONE,
+) -> dict[str, Any] | None:
+    """For every beta: t, w2 (the distance to the predicted limit), t_min, min_w2, phases, resolution.
+
+    Several processes share the tokens; only the first measures, writes, and returns something.
+    """
     if steps < 1:
         raise ValueError(f"steps = {steps}, expected at least one.")
     if step not in STEPS:
@@ -62,7 +67,9 @@ def simulate(
     runs = []
     for beta in betas:
         attention = Attention.from_matrices(G, V, beta=beta)
-        path = flow(attention, cloud.x, t, step=STEPS[step], h=h, weights=cloud.weights, progress=progress)
+        path = flow(attention, cloud.x, t, step=STEPS[step], h=h, weights=cloud.weights, progress=progress, world=world)
+        if not world.first:
+            continue
         seen = resolution(attention, path.x[0], weights=cloud.weights, warn=False)
         numbers_of_argmax = {"self_argmax": seen.self_argmax.tolist(), "number": seen.number.tolist()}
         found = phases(path, prediction, warn=False).as_dict()
@@ -76,6 +83,8 @@ def simulate(
                 shown = sorted({0, least // 3, least, (least + len(path) - 1) // 2, len(path) - 1})
                 title = rf"$\beta$ = {beta:g}: nearest to the predicted limit at t = {float(path.t[least]):.3g}"
                 clouds_figure(path, shown, title).savefig(Path(out) / f"clouds_beta_{beta:g}.png", dpi=150)
+    if not world.first:
+        return None
     law = f"{len(cloud.x)} {'weighted nodes' if cloud.weights is not None else 'tokens'} in d = {cloud.x.shape[-1]}"
     numbers = {
         "limit": prediction.as_dict(),

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attn_flow.parallel import Processes
 from attn_flow.train import checkpoint, load, loop, recipe, train
-from attn_flow.train.parallel import Processes
 from attn_flow.train.recipe import Recipe
 
 SMALL = {"tokens": 6, "dim": 8, "steps": 1, "batch": 8, "updates": 24, "warmup": 4}
