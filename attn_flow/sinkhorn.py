@@ -17,10 +17,10 @@ from attn_flow import checks, kernels
 
 STEPS, PATIENCE = 100, 20  # sweeps and Newton steps in all, and those in which the error has to halve
 WARM_RANGE, WARM_ERROR = 4.0, 1e-2  # scores to start from, and how well they are balanced before they are doubled
-SLOW = 0.3  # of the error left by a sweep: from here on Newton
+SLOW = 0.5  # of the error left by a sweep: from here on Newton
 RIDGE = 0.01  # added to I - J, times the error: directions that hardly move the plan do not hold up the others
-DENSE = 2048  # tokens up to which Newton's system is solved as a matrix, beyond by conjugate gradients
-CONJUGATE_STEPS = 200
+DENSE = 2048  # tokens up to which Newton's system is solved as a matrix where conjugate gradients are slow
+CONJUGATE_STEPS = 200  # beyond
 UNSEEN_SWEEPS = 100  # where values cannot be looked at (compiling, vmap, meta)
 
 
@@ -129,7 +129,8 @@ def _refined(scores: Scores, f: Tensor, tol: float) -> tuple[Tensor, float, int]
         if newton:
             open_ = delta > tol
             b, m = 1 / sums[open_] - 1, (w * sums)[open_]
-            z = _solved(scores[open_], f[open_], g[open_], b, m, RIDGE * errors[-1], 0.1)
+            rtol = max(min(0.1, errors[-1]), 0.3 * tol / errors[-1])
+            z = _solved(scores[open_], f[open_], g[open_], b, m, RIDGE * errors[-1], rtol)
             width = (z.amax(-1) - z.amin(-1))[:, None]
             f = f.index_put((open_,), f[open_] + z * torch.where(width > 0, width.log1p() / width, 1.0))
         else:
@@ -139,11 +140,12 @@ def _refined(scores: Scores, f: Tensor, tol: float) -> tuple[Tensor, float, int]
 
 def _solved(scores: Scores, f: Tensor, g: Tensor, b: Tensor, m: Tensor, ridge: float, rtol: float) -> Tensor:
     """z with ((1 + ridge) I - J) z = b; J is self-adjoint for the weights m, and sum_i m_i b_i = 0."""
-    if b.shape[-1] > DENSE:
-        return _conjugate_gradients(scores, f, g, b, m, ridge, rtol)
-    at_once = DENSE**2 // b.shape[-1] ** 2
-    parts = (slice(i, i + at_once) for i in range(0, len(b), at_once))
-    return torch.cat([_solved_as_matrix(scores[p], f[p], g[p], b[p], m[p], ridge) for p in parts])
+    n = b.shape[-1]
+    z, left = _conjugate_gradients(scores, f, g, b, m, ridge, rtol, n // 32 if n <= DENSE else CONJUGATE_STEPS)
+    if n <= DENSE:
+        for part in left.nonzero()[:, 0].split(DENSE**2 // n**2):
+            z[part] = _solved_as_matrix(scores[part], f[part], g[part], b[part], m[part], ridge)
+    return z
 
 
 def _solved_as_matrix(scores: Scores, f: Tensor, g: Tensor, b: Tensor, m: Tensor, ridge: float) -> Tensor:
@@ -158,8 +160,10 @@ def _solved_as_matrix(scores: Scores, f: Tensor, g: Tensor, b: Tensor, m: Tensor
 
 
 def _conjugate_gradients(
-    scores: Scores, f: Tensor, g: Tensor, b: Tensor, m: Tensor, ridge: float, rtol: float
-) -> Tensor:
+    scores: Scores, f: Tensor, g: Tensor, b: Tensor, m: Tensor, ridge: float, rtol: float, steps: int
+) -> tuple[Tensor, Tensor]:
+    """z, and in which clouds more steps were needed."""
+
     def dot(u: Tensor, v: Tensor) -> Tensor:
         return (m * u * v).sum(-1, keepdim=True)
 
@@ -169,7 +173,7 @@ def _conjugate_gradients(
     r = p = centred(b)
     z, rr = torch.zeros_like(b), dot(r, r)
     goal = rtol**2 * rr
-    for _ in range(CONJUGATE_STEPS):
+    for _ in range(steps):
         Ap = centred((1 + ridge) * p - scores.there_and_back(f, g, p))
         curvature = dot(p, Ap)
         going = (rr > goal) & (curvature > 0)
@@ -179,7 +183,7 @@ def _conjugate_gradients(
         z, r, before = z + step * p, r - step * Ap, rr
         rr = dot(r, r)
         p = torch.where(going, r + rr / before * p, 0.0)
-    return z
+    return z, (rr > goal)[:, 0]
 
 
 def _with_gradient(scores: Scores, f: Tensor) -> Tensor:
