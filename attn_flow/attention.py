@@ -16,6 +16,8 @@ from torch import Tensor
 from attn_flow import checks, drift
 from attn_flow.heads import Heads
 from attn_flow.measures import Cloud, Measure
+from attn_flow.projections import key_bias
+from attn_flow.truncated import Truncated, truncated_drift
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +135,22 @@ class Attention(Heads):
     def weights(self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The attention matrix A (..., heads, n, n), dense; rows sum to one but for kind='unnormalised'."""
         return drift.weights(self, x, self._cloud(x, weights, mask).log_weights)
+
+    def truncated_drift(self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Truncated:
+        """The drift over the keys that matter with a bound on its error, whether that is faster or not.
+
+        `drift` does the same for large clouds wherever it is faster; `truncation` says how much may be left out.
+        """
+        log_weights = self._cloud(x, weights, mask).log_weights
+        with torch.no_grad():
+            found = truncated_drift(self, x, x, key_bias(self, x, log_weights), always=True)
+            if found is None:  # every key matters: unnormalised, or a masked hardmax, or truncation = 0
+                F = self.self_drift(x, log_weights)
+                found = Truncated(F, torch.zeros_like(F[..., 0]), 1.0)
+        if mask is None:
+            return found
+        shown = found.drift.masked_fill(~mask[..., None], 0.0)
+        return Truncated(shown, found.error.masked_fill(~mask, 0.0), found.pairs)
 
     def self_drift(self, x: Tensor, log_weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The drift of tokens against themselves, unchecked: what integrators call at every stage.

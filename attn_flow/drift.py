@@ -1,9 +1,4 @@
-"""How an attention's drift is computed: queries, keys and values per head, averaged by the kernels, in little memory.
-
-Low-rank factors are never multiplied out. What has full rank acts where it is cheapest: K on the queries, V after the
-average, so that keys and values are the tokens themselves. beta is applied once, as the kernels' scale if it is a
-number and to the queries if it is a tensor.
-"""
+"""How a drift is computed: queries, keys and values per head, averaged by the kernels, in little memory."""
 
 from __future__ import annotations
 
@@ -16,36 +11,56 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attn_flow import checks, kernels, sinkhorn
+from attn_flow import checks, kernels
 from attn_flow.heads import Heads
 from attn_flow.measures import Measure
+from attn_flow.projections import (
+    ALL,
+    head_beta,
+    key_bias,
+    keys,
+    keys_stay,
+    output,
+    queries,
+    scale,
+    values,
+    values_stay,
+    with_constant,
+)
+from attn_flow.truncated import truncated_drift
 
 # Entries of queries, keys, values and averages beyond which the drift is computed in parts, without and with gradient.
 AT_ONCE, AT_ONCE_WITH_GRADIENT = 2**21, 2**22
 ROWS = 1024  # tokens in a part
-ALL = slice(None)
 
 
-def against_cloud(a: Heads, x: Tensor, y: Tensor, log_weights: Tensor | None) -> Tensor:
-    """The drift of tokens x (..., n, d) against tokens y: all at once if that is small, else in parts that are."""
-    if y.stride(-1) != 1 and (_keys_stay(a) or _values_stay(a)):  # they are then read many times
+def against_cloud(a: Heads, x: Tensor, y: Tensor, log_weights: Tensor | None, first: int = 0) -> Tensor:
+    """The drift of tokens x (..., n, d) against tokens y: all at once if that is small, else in parts that are.
+
+    Masks take x to be the tokens first, first + 1, ... of y.
+    """
+    if y.stride(-1) != 1 and (keys_stay(a) or values_stay(a)):  # they are then read many times
         x, y = (y.contiguous(),) * 2 if x is y else (x, y.contiguous())
     bias = key_bias(a, y, log_weights)
     tensors = [z for z in (x, y, bias, *a._tensors().values()) if z is not None]
     gradient = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
+    looks = checks.can_look(*tensors)
+    few = truncated_drift(a, x, y, bias, first) if looks and not gradient else None
+    if few is not None:
+        return few.drift
     batch = a._batch(x.shape[:-2], y.shape[:-2])
-    key_width = a.dim if _keys_stay(a) else a.Q.shape[-2]
-    value_width = a.dim if a.V is None or _values_stay(a) else a.V.shape[-2]
+    key_width = a.dim if keys_stay(a) else a.Q.shape[-2]
+    value_width = a.dim if a.V is None or values_stay(a) else a.V.shape[-2]
     entries = 2 * (key_width + value_width) * a.heads * math.prod(batch) * x.shape[-2]
     if a.cold or a.kind == "unnormalised" or not a.self_attention:
         entries *= 2  # not the fused kernel: parts and their sum at the same time
-    if entries <= (AT_ONCE_WITH_GRADIENT if gradient else AT_ONCE) or not checks.can_look(*tensors):
-        drift = _attend(a, x, y, keys(a, y), values(a, y), bias)
+    if entries <= (AT_ONCE_WITH_GRADIENT if gradient else AT_ONCE) or not looks:
+        drift = _attend(a, x, y, keys(a, y), values(a, y), bias, first=first)
     elif gradient:
-        drift = _head_by_head(a, x, y, bias)
+        drift = _head_by_head(a, x, y, bias, first)
     else:
-        drift = _in_parts(a, x, y, bias)
-    return drift if a.value_bias is None else drift + a.value_bias[..., None, :]
+        drift = _in_parts(a, x, y, bias, first)
+    return with_constant(a, drift)
 
 
 def against_measure(a: Heads, x: Tensor, mu: Measure) -> Tensor:
@@ -55,11 +70,11 @@ def against_measure(a: Heads, x: Tensor, mu: Measure) -> Tensor:
     for h in range(a.heads):
         head = slice(h, h + 1)
         g = queries(plain, x, head)
-        if a.K is not None and not _keys_stay(a):
+        if a.K is not None and not keys_stay(a):
             g = g @ a.K[..., head, :, :]
         g = g[..., 0, :, :]
         if isinstance(a.beta, Tensor):
-            beta = _beta(a, head, x)
+            beta = head_beta(a, head, x)
         if not a.cold and kernels.loses_digits(g, x, beta):
             return against_measure(a.to(torch.float64), x.double(), mu.to(torch.float64)).to(x.dtype)
         average = mu.tilted_mean(g, beta)
@@ -68,7 +83,7 @@ def against_measure(a: Heads, x: Tensor, mu: Measure) -> Tensor:
         for weight in (a.V, a.O):
             average = average if weight is None else average @ weight[..., h, :, :].mT
         drift = drift + average
-    return drift if a.value_bias is None else drift + a.value_bias[..., None, :]
+    return with_constant(a, drift)
 
 
 def weights(a: Heads, x: Tensor, log_weights: Tensor | None) -> Tensor:
@@ -88,11 +103,11 @@ def weights(a: Heads, x: Tensor, log_weights: Tensor | None) -> Tensor:
 # --- in parts -------------------------------------------------------------------------------------------------------
 
 
-def _head_by_head(a: Heads, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+def _head_by_head(a: Heads, x: Tensor, y: Tensor, bias: Tensor | None, first: int) -> Tensor:
     """The backward pass computes every head again instead of holding them all."""
 
     def one(x: Tensor, y: Tensor, head: slice) -> Tensor:
-        return _attend(a, x, y, keys(a, y, head), values(a, y, head), bias, head)
+        return _attend(a, x, y, keys(a, y, head), values(a, y, head), bias, head, first)
 
     drift = checkpoint(one, x, y, slice(0, 1), use_reentrant=False)
     for h in range(1, a.heads):
@@ -100,16 +115,16 @@ def _head_by_head(a: Heads, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor
     return drift
 
 
-def _in_parts(a: Heads, x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
+def _in_parts(a: Heads, x: Tensor, y: Tensor, bias: Tensor | None, first: int) -> Tensor:
     """Head by head and in blocks of rows, into one result: little more memory than that."""
     key_batch = torch.Size(()) if bias is None else bias.shape[:-2]
     drift = x.new_zeros(*a._batch(x.shape[:-2], y.shape[:-2], key_batch), *x.shape[-2:])
     for h in range(a.heads):
         head = slice(h, h + 1)
         k, v = _in_blocks(keys, a, y, head), _in_blocks(values, a, y, head)
-        for first in range(0, x.shape[-2], ROWS):
-            rows = slice(first, first + ROWS)
-            drift[..., rows, :] += _attend(a, x[..., rows, :], y, k, v, bias, head, first)
+        for start in range(0, x.shape[-2], ROWS):
+            rows = slice(start, start + ROWS)
+            drift[..., rows, :] += _attend(a, x[..., rows, :], y, k, v, bias, head, first + start)
         del k, v  # before those of the next head
     return drift
 
@@ -155,78 +170,4 @@ def _attend(
         if bias is None:  # the weights 1/n, which a softmax cancels
             log_sum = log_sum - math.log(y.shape[-2])
         average = average * log_sum.exp()[..., None]
-    return _output(a, average, heads)
-
-
-# --- per head -------------------------------------------------------------------------------------------------------
-
-
-def queries(a: Heads, x: Tensor, heads: slice = ALL) -> Tensor:
-    """Q x + b in the space where keys live, times beta if that is a tensor, (..., heads, n, k or d)."""
-    if a._Q_is_identity:
-        q = x[..., None, :, :].expand(*x.shape[:-2], len(range(a.heads)[heads]), *x.shape[-2:])
-    else:
-        q = _per_head(x, a.Q[..., heads, :, :])
-    if a.query_bias is not None:
-        q = q + a.query_bias[..., heads, None, :]
-    if a.K is not None and _keys_stay(a):
-        q = q @ a.K[..., heads, :, :]
-    return q * _beta(a, heads, x)[..., None, None] if isinstance(a.beta, Tensor) else q
-
-
-def keys(a: Heads, y: Tensor, heads: slice = ALL) -> Tensor:
-    """K y, or y itself where K acts on the queries, (..., heads or 1, n, k or d)."""
-    if a.K is None or _keys_stay(a):
-        return y[..., None, :, :]
-    return _per_head(y, a.K[..., heads, :, :])
-
-
-def values(a: Heads, y: Tensor, heads: slice = ALL) -> Tensor:
-    """V y, or y itself where V acts on the average, (..., heads or 1, n, v or d)."""
-    if a.V is None or _values_stay(a):
-        return y[..., None, :, :]
-    return _per_head(y, a.V[..., heads, :, :])
-
-
-def key_bias(a: Heads, y: Tensor, log_weights: Tensor | None) -> Tensor | None:
-    """Log weights of the keys (..., 1, n); with Sinkhorn's potential added, (..., heads, n)."""
-    log_w = None if log_weights is None else log_weights[..., None, :]
-    if a.kind != "sinkhorn":
-        return log_w
-    if log_w is None:
-        log_w = torch.full_like(y[..., 0], -math.log(y.shape[-2]))[..., None, :]
-    return sinkhorn.potential(queries(a, y) * scale(a), keys(a, y), log_w) + log_w
-
-
-def scale(a: Heads) -> float:
-    """beta, if it is a finite number; the queries of a tensor beta hold it, and hardmax needs none."""
-    return 1.0 if isinstance(a.beta, Tensor) or a.cold else float(a.beta)
-
-
-def _beta(a: Heads, heads: slice, x: Tensor) -> Tensor:
-    """beta as a tensor of shape (..., heads or 1)."""
-    beta = torch.as_tensor(a.beta, dtype=x.dtype, device=x.device)
-    return beta[None] if beta.ndim == 0 else beta[..., heads] if beta.shape[-1] > 1 else beta
-
-
-def _output(a: Heads, average: Tensor, heads: slice) -> Tensor:
-    """sum_h O_h (average)_h, or O_h V_h where the tokens themselves were averaged: (..., n, d)."""
-    if a.V is None and a.O is None:
-        return average[..., 0, :, :] if average.shape[-3] == 1 else average.sum(-3)
-    O = a.O if a.O is not None and not _values_stay(a) else a.values
-    stacked = O[..., heads, :, :].mT.flatten(-3, -2)  # (..., heads * v, d)
-    return average.transpose(-2, -3).flatten(-2) @ stacked
-
-
-def _keys_stay(a: Heads) -> bool:
-    return a.K is None or a.K.shape[-2] >= a.dim
-
-
-def _values_stay(a: Heads) -> bool:
-    return a.V is None or a.O is None or a.V.shape[-2] >= a.dim
-
-
-def _per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """Every head's weight on every token: x (..., n, d), weight (..., heads, k, d) -> (..., heads, n, k)."""
-    heads, k, _ = weight.shape[-3:]
-    return (x @ weight.flatten(-3, -2).mT).unflatten(-1, (heads, k)).transpose(-2, -3)
+    return output(a, average, heads)

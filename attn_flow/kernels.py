@@ -24,6 +24,7 @@ from attn_flow import checks
 
 BLOCK = 2**18  # logits held at once by the blocked path: 1 MB of float32
 SEGMENT = 256  # queries whose own keys are treated one by one when they do not see themselves
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 LOGIT_RANGE = 200.0  # beyond it float32 logits are wrong by more than 1e-5
 
 
@@ -112,8 +113,7 @@ def _flash(
 ) -> tuple[Tensor, Tensor]:
     """Softmax average and log-sum-exp by torch's CPU kernel; the average is differentiable, the log-sum-exp is not."""
     q4, k4, v4, bias, batch = _four_axes(q, k, v, key_bias)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, log_sum = kernel(q4, k4, v4, 0.0, causal, attn_mask=bias, scale=scale)
+    out, log_sum = _FLASH(q4, k4, v4, 0.0, causal, attn_mask=bias, scale=scale)
     if bias is not None:  # the kernel's log-sum-exp is 0 where nothing is seen
         seen = ~bias[..., 0, :].isneginf()
         seen = seen.cumsum(-1) > 0 if causal else seen.any(-1, keepdim=True)
@@ -181,6 +181,20 @@ def _in_segments(
     return average, log_sum
 
 
+def pairwise(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `softmax_and_log_sum` for (clouds, m, k), with a bias (clouds, m, n) for every pair.
+
+    Without gradients; the log-sum-exp of a query that sees nothing is meaningless.
+    """
+    if not _has_flash(q, k, v, bias):
+        shares, log_sum = probabilities(torch.baddbmm(bias, q, k.mT, alpha=scale))
+        return shares @ v, log_sum
+    width = max(q.shape[-1], v.shape[-1])
+    q4, k4, v4 = (_padded(z, width)[:, None] for z in (q, k, v))
+    out, log_sum = _FLASH(q4, k4, v4, 0.0, False, attn_mask=bias[:, None], scale=scale)
+    return out[:, 0, :, : v.shape[-1]], log_sum[:, 0]
+
+
 def hardmax(
     q: Tensor,
     k: Tensor,
@@ -207,8 +221,8 @@ def winners(
 
     Scores that differ by rounding alone (16 ulp of |q_i| max|k_j|) are ties.
     """
-    hidden = None if bias is None else torch.where(bias.isneginf(), bias, 0.0)
-    scores = logits(q, k, hidden, causal, exclude_self, first)
+    only_hides = None if bias is None else torch.where(bias.isneginf(), bias, 0.0)
+    scores = logits(q, k, only_hides, causal, exclude_self, first)
     top = scores.amax(-1)
     ulp = 16 * torch.finfo(q.dtype).eps * q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True)
     lowest = torch.finfo(q.dtype).min  # also where top is -inf: nobody wins there
@@ -228,9 +242,15 @@ def logits(
     if causal or exclude_self:
         i = torch.arange(first, first + q.shape[-2], device=q.device)[:, None]
         j = torch.arange(k.shape[-2], device=q.device)
-        hidden = j > i if causal else j == i
-        scores = scores.masked_fill(hidden | (j == i) if exclude_self else hidden, -torch.inf)
+        scores = scores.masked_fill(hidden(i, j, causal, exclude_self), -torch.inf)
     return scores
+
+
+def hidden(i: Tensor, j: Tensor, causal: bool, exclude_self: bool) -> Tensor:
+    """Which tokens j token i does not see, given one of the two masks."""
+    if not exclude_self:
+        return j > i
+    return j >= i if causal else j == i
 
 
 def probabilities(logits: Tensor) -> tuple[Tensor, Tensor]:
