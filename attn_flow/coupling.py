@@ -17,12 +17,16 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from attn_flow.geometry import angle
+from attn_flow.memory import require
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
 # Pivots after which the network simplex is stopped; its certificate then shows what is missing.
 PIVOTS = 10_000_000
+# Bytes for every entry of a dense cost matrix, as measured: the matrix, its powers, and what the solver holds.
+ASSIGNMENT_BYTES = 24
+SIMPLEX_BYTES = 50
 # Cutting planes of the circle: every second one halves the bracket, so the last ones are at rounding.
 CUTS = 120
 
@@ -188,6 +192,7 @@ def assignment(x: Array, a: Array, y: Array, b: Array, ground: Ground) -> Plan:
             f"method 'assignment' got {n} and {len(y)} points with weights; expected equal numbers of equal weights. "
             "Use method='simplex'."
         )
+    _require(ASSIGNMENT_BYTES, "assignment", x, y)
     i, j = linear_sum_assignment(ground.matrix(x, y))
     return Plan(i, j, np.full(n, 1 / n))
 
@@ -196,6 +201,7 @@ def simplex(x: Array, a: Array, y: Array, b: Array, ground: Ground) -> Plan:
     """min <P, C> over P 1 = a, P^T 1 = b by the network simplex (POT), with the gap its own potentials prove."""
     import ot
 
+    _require(SIMPLEX_BYTES, "simplex", x, y)
     C = ground.matrix(x, y)
     unit = C.max()
     if unit == 0:
@@ -207,6 +213,11 @@ def simplex(x: Array, a: Array, y: Array, b: Array, ground: Ground) -> Plan:
     plan = Plan(i, j, P[i, j], v=v)
     gap = max(float(plan.mass @ C[i, j] - (a @ (C - v).min(1) + b @ v)), 0.0)
     return replace(plan, gap=gap + leak(plan, a, b) * float(unit))
+
+
+def _require(size: int, method: str, x: Array, y: Array) -> None:
+    what = f"method {method!r} on the cost matrix of {len(x)} x {len(y)} points"
+    require(size * len(x) * len(y), what, "use method='shortlist', whose memory is linear, or merge_tol for clusters")
 
 
 SOLVERS: dict[str, Callable[[Array, Array, Array, Array, Ground], Plan]] = {

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.coupling import Ground
+from attn_flow.memory import require
 
 # Blurs tried, as parts of the diameter, when none is given.
 BLURS = (0.1, 0.05, 0.02, 0.01, 0.005)
@@ -31,8 +32,8 @@ ENTRIES = 1 << 22
 BLOCK = 1 << 18
 # Sums of a kernel matrix outside (SMALL, 1/SMALL) have lost digits in float32.
 SMALL = 1e-20
-# Entries of the cost matrices geomloss may hold without KeOps.
-DENSE_ENTRIES = 25_000_000
+# Bytes for every entry of a cost matrix that geomloss holds without KeOps, as measured.
+GEOMLOSS_BYTES = 56
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,10 +187,10 @@ def certified(
     """
     if ground != Ground(2.0, "euclidean"):
         raise ValueError(f"method {method!r} got p = {ground.p:g}, {ground.cost} cost; expected p = 2, euclidean.")
-    if method == "geomloss" and not _keops() and len(x) * len(y) > DENSE_ENTRIES:
-        raise ValueError(
-            f"geomloss holds {len(x)} x {len(y)} matrices without KeOps; install pykeops or use method='sinkhorn'."
-        )
+    if method == "geomloss" and not _keops():
+        what = f"geomloss, which holds {len(x)} x {len(y)} matrices without KeOps,"
+        remedy = "install pykeops or use method='sinkhorn'"
+        require(GEOMLOSS_BYTES * max(len(x), len(y)) ** 2, what, remedy, x.device)
     keep_x, keep_y = a.detach() > 0, b.detach() > 0
     x, a, y, b = x[keep_x], a[keep_x], y[keep_y], b[keep_y]
     both = torch.cat([x, y]).detach()

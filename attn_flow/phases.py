@@ -19,7 +19,7 @@ from attn_flow.limit import LimitMap
 from attn_flow.observe import alignment
 from attn_flow.resolution import Resolution, resolution
 from attn_flow.trajectory import Trajectory
-from attn_flow.transport import solve
+from attn_flow.transport import wasserstein
 
 FALL = 0.75  # a path concentrates if W2 falls at least to this part of its start
 PLATEAU = 2.0  # and is metastable while W2 is within this factor of its minimum
@@ -74,11 +74,9 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
             e = target[..., :1, :] * side[..., :1, None]
             target = torch.cat([e, -e], dim=-2)
             options |= {"weights_y": torch.stack([right, 1 - right], -1), "mask_y": None, "method": "simplex"}
-    curve = []
-    for t, x in zip(path.t.tolist(), path.x):
-        there = limit.push_forward(x0, t - float(path.t[0])) if target is None else target
-        curve.append(solve(x, there, 2, **options).distance)
-    return torch.stack(curve)
+    if target is None:
+        target = torch.stack([limit.push_forward(x0, t) for t in (path.t - path.t[0]).tolist()])
+    return wasserstein(path.x, target, **options)
 
 
 def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None = None, warn: bool = True) -> Phases:

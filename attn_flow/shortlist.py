@@ -4,7 +4,8 @@ A plan on any subset of pairs costs at least the optimum. Potentials (u, v) with
 are dual feasible, so <a, u> + <b, v> is at most the optimum. The program is solved on few pairs, the minimum is taken
 over all of them (a k-d tree for |x - y|^2 in low dimension, blocks of rows otherwise: memory linear in n), pairs that
 violate the dual are added, and the loop ends when the two bounds meet. The first shortlist comes from the same
-problem on blocks of tokens (their mass, one of their points), so the pairs that matter are nearly all there.
+problem on blocks of tokens (their mass, one of their points), so the pairs that matter are nearly all there; or from
+the plan of a problem nearby.
 Gottschlich & Schuhmacher, PLoS ONE 9 (2014); Schmitzer, J. Math. Imaging Vis. 56 (2016).
 """
 
@@ -32,33 +33,47 @@ ROUNDS = 60
 ROUNDING = 1e-14
 
 
-def shortlist(x: Array, a: Array, y: Array, b: Array, ground: Ground, gap: float = 1e-6) -> Plan:
-    """A plan whose cost is within the relative `gap` of the optimum, with the gap that was proved."""
+def shortlist(
+    x: Array, a: Array, y: Array, b: Array, ground: Ground, gap: float = 1e-6, start: Plan | None = None
+) -> Plan:
+    """A plan whose cost is within the relative `gap` of the optimum, with the gap that was proved.
+
+    start: a plan with the marginals a and b and a potential, of points nearby.
+    """
     squared = ground == Ground(2.0, "euclidean")
     if not squared:
-        return _solve(x, a, y, b, ground, gap, 0.0)
+        return _solve(x, a, y, b, ground, gap, 0.0, start)
     # |x - y|^2 = |x' - y'|^2 + 2 <x' - y', s> + |s|^2 for centred x', y' and s the shift of the means: the same
     # plans are optimal, and the tree prunes well.
     mean_x, mean_y = a @ x / a.sum(), b @ y / b.sum()
     shift = mean_x - mean_y
-    plan = _solve(x - mean_x, a, y - mean_y, b, ground, gap, float(shift @ shift))
-    return replace(plan, v=potential(plan) - 2 * (y - mean_y) @ shift)
+    tilt = 2 * (y - mean_y) @ shift
+    start = None if start is None else replace(start, v=potential(start) + tilt)
+    plan = _solve(x - mean_x, a, y - mean_y, b, ground, gap, float(shift @ shift), start)
+    return replace(plan, v=potential(plan) - tilt)
 
 
-def _solve(x: Array, a: Array, y: Array, b: Array, ground: Ground, gap: float, constant: float) -> Plan:
+def _solve(
+    x: Array, a: Array, y: Array, b: Array, ground: Ground, gap: float, constant: float, start: Plan | None = None
+) -> Plan:
     """Solve on blocks, refine to points; `constant` is a part of the cost that every plan pays."""
-    if max(len(x), len(y)) <= DENSE:
+    m = len(y)
+    if max(len(x), m) <= DENSE:
         return simplex(x, a, y, b, ground)
-    bx, by = (_blocks(z) if len(z) > DENSE else np.arange(len(z)) for z in (x, y))
-    X, A = _represent(x, a, bx)
-    Y, B = _represent(y, b, by)
-    coarse = _solve(X, A, Y, B, ground, max(gap, 1e-2), constant)
-    u = nearest(x, Y, potential(coarse), 1, ground)[2]
+    if start is None:
+        bx, by = (_blocks(z) if len(z) > DENSE else np.arange(len(z)) for z in (x, y))
+        X, A = _represent(x, a, bx)
+        Y, B = _represent(y, b, by)
+        coarse = _solve(X, A, Y, B, ground, max(gap, 1e-2), constant)
+        u = nearest(x, Y, potential(coarse), 1, ground)[2]
+        feasible = _refined(coarse, a, bx, b, by, m)
+    else:
+        u = nearest(x, y, potential(start), 1, ground)[2]
+        feasible = start.i * m + start.j
     v = nearest(y, x, u, 1, ground)[2]
     _, j, u = nearest(x, y, v, CANDIDATES, ground)
     _, i, _ = nearest(y, x, u, CANDIDATES, ground)
-    m = len(y)
-    pairs = np.unique(np.r_[_key(j, m), _key(i, len(x), m), _refined(coarse, a, bx, b, by, m)])
+    pairs = np.unique(np.r_[_key(j, m), _key(i, len(x), m), feasible])
     for _ in range(ROUNDS):
         plan, u = _sparse(x, a, y, b, ground, pairs, u, v)
         v = potential(plan)

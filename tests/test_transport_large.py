@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_flow import transport
-from attn_flow.coupling import Ground, staircase
+from attn_flow.coupling import Ground, Plan, staircase
 from attn_flow.divergence import divergence, interval, softmin, softmins
 from attn_flow.shortlist import nearest, shortlist
 from attn_flow.transport import solve, wasserstein
@@ -167,6 +170,55 @@ def test_beyond_the_shortlist_spread_clouds_go_to_sinkhorn_or_are_refused(monkey
         solve(x, y, 1)
 
 
+def test_beyond_the_shortlist_hours_are_not_spent_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "SHORTLIST_LIMIT", 200)
+    monkeypatch.setattr(transport, "DENSE_LIMIT", 100)
+    monkeypatch.setattr(transport, "SINKHORN_SECONDS", 1.0)
+    x, y = (z[:250] for z in CASES["spread, moved"])
+    with pytest.raises(ValueError, match=r"about 17\.4 hours .* subsample, merge .* method='sliced'"):
+        solve(x, y)
+
+
+# A path.
+
+
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each shortlist, from now on, is started from a plan."""
+    seen: list[bool] = []
+
+    def watched(*problem: Any, start: Plan | None) -> Plan:
+        seen.append(start is not None)
+        return shortlist(*problem, start=start)
+
+    monkeypatch.setattr(transport, "shortlist", watched)
+    return seen
+
+
+def test_a_path_starts_each_pair_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two paths of three times, (T, B, n, d): each from its own plan before, and as exact as alone."""
+    x0 = torch.stack([unit(normal(900, 3, seed=k)) for k in (1, 2)])
+    stretch = torch.tensor([[1.0, 1, 1], [2, 2, 1], [5, 5, 1]], dtype=F64)[:, None, None]
+    path, target = unit(x0 * stretch) + 0.1 * stretch, unit(x0 * torch.tensor([1.0, 1, 0], dtype=F64))
+    weights = torch.rand(2, 900, generator=torch.Generator().manual_seed(3), dtype=F64)
+    alone = torch.tensor([[float(wasserstein(x, y, weights_x=w, weights_y=w, method="simplex"))
+                           for x, y, w in zip(now, target, weights)] for now in path], dtype=F64)  # fmt: skip
+    seen = starts(monkeypatch)
+    found = solve(path, target, weights_x=weights, weights_y=weights, method="shortlist")
+    assert seen == [False, False, True, True, True, True]
+    assert torch.allclose(found.distance, alone, rtol=1e-6, atol=0)
+    assert (found.error <= 1e-6 * found.distance).all()
+
+
+def test_a_plan_of_other_masses_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = normal(900, 3), normal(900, 3, seed=1)
+    weights = torch.rand(2, 900, generator=torch.Generator().manual_seed(3), dtype=F64)
+    known = [float(wasserstein(x, y, weights_x=w, method="simplex")) for w in weights]
+    seen = starts(monkeypatch)
+    found = wasserstein(x, y, weights_x=weights, method="shortlist")
+    assert seen == [False, False]
+    assert found.tolist() == pytest.approx(known, rel=1e-6)
+
+
 # Sinkhorn.
 
 
@@ -273,11 +325,19 @@ def test_sinkhorn_of_collapsed_clouds_is_zero(method: str) -> None:
     assert torch.equal(x.grad, torch.zeros_like(x))
 
 
-def test_geomloss_without_keops_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_flow.divergence.DENSE_ENTRIES", 100)
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("geomloss", r"geomloss.* needs about .* install pykeops or use method='sinkhorn'"),
+        ("simplex", r"method 'simplex' on .* 2000 x 2000 points needs about 0\.2 GB.* use method='shortlist'"),
+        ("assignment", r"method 'assignment' on .* needs about 96 MB, 1 MB are free"),
+    ],
+)
+def test_dense_methods_do_not_fill_the_memory(method: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_flow.memory.available", lambda device: 10**6)
     monkeypatch.setattr("attn_flow.divergence._keops", lambda: False)
-    with pytest.raises(ValueError, match="install pykeops or use method='sinkhorn'"):
-        solve(normal(20, 3), normal(20, 3, seed=1), method="geomloss")
+    with pytest.raises(MemoryError, match=words):
+        solve(normal(2000, 3), normal(2000, 3, seed=1), method=method)
 
 
 # Sliced.
@@ -320,3 +380,28 @@ def test_certified_at_ten_thousand() -> None:
     found = solve(x, y)
     assert found.method == "shortlist"
     assert float(found.error) <= 1e-6 * float(found.distance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [None, 1e-2])  # spread, and around five points
+def test_certified_at_a_hundred_thousand_below_a_gigabyte(width: float | None) -> None:
+    """Its own process, whose resident memory nothing else has raised before."""
+    code = f"""
+import resource, torch
+from attn_flow.transport import solve
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+x, y, noise, more = torch.randn(4, 100_000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+if {width} is not None:
+    centres = x[:5].clone()
+    x, y = (centres[z[:, 0].argsort() % 5] + {width} * w for z, w in ((x, noise), (y, more)))
+x, y = (z / z.norm(dim=-1, keepdim=True) for z in (x, y))
+solve(x[:2000], y[:2000])
+before = peak()
+found = solve(x, y)
+print(found.method, float(found.distance), float(found.error), (peak() - before) * 1024)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert out[0] == "shortlist"
+    distance, error, peak = map(float, out[1:])
+    assert 0 < error <= 1e-6 * distance
+    assert peak < 1e9
