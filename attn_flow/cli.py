@@ -187,7 +187,8 @@ def _expected(claim: dict[str, Any]) -> str:
 @command
 def bench(
     cases: Annotated[
-        list[str] | None, typer.Argument(help="drift, memory, sweep, plateau, transport, encoder.")
+        list[str] | None,
+        typer.Argument(help="drift, memory, sweep, plateau, transport, encoder, sharding, compile."),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Small sizes.")] = False,
     threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,

@@ -79,7 +79,7 @@ def flow(
     times = _times(t, x0)
     geometry = (Euclidean() if placement.flat else Sphere()) if geometry is None else geometry
     x = _start(attention, x0, geometry, weights, mask, placement, h, float(times[0]))
-    _require_room(x, len(times))
+    _require_room(x, len(times), world)
     if world.count > 1:
         given = {"x0": x, "t": times, "weights": weights, "mask": mask}
         sharded.check(world, _at(attention, float(times[0])), given, noise is not None, generator)
@@ -173,10 +173,10 @@ def _start(
     return x.expand(*first._batch(x.shape[:-2], cloud.probabilities.shape[:-1]), *x.shape[-2:])
 
 
-def _require_room(x: Tensor, times: int) -> None:
-    """Either the path, twice while its clouds are stacked, or it once and a step's stages; without gradients."""
+def _require_room(x: Tensor, times: int, world: Processes) -> None:
+    """Either the path, twice while its clouds are stacked, or it once, everyone, and the stages of the own tokens."""
     memory.require(
-        max(2 * times, times + 10) * x.numel() * x.element_size(),
+        max(2 * times, times + 1 + 10 / world.count) * x.numel() * x.element_size(),
         f"a path of {times} times of {' x '.join(map(str, x.shape))} numbers",
         "ask for fewer times t (push_forward keeps the last only) or use float32",
         x.device,

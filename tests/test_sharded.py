@@ -35,6 +35,7 @@ from attn_flow import (
     noise,
     placement,
 )
+from attn_flow.bench.sharding import fit
 from attn_flow.cli import app
 from attn_flow.parallel import ALONE, Processes, processes
 from attn_flow.sharded import Shard
@@ -170,6 +171,12 @@ def test_parts_are_even_and_cover_the_cloud(n: int, count: int) -> None:
     for shard, part in zip(shards, parts):
         assert torch.equal(part[:, 0], x[:, shard.first])
         assert torch.equal(shard.own(x[..., 0], -1), part[..., 0])
+
+
+def test_constants_of_a_cost_model_are_found() -> None:
+    columns = torch.tensor([[1.0, n * d] for n in (1000, 8000) for d in (3, 64)], dtype=F64)
+    seconds = columns @ torch.tensor([1e-3, 5e-9], dtype=F64)
+    assert fit(columns, seconds.tolist()) == pytest.approx((1e-3, 5e-9))
 
 
 # --- the command, and processes that are lost --------------------------------------------------------------------

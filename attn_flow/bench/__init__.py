@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from attn_flow.bench.compiled import compiled
 from attn_flow.bench.drift import drift, memory
 from attn_flow.bench.encoder import encoder
 from attn_flow.bench.flow import plateau, sweep
 from attn_flow.bench.measure import Row
+from attn_flow.bench.sharding import sharding
 from attn_flow.bench.transport import transport
 
 CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
@@ -23,6 +25,8 @@ CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "plateau": plateau,
     "transport": transport,
     "encoder": encoder,
+    "sharding": sharding,
+    "compile": compiled,
 }
 
 

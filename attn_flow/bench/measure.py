@@ -13,11 +13,14 @@ from torch import Tensor
 Row = dict[str, Any]
 
 
-def interleaved(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each function, all run once a round after one warm-up round."""
+def interleaved(
+    functions: dict[str, Callable[[], Any]], rounds: int, before: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """Median seconds of each function, all run once a round after one warm-up round; `before` each, not counted."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name, function in functions.items():
+            before()
             start = time.perf_counter()
             function()
             if turn:
