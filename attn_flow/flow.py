@@ -229,7 +229,7 @@ class _Path:
             attention = _at(self.attention, t)
             if self.context is not None:
                 return attention.drift(x, self.context)
-            return drift.against_cloud(attention, x, self.shard.everyone(x), log_weights)
+            return drift.against_cloud(attention, x, self.shard.everyone(x), log_weights, self.shard.first)
 
         def velocity(t: float, x: Tensor) -> Tensor:
             return self.shown(self.geometry.tangent(x, self.placement.velocity(drift_of, t, x)))

@@ -74,6 +74,10 @@ CASES: dict[str, Callable[[Processes], Trajectory]] = {
     "hardmax": lambda w: flow(random(kind="hardmax"), tokens(7), T, world=w),
     "unnormalised": lambda w: flow(random(kind="unnormalised"), tokens(7), T, weights=WEIGHTS, world=w),
     "sinkhorn": lambda w: flow(random(kind="sinkhorn"), tokens(7), T, world=w),
+    "causal": lambda w: flow(random(causal=True), tokens((2, 7)), T, mask=MASK, world=w),
+    "without self": lambda w: flow(random(self_attention=False), tokens(7), T, weights=WEIGHTS, world=w),
+    "causal without self": lambda w: flow(random(causal=True, self_attention=False), tokens(7), T, world=w),
+    "causal hardmax": lambda w: flow(random(causal=True, kind="hardmax"), tokens(7), T, world=w),
     "scheduled": lambda w: flow(lambda t: random(beta=1 + t), tokens(7), T, world=w),
     "ellipsoid": lambda w: flow(random(), tokens(7), T, geometry=Ellipsoid(0 * AXES, AXES), world=w),
     "pre": lambda w: flow(random(), tokens(7), T, geometry=Euclidean(), placement=placement.pre, world=w),
@@ -111,7 +115,6 @@ ERRORS: dict[str, tuple[Callable[[Processes], Trajectory], str]] = {
         "the state of the generator is not the same",
     ),
     "gradients": (lambda w: flow(random(), tokens(7).requires_grad_(), T, world=w), "gradients do not pass between"),
-    "causal": (lambda w: flow(random(causal=True), tokens(7), T, world=w), "not sharded yet"),
     "a token that leaves": (
         lambda w: flow(random(), tokens(7), T, step=lost_on_the_last(w), world=w),
         "tokens left the range of torch.float64",
