@@ -26,7 +26,7 @@ class Heads:
     v = d). One head may drop its axis. beta is a number or a tensor whose last axis is heads (or 1): `beta[:, None]`
     gives one beta per batch element; inf is hardmax. query_bias (..., heads, k) is added to Q x; value_bias (..., d)
     is a constant drift. Leading axes of weights broadcast against those of the tokens. truncation: the share of each
-    query's attention that large, cold clouds may leave out to be fast (near.py); 1e-6 for tokens in float32 and 1e-13
+    query's attention that large, cold clouds may leave out to be fast (near.py); 1e-6 for tokens in float32 and 1e-12
     in float64 unless given, 0 for none.
     """
 

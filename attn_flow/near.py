@@ -174,7 +174,7 @@ def softmax(
             left_out[rows] = (chosen.left_out[group, None] * (-log_sum.double()).exp()).flatten()
     average, left_out = average[: len(q)], left_out[: len(q)]
     for rows in (~(left_out <= tolerance)).nonzero()[:, 0].split(max(1, kernels.BLOCK // len(k))):
-        average[rows] = _over_all(q[rows], k, v, key_bias, rows + first, causal, exclude_self, scale)
+        average[rows] = over_all(q[rows], k, v, key_bias, rows + first, causal, exclude_self, scale)
         left_out[rows] = 0.0
     return Near(average, left_out, pairs)
 
@@ -261,7 +261,7 @@ def _masked(
     return mean, log_sum.masked_fill(~sees, -math.inf)
 
 
-def _over_all(
+def over_all(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow import near
+from attn_flow import fourier, near
 from attn_flow.heads import Heads
 from attn_flow.projections import ALL, keys, keys_stay, output, output_norm, queries, scale, values, with_constant
 
 # The share of a query's weights that may be left out where nothing else is asked: what the dtype hardly resolves.
-TRUNCATION = {torch.float32: 1e-6, torch.float64: 1e-13}
+TRUNCATION = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +48,13 @@ def truncated_drift(
         head = slice(h, h + 1)
         found = []
         for q, k, b, v in _clouds(exact, x64, y64, bias, head, batch, values(a, y, head)):
-            one = (
-                near.hardmax(q, k, v, key_bias=b, most=most)
-                if a.cold
-                else near.softmax(q, k, v, tolerance=tolerance, key_bias=b, scale=scale(a), most=most, **masks)
-            )
+            options: dict[str, Any] = {"key_bias": b, "most": most}
+            if a.cold:
+                one = near.hardmax(q, k, v, **options)
+            elif not masked and fourier.fits(q, k, scale(a), tolerance, x.dtype):
+                one = fourier.softmax(q, k, v, tolerance=tolerance, key_bias=b, scale=scale(a))
+            else:
+                one = near.softmax(q, k, v, tolerance=tolerance, scale=scale(a), **options, **masks)
             if one is None:
                 return None
             found.append(one)
@@ -68,13 +70,15 @@ def truncated_drift(
 
 def _skipping_pays(a: Heads, x: Tensor, y: Tensor, bias: Tensor | None, tolerance: float, most: float) -> bool:
     """Whether every head and cloud is large, narrow and cold enough, before anything is copied."""
-    key_width = a.dim if keys_stay(a) else a.Q.shape[-2]
-    if x.shape[-2] * y.shape[-2] < near.PAIRS or key_width > near.WIDTH:
+    pairs, width = x.shape[-2] * y.shape[-2], a.dim if keys_stay(a) else a.Q.shape[-2]
+    on_a_circle = width == 2 and not (a.cold or a.causal) and a.self_attention
+    if width > near.WIDTH or pairs < (fourier.PAIRS if on_a_circle else near.PAIRS):
         return False
     batch = a._batch(x.shape[:-2], y.shape[:-2], torch.Size(()) if bias is None else bias.shape[:-2])
     window = 0.0 if a.cold else math.log(y.shape[-2] / tolerance)
     return all(
-        near.worth(q, k, b, scale(a), window, most)
+        (on_a_circle and fourier.fits(q, k, scale(a), tolerance, x.dtype))
+        or (pairs >= near.PAIRS and near.worth(q, k, b, scale(a), window, most))
         for h in range(a.heads)
         for q, k, b, _ in _clouds(a, x, y, bias, slice(h, h + 1), batch)
     )
