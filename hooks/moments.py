@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ROWS = 1024  # tokens converted to float64 at once
+
 
 @dataclass
 class Moments:
@@ -27,14 +29,14 @@ class Moments:
 
     def add(self, point: int, x: Tensor) -> None:
         """Tokens x (n, d) of one point; `n` is counted by the caller, once for all points."""
-        x = x.double()
-        self.first[point] += x.sum(0)
-        d = x.shape[-1]
-        quarter = -(-d // 4)
-        # Ten of the sixteen blocks: the matrix is symmetric, and this is most of the cost of the statistics.
-        for i in range(0, d, quarter):
-            rows = slice(i, i + quarter)
-            self.second[point, rows, i:] += x[:, rows].T @ x[:, i:]
+        quarter = -(-x.shape[-1] // 4)
+        for part in x.split(ROWS):
+            part = part.double()
+            self.first[point] += part.sum(0)
+            # Ten of the sixteen blocks: the matrix is symmetric, and this is nearly all that the statistics cost.
+            for i in range(0, x.shape[-1], quarter):
+                block = slice(i, i + quarter)
+                self.second[point, block, i:].addmm_(part[:, block].T, part[:, i:])
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(self.n + other.n, self.first + other.first, self.second + other.second)
@@ -88,9 +90,8 @@ class Reservoir:
     def chosen(self, text: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Which of these tokens may be in the sample, and all their keys."""
         key = keys(self.seed, text, position)
-        if len(self.key) < self.m:
-            return torch.ones_like(key, dtype=torch.bool), key
-        return key < self.key[-1], key
+        known = torch.cat([self.key, key])
+        return key <= known.kthvalue(min(self.m, len(known))).values, key
 
     def add(self, x: Tensor, key: Tensor, text: Tensor, position: Tensor, token: list[str]) -> None:
         """Candidates x (points, size, d); they wait until a quarter of the sample has gathered."""

@@ -21,7 +21,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from attn_flow.progress import progress as progress_bar
-from attn_flow.trajectory import Trajectory, write_tensors
+from attn_flow.storage import write_json, write_tensors
+from attn_flow.trajectory import Trajectory
 
 from .attach import deepened, evaluating
 from .moments import Moments, Reservoir
@@ -222,7 +223,7 @@ class Statistics:
             i, n = self.about["shard"]
             manifest = {"points": self.about["points"], "files": self.files, "about": self.about}
             name = f"manifest-{i}-of-{n}.json" if n > 1 else "manifest.json"
-            _write_text(self.folder / name, json.dumps(manifest, indent=1))
+            write_json(manifest, self.folder / name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Everything in one safetensors file, replaced in one step."""
@@ -249,7 +250,8 @@ class Statistics:
         held = cls(None, reservoir=about["reservoir"], seed=about["seed"])
         held.about, held.done, held.batches, held.texts = about, state["done"], state["batches"], state["texts"]
         held.truncated, held.digest, held.files = state["truncated"], state["digest"], state["files"]
-        held.moments = Moments(state["n"], tensors["first"], tensors["second"])
+        # A copy lies where torch aligns it, a tensor of the file need not: the last bits of later sums depend on that.
+        held.moments = Moments(state["n"], tensors["first"].clone(), tensors["second"].clone())
         sample = {name: tensors[f"sample.{name}"] for name in ("x", "key", "text", "position")}
         held.sample = Reservoir(about["reservoir"], about["seed"], **sample, token=state["token"])
         return held
@@ -367,9 +369,3 @@ def fingerprint(model: nn.Module) -> str:
 
 def _length(texts: Any) -> int | None:
     return len(texts) if hasattr(texts, "__len__") else None
-
-
-def _write_text(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    os.replace(beside, path)

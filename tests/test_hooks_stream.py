@@ -83,10 +83,24 @@ def test_the_sample_does_not_depend_on_the_order() -> None:
     assert [int(t) for t in samples[0].token] == samples[0].text.tolist()
 
 
+def test_a_full_batch_offers_no_more_than_the_sample_holds() -> None:
+    """Few of many tokens are copied, from the first batch on, and never one of the smallest keys is left out."""
+    text, position = torch.arange(100), torch.zeros(100, dtype=torch.int64)
+    held = Reservoir.empty(20, 0, 1, 1)
+    for part in (slice(0, 8), slice(8, 100)):
+        chosen, key = held.chosen(text[part], position[part])
+        smallest = keys(0, text, position)[: part.stop].sort().values[:20]
+        assert set(key[chosen].tolist()) == set(smallest.tolist()) & set(key.tolist())
+        size = int(chosen.sum())
+        held.add(torch.zeros(1, size, 1), key[chosen], text[part][chosen], position[part][chosen], ["a"] * size)
+        held.settle()
+    assert held.key.tolist() == smallest.tolist()
+
+
 def test_moments_of_odd_sizes() -> None:
-    x = torch.randn(10, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.randn(2500, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     held = Moments.zero(1, 7)
-    held.n = 10
+    held.n = 2500
     held.add(0, x[:4])
     held.add(0, x[4:])
     torch.testing.assert_close(held.covariance[0], torch.cov(x.T, correction=0), rtol=0, atol=1e-14)
