@@ -18,11 +18,13 @@ from attn_flow.projections import (
     ALL,
     head_beta,
     key_bias,
+    key_width,
     keys,
     keys_stay,
     output,
     queries,
     scale,
+    value_width,
     values,
     values_stay,
     with_constant,
@@ -49,9 +51,7 @@ def against_cloud(a: Heads, x: Tensor, y: Tensor, log_weights: Tensor | None, fi
     if few is not None:
         return few.drift
     batch = a._batch(x.shape[:-2], y.shape[:-2])
-    key_width = a.dim if keys_stay(a) else a.Q.shape[-2]
-    value_width = a.dim if a.V is None or values_stay(a) else a.V.shape[-2]
-    entries = 2 * (key_width + value_width) * a.heads * math.prod(batch) * x.shape[-2]
+    entries = 2 * (key_width(a) + value_width(a)) * a.heads * math.prod(batch) * x.shape[-2]
     if a.cold or a.kind == "unnormalised" or not a.self_attention:
         entries *= 2  # not the fused kernel: parts and their sum at the same time
     if entries <= (AT_ONCE_WITH_GRADIENT if gradient else AT_ONCE) or not looks:

@@ -75,6 +75,14 @@ def output(a: Heads, average: Tensor, heads: slice) -> Tensor:
     return average.transpose(-2, -3).flatten(-2) @ stacked
 
 
+def key_width(a: Heads) -> int:
+    return a.dim if keys_stay(a) else a.Q.shape[-2]
+
+
+def value_width(a: Heads) -> int:
+    return a.dim if a.V is None or values_stay(a) else a.V.shape[-2]
+
+
 def keys_stay(a: Heads) -> bool:
     return a.K is None or a.K.shape[-2] >= a.dim
 

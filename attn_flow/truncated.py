@@ -10,12 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow import fourier, near
+from attn_flow import compiled, fourier, near
+from attn_flow.blocks import worth
 from attn_flow.heads import Heads
-from attn_flow.projections import ALL, keys, keys_stay, output, output_norm, queries, scale, values, with_constant
+from attn_flow.projections import (
+    ALL,
+    key_width,
+    keys,
+    output,
+    output_norm,
+    queries,
+    scale,
+    value_width,
+    values,
+    with_constant,
+)
 
 # The share of a query's weights that may be left out where nothing else is asked: what the dtype hardly resolves.
 TRUNCATION = {torch.float32: 1e-6, torch.float64: 1e-12}
+COMPILED_PAIRS = 2**22  # pairs of queries and keys from which the compiled kernel pays for putting them in order
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +48,8 @@ def truncated_drift(
     masked = a.causal or not a.self_attention
     if tolerance == 0 or a.kind == "unnormalised" or (a.cold and masked):
         return None
+    # The compiled kernel is faster than the fused one on everything.
+    always = always or (_compiled(a, x) and x.shape[-2] * y.shape[-2] >= COMPILED_PAIRS)
     most = 1.0 if always else near.MASKED_WORTH if masked else near.WORTH
     if not always and not _skipping_pays(a, x, y, bias, tolerance, most):
         return None
@@ -68,9 +83,13 @@ def truncated_drift(
     return Truncated(with_constant(a, total), error.to(x.dtype), pairs)
 
 
+def _compiled(a: Heads, x: Tensor) -> bool:
+    return not a.cold and compiled.serves(max(key_width(a), value_width(a)), x.dtype, x.device)
+
+
 def _skipping_pays(a: Heads, x: Tensor, y: Tensor, bias: Tensor | None, tolerance: float, most: float) -> bool:
     """Whether every head and cloud is large, narrow and cold enough, before anything is copied."""
-    pairs, width = x.shape[-2] * y.shape[-2], a.dim if keys_stay(a) else a.Q.shape[-2]
+    pairs, width = x.shape[-2] * y.shape[-2], key_width(a)
     on_a_circle = width == 2 and not (a.cold or a.causal) and a.self_attention
     if width > near.WIDTH or pairs < (fourier.PAIRS if on_a_circle else near.PAIRS):
         return False
@@ -78,7 +97,7 @@ def _skipping_pays(a: Heads, x: Tensor, y: Tensor, bias: Tensor | None, toleranc
     window = 0.0 if a.cold else math.log(y.shape[-2] / tolerance)
     return all(
         (on_a_circle and fourier.fits(q, k, scale(a), tolerance, x.dtype))
-        or (pairs >= near.PAIRS and near.worth(q, k, b, scale(a), window, most))
+        or (pairs >= near.PAIRS and worth(q, k, b, scale(a), window, most))
         for h in range(a.heads)
         for q, k, b, _ in _clouds(a, x, y, bias, slice(h, h + 1), batch)
     )

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from attn_flow import Attention, Sphere, flow, near
+from attn_flow import Attention, Sphere, blocks, flow, near
 from attn_flow.memory import peak_memory
 from attn_flow.truncated import TRUNCATION
 
@@ -105,8 +105,8 @@ def test_large_cold_drift_takes_this_path_by_itself(monkeypatch):
     """`drift` and `flow` use it where it pays, within the default tolerance of the dtype."""
     monkeypatch.setattr(near, "PAIRS", 2**20)
     calls = []
-    select = near._select
-    monkeypatch.setattr(near, "_select", lambda *args: calls.append(1) or select(*args))
+    select = near.select
+    monkeypatch.setattr(near, "select", lambda *args: calls.append(1) or select(*args))
     x = sphere(2048, 2)
     cold, hot = Attention.identity(2, 5e3, dtype=F64), Attention.identity(2, 1.0, dtype=F64)
     assert float((cold.drift(x) - literal(cold, x)).norm(dim=-1).max()) < 2 * TRUNCATION[F64] + 1e-13
@@ -134,14 +134,14 @@ def test_batches_and_betas_of_their_own(monkeypatch):
 
 def test_blocks_partition_the_cloud():
     x = torch.randn(1003, 4, generator=torch.Generator().manual_seed(0), dtype=F64)
-    blocks = near.Blocks.of(x)
-    index = blocks.index.flatten()
+    found = blocks.Blocks.of(x)
+    index = found.index.flatten()
     assert sorted(index.tolist()) == list(range(len(index)))
-    assert blocks.index.shape[1] <= near.SIZE
-    assert len(index) - 1003 < len(blocks.index)
-    inside = (blocks.points - blocks.centre[:, None]).norm(dim=-1)
-    assert bool((inside <= blocks.radius[:, None]).all())
-    assert float(blocks.radius.mean()) < 0.8 * float((x - x.mean(0)).norm(dim=-1).max())
+    assert found.index.shape[1] <= blocks.SIZE
+    assert len(index) - 1003 < len(found.index)
+    inside = (found.points - found.centre[:, None]).norm(dim=-1)
+    assert bool((inside <= found.radius[:, None]).all())
+    assert float(found.radius.mean()) < 0.8 * float((x - x.mean(0)).norm(dim=-1).max())
 
 
 def test_memory_is_linear():

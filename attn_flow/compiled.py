@@ -1,0 +1,78 @@
+"""The optional compiled kernel of `near`, for widths up to 8 in float32, built on request if there is a C++ compiler.
+
+    from attn_flow import compiled
+
+    compiled.build()   # half a minute the first time, from torch's cache afterwards
+
+Every drift of this process that can then goes through it. Nothing needs it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn_flow import kernels
+from attn_flow.blocks import Blocks, Selection
+
+WIDTH = 8
+LOWEST = -1e300
+_built = False
+
+
+@cache
+def build(verbose: bool = False) -> None:
+    """Compile near.cpp for this machine and use it from now on; raises what the compiler says."""
+    global _built
+    from torch.utils.cpp_extension import load
+
+    load(
+        "attn_flow_near",
+        [str(Path(__file__).with_name("near.cpp"))],
+        extra_cflags=["-O3", "-march=native", "-ffast-math", "-fopenmp"],
+        is_python_module=False,
+        verbose=verbose,
+    )
+    _built = True
+
+
+def serves(width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `build` was called and this is what the kernel does."""
+    return _built and width <= WIDTH and dtype == torch.float32 and device.type == "cpu"
+
+
+def softmax(
+    queries: Blocks,
+    keys: Blocks,
+    bias: Tensor,
+    values: Tensor,
+    chosen: Selection,
+    star: tuple[Tensor, Tensor, Tensor],
+    *,
+    first: int,
+    causal: bool,
+    exclude_self: bool,
+    scale: float,
+    gap: float,
+) -> tuple[Tensor, Tensor]:
+    """Averages (A, s, v), and log-sum-exps over the reference (A, s), of blocks of queries over their chosen keys.
+
+    star: key (A, k), value (A, v) and bias (A,) of each reference. gap: how far below the highest logit so far all keys
+    of a block must be for a query to leave them out.
+    """
+    width = max(queries.points.shape[-1], values.shape[-1])
+    q, c, k, v, k_star, v_star = (
+        F.pad(z, (0, width - z.shape[-1])).contiguous()
+        for z in (queries.points, queries.centre, keys.points, values, *star[:2])
+    )
+    b, b_star = bias.clamp_min(LOWEST), star[2].contiguous()  # the kernel is compiled for finite numbers
+    start = F.pad(chosen.kept.sum(-1).cumsum(0), (1, 0))
+    listed = chosen.kept.nonzero()[:, 1].contiguous()
+    precise = scale * chosen.spread > kernels.LOGIT_RANGE
+    of_blocks = q, c, k, v, b, k_star, v_star, b_star, start, listed, queries.index + first, keys.index
+    average, log_sum = torch.ops.attn_flow.near_softmax(*of_blocks, causal, exclude_self, scale, gap, precise)
+    return average[..., : values.shape[-1]], log_sum
