@@ -188,7 +188,10 @@ def _expected(claim: dict[str, Any]) -> str:
 def bench(
     cases: Annotated[
         list[str] | None,
-        typer.Argument(help="drift, memory, sweep, plateau, transport, encoder, sharding, compile."),
+        typer.Argument(
+            help="drift, cold, circle, kernel, precision, memory, sweep, plateau, transport, job, encoder, sharding, "
+            "compile; all of them if none is named."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Small sizes.")] = False,
     threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,

@@ -29,6 +29,9 @@ TREE_DIMENSION = 6
 # Entries of the cost matrix held at once: 8 MB.
 ENTRIES = 1 << 20
 ROUNDS = 60
+# Relative gap to which blocks are solved, and with which a plan from elsewhere is the better start: beyond it, pairs
+# that matter are missing and rounds are many.
+COARSE = 1e-2
 # A gap that rounding alone may leave, for coordinates of order one.
 ROUNDING = 1e-14
 
@@ -38,7 +41,7 @@ def shortlist(
 ) -> Plan:
     """A plan whose cost is within the relative `gap` of the optimum, with the gap that was proved.
 
-    start: a plan with the marginals a and b and a potential, of points nearby.
+    start: a plan with the marginals a and b and a potential, of other points; left aside unless they are nearby.
     """
     squared = ground == Ground(2.0, "euclidean")
     if not squared:
@@ -60,11 +63,11 @@ def _solve(
     m = len(y)
     if max(len(x), m) <= DENSE:
         return simplex(x, a, y, b, ground)
-    if start is None:
+    if start is None or not _close(start, x, a, y, b, ground):
         bx, by = (_blocks(z) if len(z) > DENSE else np.arange(len(z)) for z in (x, y))
         X, A = _represent(x, a, bx)
         Y, B = _represent(y, b, by)
-        coarse = _solve(X, A, Y, B, ground, max(gap, 1e-2), constant)
+        coarse = _solve(X, A, Y, B, ground, max(gap, COARSE), constant)
         u = nearest(x, Y, potential(coarse), 1, ground)[2]
         feasible = _refined(coarse, a, bx, b, by, m)
     else:
@@ -73,7 +76,7 @@ def _solve(
     v = nearest(y, x, u, 1, ground)[2]
     _, j, u = nearest(x, y, v, CANDIDATES, ground)
     _, i, _ = nearest(y, x, u, CANDIDATES, ground)
-    pairs = np.unique(np.r_[_key(j, m), _key(i, len(x), m), feasible])
+    pairs = _distinct(_key(j, m), _key(i, len(x), m), feasible)
     for _ in range(ROUNDS):
         plan, u = _sparse(x, a, y, b, ground, pairs, u, v)
         v = potential(plan)
@@ -82,12 +85,25 @@ def _solve(
         proved = max(cost - float(a @ floor + b @ v), 0.0)
         allowed = max(gap * (cost + constant), ROUNDING)
         row, column = np.nonzero(reduced - u[:, None] < -allowed / 8)
-        grown = np.union1d(pairs, row * m + j[row, column])
+        grown = _distinct(pairs, row * m + j[row, column])
         # Without a new pair the bounds have met to the solver's rounding, and `proved` says how well.
         if proved <= allowed or len(grown) == len(pairs):
             break
         pairs = grown
     return replace(plan, gap=proved + leak(plan, a, b) * _largest(x, y, ground))
+
+
+def _close(start: Plan, x: Array, a: Array, y: Array, b: Array, ground: Ground) -> bool:
+    """Whether the plan and its potential are within COARSE of the optimum between these points, too."""
+    v = potential(start)
+    cost = float(start.mass @ ground.pairs(x[start.i], y[start.j]))
+    return cost - float(a @ nearest(x, y, v, 1, ground)[2] + b @ v) <= COARSE * cost
+
+
+def _distinct(*keys: Index) -> Index:
+    """Sorted and without repetition; np.unique hashes, which is slower where most is in order already."""
+    joined = np.sort(np.concatenate(keys), kind="stable")
+    return joined[np.r_[True, np.diff(joined) > 0]]
 
 
 def _largest(x: Array, y: Array, ground: Ground) -> float:

@@ -89,8 +89,8 @@ def solve(
 ) -> Transport:
     """W_p between clouds x (..., n, d) and y (..., m, d), leading dimensions broadcast.
 
-    Along the first of them the shortlist starts each pair from the plan of the one before, where that is feasible: a
-    path against its limit takes half the time of its clouds one by one, and is proved as well.
+    Along the first of them the shortlist starts each pair from the plan of the one before, where that is feasible and
+    close: a finely sampled path takes a fraction of the time of its clouds one by one, and is proved as well.
 
     weights (..., n) are normalised to probabilities; where a mask is False the point is not there.
     cost "geodesic": arc length on the sphere the points lie on (any radius); gradients are tangent to it.

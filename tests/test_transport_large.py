@@ -20,7 +20,7 @@ from torch import Tensor
 from attn_flow import transport
 from attn_flow.coupling import Ground, Plan, staircase
 from attn_flow.divergence import divergence, interval, softmin, softmins
-from attn_flow.shortlist import nearest, shortlist
+from attn_flow.shortlist import _sparse, nearest, shortlist
 from attn_flow.transport import solve, wasserstein
 
 F64 = torch.float64
@@ -207,6 +207,18 @@ def test_a_path_starts_each_pair_from_the_one_before(monkeypatch: pytest.MonkeyP
     assert seen == [False, False, True, True, True, True]
     assert torch.allclose(found.distance, alone, rtol=1e-6, atol=0)
     assert (found.error <= 1e-6 * found.distance).all()
+
+
+def test_a_plan_of_far_points_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a far plan the rounds are many: it is left aside, and the work is that of a cold start."""
+    x, y = torch.stack([unit(normal(900, 3, seed=k)) for k in (1, 2)]), unit(normal(900, 3, seed=3))
+    sparse: list[int] = []
+    watched = lambda *problem: sparse.append(len(problem[0])) or _sparse(*problem)
+    monkeypatch.setattr("attn_flow.shortlist._sparse", watched)
+    alone = [float(wasserstein(z, y, method="shortlist")) for z in x]
+    cold = list(sparse)
+    assert wasserstein(x, y, method="shortlist").tolist() == alone
+    assert sparse == 2 * cold
 
 
 def test_a_plan_of_other_masses_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,20 +10,27 @@ from typing import Any
 
 import torch
 
+from attn_flow.bench.cold import circle, cold, kernel, precision
 from attn_flow.bench.compiled import compiled
 from attn_flow.bench.drift import drift, memory
 from attn_flow.bench.encoder import encoder
 from attn_flow.bench.flow import plateau, sweep
+from attn_flow.bench.job import job
 from attn_flow.bench.measure import Row
 from attn_flow.bench.sharding import sharding
 from attn_flow.bench.transport import transport
 
 CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "drift": drift,
+    "cold": cold,
+    "circle": circle,
+    "kernel": kernel,
+    "precision": precision,
     "memory": memory,
     "sweep": sweep,
     "plateau": plateau,
     "transport": transport,
+    "job": job,
     "encoder": encoder,
     "sharding": sharding,
     "compile": compiled,
