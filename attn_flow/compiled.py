@@ -21,13 +21,27 @@ from attn_flow.blocks import Blocks, Selection
 
 WIDTH = 8
 LOWEST = -1e300
-_built = False
+_used = False
+
+
+def build(verbose: bool = False) -> None:
+    """Compile near.cpp for this machine and use it from now on; raises what the compiler says."""
+    _load(verbose)
+    use(True)
+
+
+def use(yes: bool) -> None:
+    """Whether drifts go through the kernel, once it is built."""
+    global _used
+    _used = yes
+
+
+def used() -> bool:
+    return _used
 
 
 @cache
-def build(verbose: bool = False) -> None:
-    """Compile near.cpp for this machine and use it from now on; raises what the compiler says."""
-    global _built
+def _load(verbose: bool) -> None:
     from torch.utils.cpp_extension import load
 
     load(
@@ -37,12 +51,11 @@ def build(verbose: bool = False) -> None:
         is_python_module=False,
         verbose=verbose,
     )
-    _built = True
 
 
 def serves(width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `build` was called and this is what the kernel does."""
-    return _built and width <= WIDTH and dtype == torch.float32 and device.type == "cpu"
+    """Whether the kernel is used, and this is what it does."""
+    return _used and width <= WIDTH and dtype == torch.float32 and device.type == "cpu"
 
 
 def softmax(

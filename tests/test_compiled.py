@@ -19,19 +19,19 @@ pytestmark = pytest.mark.skipif(
 def built():
     compiled.build()
     yield
-    compiled._built = False
+    compiled.use(False)
 
 
 def sphere(n, d, seed=0):
     return Sphere().uniform(n, d, generator=torch.Generator().manual_seed(seed))
 
 
-def both(attention, x, monkeypatch, **options):
+def both(attention, x, **options):
     """The truncated drift by the kernel and by PyTorch, and the exact one."""
     ours = attention.truncated_drift(x, **options)
-    with monkeypatch.context() as patch:
-        patch.setattr(compiled, "_built", False)
-        theirs = attention.truncated_drift(x, **options)
+    compiled.use(False)
+    theirs = attention.truncated_drift(x, **options)
+    compiled.use(True)
     options = {name: z.double() if z.is_floating_point() else z for name, z in options.items()}
     exact = replace(attention.to(torch.float64), truncation=0.0).drift(x.double(), **options)
     return ours, theirs, exact
@@ -39,23 +39,23 @@ def both(attention, x, monkeypatch, **options):
 
 @pytest.mark.parametrize("masks", [{}, {"causal": True}, {"self_attention": False}])
 @pytest.mark.parametrize("beta", [1.0, 100.0, 1e4, 1e6])
-def test_equals_the_other_path(masks, beta, monkeypatch):
+def test_equals_the_other_path(masks, beta):
     generator = torch.Generator().manual_seed(1)
     attention = Attention.random(3, 2, 3, generator=generator, beta=beta, **masks)
     weights = torch.rand(700, generator=generator) + 0.1
     mask = torch.rand(700, generator=generator) > 0.2
     for options in ({}, {"weights": weights}, {"mask": mask}):
-        ours, theirs, exact = both(attention, sphere(700, 3), monkeypatch, **options)
+        ours, theirs, exact = both(attention, sphere(700, 3), **options)
         assert bool(((ours.drift - exact).norm(dim=-1) <= ours.error + 2e-6).all())
         assert float((ours.drift - theirs.drift).abs().max()) < 4e-6
         assert ours.pairs == theirs.pairs
 
 
 @pytest.mark.parametrize(("d", "k"), [(1, 1), (2, 2), (5, 3), (8, 8), (8, 2), (7, 4)])
-def test_every_width(d, k, monkeypatch):
+def test_every_width(d, k):
     attention = Attention.random(d, 2, k, generator=torch.Generator().manual_seed(2), beta=30.0)
     x = torch.randn(400, d, generator=torch.Generator().manual_seed(3))
-    ours, theirs, exact = both(attention, x, monkeypatch)
+    ours, theirs, exact = both(attention, x)
     assert float((ours.drift - exact).abs().max()) < 1e-5 * float(exact.abs().max())
     assert float((ours.drift - theirs.drift).abs().max()) < 1e-5 * float(exact.abs().max())
 
@@ -76,7 +76,7 @@ def test_drifts_and_flows_go_through_it(monkeypatch):
     assert not calls
 
 
-def test_queries_of_their_own(monkeypatch):
+def test_queries_of_their_own():
     """Keys elsewhere than the queries, in clouds too small to fill a block."""
     q, k = sphere(130, 3).double(), sphere(70, 3, seed=5).double()
     v = k.float()
