@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attn_flow import checks, drift
+from attn_flow import checks, drift, memory
 from attn_flow.heads import Heads
 from attn_flow.measures import Cloud, Measure
 from attn_flow.projections import key_bias
@@ -134,7 +134,11 @@ class Attention(Heads):
 
     def weights(self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The attention matrix A (..., heads, n, n), dense; rows sum to one but for kind='unnormalised'."""
-        return drift.weights(self, x, self._cloud(x, weights, mask).log_weights)
+        cloud = self._cloud(x, weights, mask)
+        entries = math.prod(self._batch(x.shape[:-2])) * self.heads * x.shape[-2] ** 2
+        what = f"the attention matrix of {x.shape[-2]} tokens and {self.heads} heads"
+        memory.require(3 * entries * x.element_size(), what, "drift(x) never holds it; or take fewer tokens", x.device)
+        return drift.weights(self, x, cloud.log_weights)
 
     def truncated_drift(self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Truncated:
         """The drift over the keys that matter with a bound on its error, whether that is faster or not.

@@ -245,3 +245,9 @@ def test_resident_memory_agrees() -> None:
     done = subprocess.run([sys.executable, "-c", SUBPROCESS], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) * 1024 <= 12e6  # 10 MB of tensors, and BLAS's buffers
+
+
+def test_an_attention_matrix_that_does_not_fit_is_refused() -> None:
+    x = torch.ones(1, 2).expand(10_000_000, 2)
+    with pytest.raises(MemoryError, match=r"attention matrix .* drift"):
+        Attention.identity(2, 1.0).weights(x)
