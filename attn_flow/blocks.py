@@ -93,7 +93,7 @@ def worth(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, window: float
     logits = kernels.logits(some * scale, k, bias)
     top, best = logits.max(-1, keepdim=True)
     away = torch.cdist(k[best[:, 0]], k)
-    radius, reach = (z.kthvalue(SIZE, dim=-1, keepdim=True)[0] for z in (torch.cdist(some, q), away))
+    radius, reach = (z.kthvalue(min(SIZE, z.shape[-1]), dim=-1, keepdim=True)[0] for z in (torch.cdist(some, q), away))
     seen = logits - top + scale * radius * (away + reach) >= -window
     return float(seen.float().mean()) < most
 
@@ -118,10 +118,10 @@ def select(queries: Blocks, keys: Blocks, bias: Tensor, scale: float, tolerance:
 
 def _highest_logits(c: Tensor, K: Tensor, bias: Tensor, scale: float) -> Tensor:
     """max_j scale <c_a, k_j> + bias_j over each block of keys, (A, B), raised by all that float32 may lose."""
-    keys, b = K.flatten(0, 1).float().T.contiguous(), bias.flatten().float()
+    keys = torch.cat([K, bias[..., None]], dim=-1).flatten(0, 1).float().T.contiguous()
+    rows = torch.cat([scale * c, torch.ones_like(c[:, :1])], dim=-1).float()
     parts = [
-        torch.addmm(b, rows, keys, alpha=scale).unflatten(-1, bias.shape).amax(-1)
-        for rows in c.float().split(max(1, kernels.BLOCK // len(b)))
+        (some @ keys).unflatten(-1, bias.shape).amax(-1) for some in rows.split(max(1, kernels.BLOCK // keys.shape[1]))
     ]
     size = scale * float(c.norm(dim=-1).max() * K.norm(dim=-1).max()) + float(bias[bias.isfinite()].abs().max())
     return torch.cat(parts).double() + 32 * torch.finfo(torch.float32).eps * size

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from attn_flow import compiled, kernels
-from attn_flow.blocks import Blocks, select
+from attn_flow.blocks import Blocks, Selection, select
 
 PAIRS = 2**26  # pairs of queries and keys below which putting them in order costs more than 5% of the average itself
 WIDTH = 16  # width of keys beyond which blocks of neighbours are as wide as the cloud
 WORTH, MASKED_WORTH = 0.4, 0.06  # share of pairs above which the dense kernel is faster, without and with a mask
 BOUNDS = 2**20  # bounds held at once
 ENTRIES, MASKED_ENTRIES = 2**17, 2**14  # keys gathered at once; a mask makes a matrix of each block
-UNSEEN = 0.1  # part of the tolerance that the compiled kernel spends query by query
+UNSEEN = 0.1  # part of the tolerance for what the compiled kernel leaves out query by query
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ def softmax(
 
     None where more than the share `most` of pairs matters, and where no key is visible. Masks as in `kernels`.
     """
-    masked = causal or exclude_self
+    masks: dict[str, Any] = {"causal": causal, "exclude_self": exclude_self, "first": first}
     bias = k.new_zeros(len(k)) if key_bias is None else key_bias.double()
     if not bool(bias.isfinite().any()):
         return None
@@ -67,36 +67,19 @@ def softmax(
     average, left_out = v.new_empty(queries.index.numel(), v.shape[-1]), q.new_empty(queries.index.numel())
     pairs = 0.0
     for part in queries.parts(max(1, BOUNDS // len(B))):
-        chosen = select(part, keys, B, scale, tolerance)
+        chosen = select(part, keys, B, scale, (1 - UNSEEN) * tolerance)
         if float(chosen.kept.float().mean()) > most:
             return None
         pairs += float(chosen.kept.sum()) / (len(queries.index) * len(B))
         star = k[chosen.reference], v[chosen.reference], bias[chosen.reference]
+        blocks, rows = (part, keys, B, V, chosen, star), part.index.flatten()
         if compiled.serves(max(k.shape[-1], v.shape[-1]), v.dtype, v.device):
             gap = math.log(len(k) / (UNSEEN * tolerance))
-            masks: dict[str, Any] = {"first": first, "causal": causal, "exclude_self": exclude_self}
-            mean, log_sum = compiled.softmax(part, keys, B, V, chosen, star, scale=scale, gap=gap, **masks)
-            average[part.index.flatten()] = mean.flatten(0, 1)
-            left_out[part.index.flatten()] = _share(chosen.left_out, log_sum).flatten() + UNSEEN * tolerance
-            continue
-        for group, blocks, filling in chosen.groups(MASKED_ENTRIES if masked else ENTRIES, B.shape[1]):
-            k_star, v_star, bias_star = (z[group, None] for z in star)
-            c = part.centre[group]
-            Q, K = part.points[group] - c[:, None], keys.points[blocks].flatten(1, 2) - k_star
-            shift = B[blocks].masked_fill(filling[..., None], -math.inf).flatten(1) - bias_star
-            shift += scale * (K @ c[..., None])[..., 0]
-            values = V[blocks].flatten(1, 2) - v_star
-            if kernels.loses_digits(Q.to(v.dtype), K.to(v.dtype), scale):
-                values = values.double()
-            Q, K, shift = (z.to(values.dtype) for z in (Q, K, shift))
-            if masked:
-                i, j = (z.int() for z in (part.index[group] + first, keys.index[blocks].flatten(1)))
-                mean, log_sum = _masked(Q, K, values, shift, i, j, causal, exclude_self, scale)
-            else:
-                mean, log_sum = kernels.softmax_and_log_sum(Q, K, values, key_bias=shift, scale=scale)
-            rows = part.index[group].flatten()
-            average[rows] = (mean + v_star).flatten(0, 1).to(v.dtype)
-            left_out[rows] = _share(chosen.left_out[group], log_sum).flatten()
+            mean, log_sum = compiled.softmax(*blocks, **masks, scale=scale, gap=gap)
+        else:
+            mean, log_sum = _fused(*blocks, **masks, scale=scale)
+        average[rows] = mean.flatten(0, 1)
+        left_out[rows] = (chosen.left_out[:, None] * (-log_sum).exp()).flatten() + UNSEEN * tolerance
     average, left_out = average[: len(q)], left_out[: len(q)]
     for rows in (~(left_out <= tolerance)).nonzero()[:, 0].split(max(1, kernels.BLOCK // len(k))):
         average[rows] = over_all(q[rows], k, v, key_bias, rows + first, causal, exclude_self, scale)
@@ -127,9 +110,41 @@ def hardmax(q: Tensor, k: Tensor, v: Tensor, *, key_bias: Tensor | None = None, 
     return Near(average[: len(q)], q.new_zeros(len(q)), pairs)
 
 
-def _share(mass: Tensor, log_sum: Tensor) -> Tensor:
-    """What masses (g,) over the reference are of the sums (g, m) found."""
-    return mass[:, None] * (-log_sum.double()).exp()
+def _fused(
+    queries: Blocks,
+    keys: Blocks,
+    bias: Tensor,
+    values: Tensor,
+    chosen: Selection,
+    star: tuple[Tensor, Tensor, Tensor],
+    *,
+    first: int,
+    causal: bool,
+    exclude_self: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """What `compiled.softmax` computes, by torch's fused kernel on groups of blocks with as many keys each."""
+    masked = causal or exclude_self
+    average = values.new_empty(*queries.index.shape, values.shape[-1])
+    log_sums = bias.new_empty(queries.index.shape)
+    for group, blocks, filling in chosen.groups(MASKED_ENTRIES if masked else ENTRIES, bias.shape[1]):
+        k_star, v_star, bias_star = (z[group, None] for z in star)
+        c = queries.centre[group]
+        q, k = queries.points[group] - c[:, None], keys.points[blocks].flatten(1, 2) - k_star
+        shift = bias[blocks].masked_fill(filling[..., None], -math.inf).flatten(1) - bias_star
+        shift += scale * (k @ c[..., None])[..., 0]
+        v = values[blocks].flatten(1, 2) - v_star
+        if kernels.loses_digits(q.to(v.dtype), k.to(v.dtype), scale):
+            v = v.double()
+        q, k, shift = (z.to(v.dtype) for z in (q, k, shift))
+        if masked:
+            i, j = (z.int() for z in (queries.index[group] + first, keys.index[blocks].flatten(1)))
+            mean, log_sum = _masked(q, k, v, shift, i, j, causal, exclude_self, scale)
+        else:
+            mean, log_sum = kernels.softmax_and_log_sum(q, k, v, key_bias=shift, scale=scale)
+        average[group] = (mean + v_star).to(values.dtype)
+        log_sums[group] = log_sum.double()
+    return average, log_sums
 
 
 def _masked(

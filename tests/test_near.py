@@ -163,3 +163,12 @@ def test_nobody_visible_gives_no_drift():
     x = sphere(50, 3)
     found = Attention.identity(3, 10.0, dtype=F64, self_attention=False, causal=True).truncated_drift(x[:2])
     assert torch.equal(found.drift[0], torch.zeros(3, dtype=F64))
+
+
+@pytest.mark.parametrize(("n", "m"), [(3, 2000), (2000, 3), (1, 5000)])
+def test_few_keys_or_few_queries(n, m, monkeypatch):
+    monkeypatch.setattr(near, "PAIRS", 2**12)
+    attention = Attention.identity(3, 1e3, dtype=F64)
+    x, y = sphere(n, 3), sphere(m, 3, seed=1)
+    expected = torch.softmax(1e3 * x @ y.mT, dim=-1) @ y
+    assert float((attention.drift(x, y) - expected).abs().max()) < 1e-11
