@@ -9,6 +9,8 @@ Every drift of this process that can then goes through it. Nothing needs it.
 
 from __future__ import annotations
 
+import os
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from attn_flow.blocks import Blocks, Selection
 
 WIDTH = 8
 LOWEST = -1e300
+INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mfma")}
 _used = False
 
 
@@ -44,13 +47,20 @@ def used() -> bool:
 def _load(verbose: bool) -> None:
     from torch.utils.cpp_extension import load
 
-    load(
-        "attn_flow_near",
-        [str(Path(__file__).with_name("near.cpp"))],
-        extra_cflags=["-O3", "-march=native", "-ffast-math", "-fopenmp"],
-        is_python_module=False,
-        verbose=verbose,
-    )
+    capability = torch.backends.cpu.get_cpu_capability()
+    path = os.environ.get("PATH", "")
+    # ninja may be installed beside this interpreter only.
+    os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
+    try:
+        load(
+            f"attn_flow_near_{capability.lower()}",  # torch's cache may be shared by different machines
+            [str(Path(__file__).with_name("near.cpp"))],
+            extra_cflags=["-O3", "-ffast-math", "-fopenmp", *INSTRUCTIONS.get(capability, ())],
+            is_python_module=False,
+            verbose=verbose,
+        )
+    finally:
+        os.environ["PATH"] = path
 
 
 def serves(width: int, dtype: torch.dtype, device: torch.device) -> bool:

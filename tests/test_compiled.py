@@ -10,9 +10,7 @@ import torch
 
 from attn_flow import Attention, Sphere, compiled, flow, near
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("c++") and shutil.which("ninja")), reason="needs a C++ compiler and ninja"
-)
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture(scope="module", autouse=True)
