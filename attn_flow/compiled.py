@@ -4,13 +4,16 @@
 
     compiled.build()   # half a minute the first time, from torch's cache afterwards
 
-Every drift of this process that can then goes through it. Nothing needs it.
+Every drift of this process that can then goes through it (those of a `with compiled.kernel():` block alone, without
+`build`). Nothing needs it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -29,18 +32,22 @@ _used = False
 
 def build(verbose: bool = False) -> None:
     """Compile near.cpp for this machine and use it from now on; raises what the compiler says."""
-    _load(verbose)
-    use(True)
-
-
-def use(yes: bool) -> None:
-    """Whether drifts go through the kernel, once it is built."""
     global _used
-    _used = yes
+    _load(verbose)
+    _used = True
 
 
-def used() -> bool:
-    return _used
+@contextmanager
+def kernel(use: bool = True) -> Iterator[None]:
+    """The compiled kernel used, or not, in a `with` block."""
+    global _used
+    if use:
+        _load(False)
+    before, _used = _used, use
+    try:
+        yield
+    finally:
+        _used = before
 
 
 @cache

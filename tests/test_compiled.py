@@ -14,10 +14,9 @@ pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built():
-    compiled.build()
-    yield
-    compiled.use(False)
+def used():
+    with compiled.kernel():
+        yield
 
 
 def sphere(n, d, seed=0):
@@ -27,9 +26,8 @@ def sphere(n, d, seed=0):
 def both(attention, x, **options):
     """The truncated drift by the kernel and by PyTorch, and the exact one."""
     ours = attention.truncated_drift(x, **options)
-    compiled.use(False)
-    theirs = attention.truncated_drift(x, **options)
-    compiled.use(True)
+    with compiled.kernel(False):
+        theirs = attention.truncated_drift(x, **options)
     options = {name: z.double() if z.is_floating_point() else z for name, z in options.items()}
     exact = replace(attention.to(torch.float64), truncation=0.0).drift(x.double(), **options)
     return ours, theirs, exact
@@ -72,6 +70,14 @@ def test_drifts_and_flows_go_through_it(monkeypatch):
     attention.to(torch.float64).drift(x.double())
     Attention.identity(9, 4.0).drift(sphere(2100, 9))
     assert not calls
+
+
+def test_build_uses_it_for_good():
+    with compiled.kernel(False):
+        assert not compiled.serves(3, torch.float32, torch.device("cpu"))
+        compiled.build()
+        assert compiled.serves(3, torch.float32, torch.device("cpu"))
+    assert not compiled.serves(3, torch.float64, torch.device("cpu"))
 
 
 def test_queries_of_their_own():

@@ -48,10 +48,8 @@ def kernel(quick: bool) -> Iterator[Row]:
         for _ in range(100):
             numbers.exp()
 
-    was_used = compiled.used()
-    compiled.build()
-    try:
-        sizes = [(4096, 1.0)] if quick else [(16384, 1.0), (16384, 100.0), (65536, 1e3), (65536, 1e4)]
+    sizes = [(4096, 1.0)] if quick else [(16384, 1.0), (16384, 100.0), (65536, 1e3), (65536, 1e4)]
+    with compiled.kernel():
         for n, beta in sizes:
             row = _against_fused(
                 f"compiled drift n={n} d=3 beta={beta:g}",
@@ -62,8 +60,6 @@ def kernel(quick: bool) -> Iterator[Row]:
             )
             per_exponential = row.pop("beside_s") / (100 * len(numbers))
             yield {**row, "share_of_exp_rate": n**2 * per_exponential / row["ours_s"]}
-    finally:
-        compiled.use(was_used)
 
 
 def precision(quick: bool) -> Iterator[Row]:
