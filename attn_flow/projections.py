@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from attn_flow import sinkhorn
+from attn_flow import kernels, sinkhorn
 from attn_flow.heads import Heads
 
 ALL = slice(None)
@@ -52,7 +52,10 @@ def key_bias(a: Heads, y: Tensor, log_weights: Tensor | None) -> Tensor | None:
         return log_w
     if log_w is None:
         log_w = torch.full_like(y[..., 0], -math.log(y.shape[-2]))[..., None, :]
-    return sinkhorn.potential(queries(a, y) * scale(a), keys(a, y), log_w) + log_w
+    q, k = queries(a, y) * scale(a), keys(a, y)
+    if kernels.loses_digits(q, k):
+        return key_bias(a.to(torch.float64), y.double(), log_w[..., 0, :].double())
+    return sinkhorn.potential(q, k, log_w) + log_w
 
 
 def scale(a: Heads) -> float:

@@ -235,6 +235,13 @@ def test_sinkhorn_is_balanced_and_has_the_scores_of_the_softmax(system: System) 
     torch.testing.assert_close(a.drift(x, weights=w, mask=mask), values)
 
 
+@pytest.mark.parametrize("beta", [30.0, 400.0])
+def test_cold_sinkhorn_in_float32_keeps_its_digits(beta: float) -> None:
+    a, x, _ = cold_sinkhorn(40, 0, torch.float32, beta)
+    exact = a.to(F64).drift(x.double())
+    assert float((a.drift(x) - exact).abs().max()) < 1e-5 * float(exact.abs().max())
+
+
 def cold_sinkhorn(n: int, seed: int, dtype: torch.dtype = F64, beta: float = 30.0) -> tuple[Attention, Tensor, Tensor]:
     """Asymmetric heads, whose scores reach a few hundred, with tokens and weights."""
     generator = torch.Generator().manual_seed(seed)
