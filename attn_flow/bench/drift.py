@@ -19,7 +19,7 @@ def drift(quick: bool) -> Iterator[Row]:
     """The softmax drift against the plain loop, and the share of the machine's matmul rate it reaches."""
     sizes = [(1000, 2), (1000, 64), (2000, 64)] if quick else [(1000, d) for d in (2, 3, 16, 64, 384)]
     sizes += [] if quick else [(4000, d) for d in (3, 16, 64, 384)]
-    rounds = 3 if quick else 9
+    rounds = 3 if quick else 25
     for n, d in sizes:
         x, beta = Sphere().uniform(n, d, generator=torch.Generator().manual_seed(0)), 4.0
         attention = Attention.identity(d, beta)
