@@ -77,7 +77,7 @@ def softmax(
     )
     lost = ROUNDING / total[:, -1].clamp_min(torch.finfo(q.dtype).tiny)
     average = (total[:, :-1] / total[:, -1:]).to(v.dtype)
-    for some in (lost > tolerance).nonzero()[:, 0].split(max(1, ENTRIES // len(k))):
+    for some in (~(lost <= tolerance)).nonzero()[:, 0].split(max(1, ENTRIES // len(k))):
         average[some] = over_all(q[some], k, v, key_bias, some, False, False, scale)
         lost[some] = 0.0
     return Near(average, lost, K / len(k))

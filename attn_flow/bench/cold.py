@@ -102,7 +102,9 @@ def _against_fused(
         z = x[None, None]
         return F.scaled_dot_product_attention(z, z, z, scale=beta)
 
-    functions = {"ours": partial(attention.drift, x), "fused": fused, **({} if beside is None else {"beside": beside})}
+    functions: dict[str, Callable[[], Any]] = {"ours": partial(attention.drift, x), "fused": fused}
+    if beside is not None:
+        functions["beside"] = beside
     with torch.no_grad():
         seconds = interleaved(functions, 3 if quick or len(x) > 20000 else 7)
         row = {

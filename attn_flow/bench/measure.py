@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def interleaved(
-    functions: dict[str, Callable[[], Any]], rounds: int, before: Callable[[], None] = lambda: None
+    functions: Mapping[str, Callable[[], Any]], rounds: int, before: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
     """Median seconds of each function, all run once a round after one warm-up round; `before` each, not counted."""
     times: dict[str, list[float]] = {name: [] for name in functions}
