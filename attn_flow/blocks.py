@@ -13,6 +13,7 @@ from attn_flow import kernels
 
 SIZE = 64  # points in a block: fewer bound better, more are faster
 SAMPLED = 8  # queries asked, before anything is put in order, how many keys they see
+HALVINGS = 3  # of the interval of thresholds
 EXACT = "donot_use_mm_for_euclid_dist"  # the other way cancels for near points
 
 
@@ -128,11 +129,11 @@ def _highest_logits(c: Tensor, K: Tensor, bias: Tensor, scale: float) -> Tensor:
 
 
 def _threshold(bound: Tensor, share: Tensor) -> Tensor:
-    """Per row the highest of some thresholds below which share = e^bound sums to one or less; -log(columns) does."""
-    found = torch.full_like(bound[:, 0], -math.log(bound.shape[1]))
-    for cut in range(math.floor(float(found[0])) + 1, 1):
-        small = torch.where(bound <= cut, share, 0.0).sum(-1) <= 1
-        found = torch.where(small, found.clamp_min(cut), found)
+    """Per row a threshold below which share = e^bound sums to one or less: -log(columns), or higher by halving."""
+    found, step = torch.full_like(bound[:, 0], -math.log(bound.shape[1])), math.log(bound.shape[1]) / 2
+    for _ in range(HALVINGS):
+        small = torch.where(bound <= (found + step)[:, None], share, 0.0).sum(-1) <= 1
+        found, step = torch.where(small, found + step, found), step / 2
     return found
 
 

@@ -45,7 +45,7 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_wheel_holds_every_module_and_nothing_else(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {"attn_flow/py.typed"}
+    expected = {"attn_flow/py.typed", "attn_flow/near.cpp"}
     for folder, place in SOURCES.items():
         for path in (ROOT / folder).rglob("*.py"):
             expected.add(f"{place}/{path.relative_to(ROOT / folder).as_posix()}")
