@@ -205,7 +205,7 @@ def bench(
     from attn_flow.bench import bench as run
     from attn_flow.storage import versions, write_json
 
-    found = run(cases, quick=quick, threads=threads)
+    found = run(cases, quick=quick, threads=threads, progress=not as_json)
     if out is not None:
         write_json({**found, "versions": versions()}, out / "bench.json")
     if as_json:

@@ -31,7 +31,7 @@ _used = False
 
 
 def build(verbose: bool = False) -> None:
-    """Compile near.cpp for this machine and use it from now on; raises what the compiler says."""
+    """Compile near.cpp for this machine and use it from now on; OSError with what the compiler says."""
     global _used
     _load(verbose)
     _used = True
@@ -66,6 +66,8 @@ def _load(verbose: bool) -> None:
             is_python_module=False,
             verbose=verbose,
         )
+    except RuntimeError as error:
+        raise OSError(f"the kernel was not built; it needs a C++ compiler and ninja. {error}") from error
     finally:
         os.environ["PATH"] = path
 

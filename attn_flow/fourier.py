@@ -6,7 +6,8 @@ For keys R e^{i phi_j} and a query |q| e^{i psi}, with b = scale |q| R,
 
 so sum_j w_j v_j e^{scale <q,k_j>} needs only the moments sum_j w_j v_j e^{-i k phi_j}. I_k(b) e^{-b} falls like
 e^{-k^2/2b}: K ~ sqrt(72 b) terms reach the last digit of float64. Terms are of order one however small their sum is, so
-a query far from every key loses digits; such rows are averaged key by key.
+a query far from every key loses digits; such rows are averaged key by key. Keys and queries whose lengths differ by
+rounding count as one length, and what that costs is part of the error.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def fits(q: Tensor, k: Tensor, scale: float, tolerance: float, dtype: torch.dtyp
     if high - low > ROUND * torch.finfo(dtype).eps * high:
         return False
     # Where keys are not quite on the circle, `softmax` corrects for a query of mean length.
-    uncorrected = scale * float(lengths.max() - lengths.min()) * (high - low)
+    uncorrected = scale * float(_range(lengths)) * (high - low)
     cost = COST * terms(scale * float(lengths.max()) * high) * (len(q) + len(k))
     return uncorrected <= max(tolerance, ROUNDING * scale) and cost < len(q) * len(k)
 
@@ -66,7 +67,7 @@ def softmax(
     weighted = w[:, None] * torch.cat([v.double(), torch.ones_like(w)[:, None]], dim=-1)
     rows = max(1, ENTRIES // K)
     moments = sum(_features(points, K).mT @ mass for points, mass in zip(k.split(rows), weighted.split(rows)))
-    same = float(b.max() - b.min()) <= max(tolerance, ROUNDING) * float(b.max())  # so are then all coefficients
+    same = float(_unevenness(b)) <= max(tolerance, ROUNDING)  # so are then all coefficients
     if same:
         moments = moments * _coefficients(b.mean()[None], K).mT
     total = torch.cat(
@@ -75,12 +76,25 @@ def softmax(
             for points, bs in zip(q.split(rows), b.split(rows))
         ]
     )
-    lost = ROUNDING / total[:, -1].clamp_min(torch.finfo(q.dtype).tiny)
+    Z = total[:, -1].clamp_min(torch.finfo(q.dtype).tiny)
     average = (total[:, :-1] / total[:, -1:]).to(v.dtype)
-    for some in (~(lost <= tolerance)).nonzero()[:, 0].split(max(1, ENTRIES // len(k))):
+    # One b and one R for all: by Jensen b (1 - cos) is at most -log Z on average, so that is what each costs.
+    uneven = _unevenness(norm) + (_unevenness(b) if same else 0.0)
+    lost = ROUNDING / Z - Z.log().clamp_max(0.0) * uneven
+    lost += scale * _range(length) * _range(norm)
+    for some in (~(Z >= ROUNDING / tolerance)).nonzero()[:, 0].split(max(1, ENTRIES // len(k))):
         average[some] = over_all(q[some], k, v, key_bias, some, False, False, scale)
         lost[some] = 0.0
     return Near(average, lost, K / len(k))
+
+
+def _range(z: Tensor) -> Tensor:
+    return z.max() - z.min()
+
+
+def _unevenness(z: Tensor) -> Tensor:
+    """The range of lengths z over the largest; 0 where all are 0."""
+    return _range(z) / z.max().clamp_min(torch.finfo(z.dtype).tiny)
 
 
 def _features(z: Tensor, K: int) -> Tensor:

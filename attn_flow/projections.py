@@ -73,9 +73,20 @@ def output(a: Heads, average: Tensor, heads: slice) -> Tensor:
     """sum_h O_h (average)_h, or O_h V_h where the tokens themselves were averaged: (..., n, d)."""
     if a.V is None and a.O is None:
         return average[..., 0, :, :] if average.shape[-3] == 1 else average.sum(-3)
-    O = a.O if a.O is not None and not values_stay(a) else a.values
-    stacked = O[..., heads, :, :].mT.flatten(-3, -2)  # (..., heads * v, d)
+    stacked = _weight_of_averages(a)[..., heads, :, :].mT.flatten(-3, -2)  # (..., heads * v, d)
     return average.transpose(-2, -3).flatten(-2) @ stacked
+
+
+def output_norm(a: Heads, head: slice) -> Tensor:
+    """How much longer `output` makes the average of one head."""
+    if a.V is None and a.O is None:
+        return a.Q.new_ones(())
+    return torch.linalg.matrix_norm(_weight_of_averages(a)[..., head, :, :], ord=2)[..., 0]
+
+
+def _weight_of_averages(a: Heads) -> Tensor:
+    """O, or O V where the tokens themselves were averaged."""
+    return a.O if a.O is not None and not values_stay(a) else a.values
 
 
 def key_width(a: Heads) -> int:
@@ -98,14 +109,6 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
     """Every head's weight on every token: x (..., n, d), weight (..., heads, k, d) -> (..., heads, n, k)."""
     heads, k, _ = weight.shape[-3:]
     return (x @ weight.flatten(-3, -2).mT).unflatten(-1, (heads, k)).transpose(-2, -3)
-
-
-def output_norm(a: Heads, head: slice) -> Tensor:
-    """How much longer O_h, or O_h V_h where the tokens themselves were averaged, makes a vector."""
-    if a.V is None and a.O is None:
-        return a.Q.new_ones(())
-    O = a.O if a.O is not None and not values_stay(a) else a.values
-    return torch.linalg.matrix_norm(O[..., head, :, :], ord=2)[..., 0]
 
 
 def with_constant(a: Heads, drift: Tensor) -> Tensor:

@@ -33,7 +33,10 @@ COMPILED_PAIRS = 2**22  # pairs of queries and keys from which the compiled kern
 
 @dataclass(frozen=True, eq=False)
 class Truncated:
-    """A drift (..., n, d) over the keys that matter: |drift - F| <= error (..., n); pairs, the share looked at."""
+    """A drift (..., n, d) over the keys that matter: |drift - F| <= error (..., n), rounding to its dtype aside.
+
+    pairs: the share looked at.
+    """
 
     drift: Tensor
     error: Tensor
@@ -47,6 +50,8 @@ def truncated_drift(
     tolerance = a.truncation if a.truncation is not None else TRUNCATION.get(x.dtype, 0.0)
     masked = a.causal or not a.self_attention
     if tolerance == 0 or a.kind == "unnormalised" or (a.cold and masked):
+        return None
+    if torch.is_autocast_enabled(x.device.type):  # it would round what the bounds are made of
         return None
     # The compiled kernel is faster than the fused one on everything.
     always = always or (_compiled(a, x) and x.shape[-2] * y.shape[-2] >= COMPILED_PAIRS)

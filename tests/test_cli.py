@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from attn_flow import bench
 from attn_flow.cli import app
 from attn_flow.matrices import parse_matrix, parse_numbers
 
@@ -192,6 +193,17 @@ def test_matrices_from_files(tmp_path):
     with pytest.raises(ValueError, match="holds \\['G', 'V'\\], expected one tensor, or one named 'Q'"):
         parse_matrix(str(tmp_path / "both.safetensors"), "Q")
     assert parse_numbers("10,inf", "beta") == [10, math.inf]
+
+
+def test_bench_says_what_it_could_not_run(monkeypatch):
+    def lacking(quick):
+        raise ModuleNotFoundError("No module named 'torchdiffeq'")
+        yield
+
+    monkeypatch.setattr(bench, "CASES", {"job": lacking})
+    assert "torchdiffeq" in run("bench", "--quick").stdout
+    assert json.loads(run("bench", "--quick", "--json").stdout)["rows"][0]["ratio"] is None
+    assert "torchdiffeq" in run("bench", "job", "--quick", code=2).stderr
 
 
 def test_bench_quick_drift_prints_ratios():

@@ -87,3 +87,14 @@ def test_queries_of_their_own():
     found = near.softmax(q, k, v, tolerance=1e-6, scale=50.0)
     exact = torch.softmax(50.0 * q @ k.mT, dim=-1) @ k
     assert float((found.average - exact).abs().max()) < 2e-6
+
+
+def test_no_compiler_is_said(monkeypatch, tmp_path):
+    """Nothing to build with: what the user reads, and drifts go on without it."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    compiled._load.cache_clear()
+    with compiled.kernel(False):
+        with pytest.raises(OSError, match=r"needs a C\+\+ compiler and ninja"):
+            compiled.build()
+        assert not compiled.serves(3, torch.float32, torch.device("cpu"))

@@ -48,8 +48,11 @@ def test_float32_tokens_a_rounding_off_the_circle():
     x = circle(2000, dtype=torch.float32)
     exact = Attention.identity(2, 1000.0, dtype=F64, truncation=0.0).drift(x.double())
     assert fourier.fits(x, x, 100.0, 1e-6, torch.float32)
-    found = fourier.softmax(x.double(), x.double(), x, tolerance=1e-6, scale=1000.0)
-    assert float((found.average - exact).abs().max()) < 1e-6
+    found = fourier.softmax(x.double(), x.double(), x.double(), tolerance=1e-6, scale=1000.0)
+    error = (found.average - exact).norm(dim=-1)
+    assert float(error.max()) < 1e-6
+    assert bool((error <= 2 * found.left_out).all())
+    assert float(found.left_out.max()) < 1e-5
 
 
 def test_a_query_far_from_all_keys_keeps_its_digits():
@@ -78,3 +81,11 @@ def test_masks_of_pairs_are_not_its_business():
     for options in ({"causal": True}, {"self_attention": False}, {"kind": "unnormalised"}):
         attention = Attention.identity(2, 5.0, dtype=F64, **options)
         assert torch.equal(attention.drift(x), replace(attention, truncation=0.0).drift(x))
+
+
+@pytest.mark.parametrize("beta", [0.0, 1e-9])
+def test_without_temperature_it_is_the_mean(beta):
+    x = circle(1500)
+    found = Attention.identity(2, beta, dtype=F64).truncated_drift(x)
+    assert float((found.drift - x.mean(0)).abs().max()) < 1e-8
+    assert float(found.error.max()) < 1e-12

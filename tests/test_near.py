@@ -153,6 +153,16 @@ def test_memory_is_linear():
     assert peaks[1] < 0.1 * 4 * 16384**2
 
 
+def test_autocast_would_round_the_bounds(monkeypatch):
+    monkeypatch.setattr(near, "PAIRS", 2**16)
+    x = sphere(600, 3, dtype=torch.float32)
+    attention = Attention.identity(3, 100.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, dense = attention.drift(x), replace(attention, truncation=0.0).drift(x)
+        assert attention.truncated_drift(x).pairs == 1
+    assert torch.equal(found, dense)
+
+
 @pytest.mark.parametrize("truncation", [-1e-3, 1.0, math.nan])
 def test_bad_truncation(truncation):
     with pytest.raises(ValueError, match="truncation"):

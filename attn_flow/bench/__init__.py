@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from attn_flow.bench.cold import circle, cold, kernel, precision
-from attn_flow.bench.compiled import compiled
 from attn_flow.bench.drift import drift, memory
 from attn_flow.bench.encoder import encoder
 from attn_flow.bench.flow import plateau, sweep
 from attn_flow.bench.job import job
 from attn_flow.bench.measure import Row
 from attn_flow.bench.sharding import sharding
+from attn_flow.bench.torch_compile import torch_compile
 from attn_flow.bench.transport import transport
+from attn_flow.progress import progress as progress_bar
 
 CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "drift": drift,
@@ -33,17 +34,31 @@ CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "job": job,
     "encoder": encoder,
     "sharding": sharding,
-    "compile": compiled,
+    "compile": torch_compile,
 }
 
 
-def bench(names: list[str] | None = None, *, quick: bool = False, threads: int | None = None) -> dict[str, Any]:
-    """Rows of all asked cases, with the threads they ran on; denormals are flushed, so that no ratio flatters us."""
+def bench(
+    names: list[str] | None = None, *, quick: bool = False, threads: int | None = None, progress: bool = False
+) -> dict[str, Any]:
+    """Rows of all asked cases, with the threads they ran on; denormals are flushed, so that no ratio flatters us.
+
+    Unless it is asked for by name, a case that lacks a package or a compiler is a row that says so.
+    """
     unknown = [name for name in names or [] if name not in CASES]
     if unknown:
         raise ValueError(f"no bench {unknown}; expected some of {', '.join(CASES)}.")
     torch.set_flush_denormal(True)
     if threads is not None:
         torch.set_num_threads(threads)
-    rows = [row for name in names or list(CASES) for row in CASES[name](quick)]
+    rows: list[Row] = []
+    with progress_bar("bench", len(names or CASES), progress) as advance:
+        for name in names or list(CASES):
+            try:
+                rows += CASES[name](quick)
+            except (ModuleNotFoundError, OSError) as error:
+                if names:
+                    raise
+                rows.append({"case": name, "against": f"not run: {error}", "ratio": None})
+            advance(1, note=name)
     return {"threads": torch.get_num_threads(), "rows": rows}

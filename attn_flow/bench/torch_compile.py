@@ -15,7 +15,7 @@ from attn_flow.geometry import Sphere
 from attn_flow.steppers import rk4
 
 
-def compiled(quick: bool) -> Iterator[Row]:
+def torch_compile(quick: bool) -> Iterator[Row]:
     """One rk4 step of the flow on the sphere, compiled against eager, and how long compiling it took."""
     sphere = Sphere()
     for n, d in [(64, 3)] if quick else [(n, d) for d in (3, 64) for n in (64, 256, 1000)]:
