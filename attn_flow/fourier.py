@@ -66,7 +66,7 @@ def softmax(
     K = terms(float(b.max()))
     weighted = w[:, None] * torch.cat([v.double(), torch.ones_like(w)[:, None]], dim=-1)
     rows = max(1, ENTRIES // K)
-    moments = sum(_features(points, K).mT @ mass for points, mass in zip(k.split(rows), weighted.split(rows)))
+    moments = sum(_features(points, K).mT @ part for points, part in zip(k.split(rows), weighted.split(rows)))
     same = float(_unevenness(b)) <= max(tolerance, ROUNDING)  # so are then all coefficients
     if same:
         moments = moments * _coefficients(b.mean()[None], K).mT
@@ -76,13 +76,13 @@ def softmax(
             for points, bs in zip(q.split(rows), b.split(rows))
         ]
     )
-    Z = total[:, -1].clamp_min(torch.finfo(q.dtype).tiny)
+    mass = total[:, -1].clamp_min(torch.finfo(q.dtype).tiny)
     average = (total[:, :-1] / total[:, -1:]).to(v.dtype)
-    # One b and one R for all: by Jensen b (1 - cos) is at most -log Z on average, so that is what each costs.
+    # One b and one R for all: by Jensen b (1 - cos) is at most -log(mass) on average, so that is what each costs.
     uneven = _unevenness(norm) + (_unevenness(b) if same else 0.0)
-    lost = ROUNDING / Z - Z.log().clamp_max(0.0) * uneven
+    lost = ROUNDING / mass - mass.log().clamp_max(0.0) * uneven
     lost += scale * _range(length) * _range(norm)
-    for some in (~(Z >= ROUNDING / tolerance)).nonzero()[:, 0].split(max(1, ENTRIES // len(k))):
+    for some in (~(mass >= ROUNDING / tolerance)).nonzero()[:, 0].split(max(1, ENTRIES // len(k))):
         average[some] = over_all(q[some], k, v, key_bias, some, False, False, scale)
         lost[some] = 0.0
     return Near(average, lost, K / len(k))
