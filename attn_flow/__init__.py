@@ -1,16 +1,16 @@
 """Self-attention as a flow of interacting particles: simulate it, predict where it goes, measure how far it is."""
 
-from attn_flow.attention import Attention
-from attn_flow.flow import consensus, flow, push_forward
+from attn_flow.attention.multihead import Attention
+from attn_flow.dynamics.particles import consensus, flow, push_forward
+from attn_flow.dynamics.steppers import Adaptive, dopri5, euler, rk4
+from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Ellipsoid, Euclidean, Sphere
-from attn_flow.layer import ContinuousAttentionLayer
-from attn_flow.limit import LimitMap, limit, zero_temperature_flow
 from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Mixture, UniformSphere
-from attn_flow.phases import phases
-from attn_flow.resolution import resolution
-from attn_flow.steppers import Adaptive, dopri5, euler, rk4
-from attn_flow.trajectory import Trajectory
-from attn_flow.transport import wasserstein
+from attn_flow.nn.layer import ContinuousAttentionLayer
+from attn_flow.prediction.finite_n import resolution
+from attn_flow.prediction.limit_map import LimitMap, limit, zero_temperature_flow
+from attn_flow.prediction.timeline import phases
+from attn_flow.transport.distances import wasserstein
 
 __version__ = "0.1.0"
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attn_flow import checks
+from attn_flow.base import checks
 
 
 class Geometry(Protocol):

@@ -12,21 +12,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.concentration_figure import plot
 from torch import Tensor
 
-from attn_flow.attention import Attention
-from attn_flow.flow import flow
+from attn_flow.attention.multihead import Attention
+from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.particles import flow
+from attn_flow.dynamics.steppers import euler
+from attn_flow.dynamics.trajectory import Trajectory
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.concentration_figure import plot
 from attn_flow.geometry import Sphere
-from attn_flow.limit import LimitMap, limit, resolution
 from attn_flow.measures import Cloud
-from attn_flow.phases import phases, w2_curve
-from attn_flow.progress import progress as progress_bar
-from attn_flow.quadrature import circle
-from attn_flow.steppers import euler
-from attn_flow.trajectory import Trajectory
-from attn_flow.zero_temperature import zero_temperature_flow
+from attn_flow.measures.quadrature import circle
+from attn_flow.prediction.limit_map import LimitMap, limit, resolution
+from attn_flow.prediction.timeline import phases, w2_curve
+from attn_flow.prediction.zero_temperature import zero_temperature_flow
 
 __all__ = ["compute", "plot"]
 

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attn_flow.attention import Attention
-from attn_flow.flow import flow
+from attn_flow.attention.multihead import Attention
+from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.particles import flow
 from attn_flow.geometry import Euclidean
-from attn_flow.progress import progress as progress_bar
 from attn_flow.theory import gaussian as theory
 
 from .claims import bound, claim

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attn_flow.observe import close_pairs, pairwise_cosines
-from attn_flow.progress import progress as progress_bar
+from attn_flow.base.progress import progress_bar
+from attn_flow.observe.quantities import close_pairs, pairwise_cosines
 
 from .claims import bound, claim
 from .figures import COLOURS, caption, label, panels, shades
@@ -60,7 +60,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
 def cosines(name: str, depth: int, texts: int, seed: int) -> dict[str, Any] | None:
     """Histograms, means and close pairs of off-diagonal cosines at every layer 0..depth, averaged over texts."""
     from attn_flow.hooks import record
-    from attn_flow.hooks.embedded import reactions, rxnmapper
+    from attn_flow.hooks.demo import reactions, rxnmapper
 
     try:
         model, tokenizer = rxnmapper()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attn_flow.attention import Attention
+from attn_flow.attention.multihead import Attention
+from attn_flow.base.progress import progress_bar
 from attn_flow.geometry import Sphere
-from attn_flow.progress import progress as progress_bar
 from attn_flow.theory import long_context as theory
 
 from .claims import bound, claim

@@ -15,11 +15,11 @@ import torch
 from scipy.linalg import expm
 from torch import Tensor
 
-from attn_flow.attention import Attention
-from attn_flow.flow import flow
+from attn_flow.attention.multihead import Attention
+from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.particles import flow
+from attn_flow.dynamics.placement import Placement
 from attn_flow.geometry import Sphere
-from attn_flow.placement import Placement
-from attn_flow.progress import progress as progress_bar
 from attn_flow.theory import causal as theory
 
 from .claims import bound, claim

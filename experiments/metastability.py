@@ -16,11 +16,11 @@ import torch
 from scipy.special import eval_gegenbauer, roots_jacobi
 from torch import Tensor
 
-from attn_flow.attention import Attention
-from attn_flow.flow import flow
+from attn_flow.attention.multihead import Attention
+from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.particles import flow
 from attn_flow.measures import Cloud, Mixture, UniformSphere
-from attn_flow.progress import progress as progress_bar
-from attn_flow.quadrature import fibonacci
+from attn_flow.measures.quadrature import fibonacci
 from attn_flow.theory import metastability as theory
 
 from .claims import bound, claim

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Attention
-from attn_flow.flow import flow
+from attn_flow.attention.multihead import Attention
+from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.particles import flow
 from attn_flow.geometry import Sphere
-from attn_flow.observe import log_energy
-from attn_flow.progress import progress as progress_bar
+from attn_flow.observe.quantities import log_energy
 from attn_flow.theory import multi_head as theory
 
 from .claims import bound, claim
@@ -157,7 +157,7 @@ def encoder(texts: int) -> dict[str, Any] | None:
     A gradient flow has cosine 1 (V_h = G_h); the energy keeps the layer's own G_h and beta, and leaves biases out.
     """
     from attn_flow.hooks import attentions, record
-    from attn_flow.hooks.embedded import minilm, topics
+    from attn_flow.hooks.demo import minilm, topics
 
     try:
         model, tokenizer = minilm()

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attn_flow.attention import Attention
-from attn_flow.flow import flow
+from attn_flow.attention.multihead import Attention
+from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.particles import flow
+from attn_flow.dynamics.steppers import Adaptive
 from attn_flow.geometry import angle
-from attn_flow.progress import progress as progress_bar
-from attn_flow.quadrature import fibonacci
-from attn_flow.steppers import Adaptive
+from attn_flow.measures.quadrature import fibonacci
+from attn_flow.prediction.zero_temperature import zero_temperature_flow
 from attn_flow.theory import metastability as theory
-from attn_flow.zero_temperature import zero_temperature_flow
 
 from .claims import bound, claim
 from .figures import COLOURS, THEORY, caption, label, panels, shades

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow import noise
-from attn_flow.attention import Attention
-from attn_flow.flow import flow
+from attn_flow.attention.multihead import Attention
+from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics import kicks
+from attn_flow.dynamics.particles import flow
+from attn_flow.dynamics.steppers import euler
 from attn_flow.geometry import Sphere
-from attn_flow.progress import progress as progress_bar
-from attn_flow.steppers import euler
 from attn_flow.theory import noise as theory
 
 from .claims import claim
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 # name: the library's noise, and kappa'(1); kappa(1) = 1
 FIELDS = {
-    "linear": (noise.linear(1.0), 1.0),
-    "mixed": (noise.field(lambda rho: (1 + rho) / 2), 0.5),
-    "quadratic": (noise.field(lambda rho: rho**2), 2.0),
+    "linear": (kicks.linear(1.0), 1.0),
+    "mixed": (kicks.field(lambda rho: (1 + rho) / 2), 0.5),
+    "quadratic": (kicks.field(lambda rho: rho**2), 2.0),
 }
 GAP = 1e-4
 
@@ -126,7 +126,7 @@ def exponent(name: str, d: int, a: float, h: float, pairs: int, generator: torch
     }
 
 
-def random_values(beta: Tensor, d: int) -> noise.Noise:
+def random_values(beta: Tensor, d: int) -> kicks.Noise:
     """xi(x_i) = W m_i, with m_i the softmax mean at beta and W Gaussian, fresh in every layer and pair."""
     attention = Attention.identity(d, beta, dtype=torch.float64)
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Attention
-from attn_flow.flow import consensus, flow
+from attn_flow.attention.multihead import Attention
+from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.particles import consensus, flow
+from attn_flow.dynamics.steppers import Adaptive
 from attn_flow.geometry import Sphere
 from attn_flow.geometry import angle as geodesic
-from attn_flow.observe import clusters, log_energy
-from attn_flow.progress import progress as progress_bar
-from attn_flow.steppers import Adaptive
+from attn_flow.observe.quantities import clusters, log_energy
 from attn_flow.theory import metastability as theory
 
 from .claims import bound, claim

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attn_flow.attention import Attention
-from attn_flow.flow import flow
+from attn_flow.attention.multihead import Attention
+from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.particles import flow
 from attn_flow.geometry import Sphere
-from attn_flow.progress import progress as progress_bar
-from attn_flow.quadrature import circle
+from attn_flow.measures.quadrature import circle
 from attn_flow.theory import synchronisation as theory
 
 from .claims import bound, claim

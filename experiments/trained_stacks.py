@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound
 from attn_flow.experiments.figures import COLOURS, caption, label, panels
-
-from attn_flow.limit import limit
-from attn_flow.observe import alignment
-from attn_flow.progress import progress as progress_bar
-from attn_flow.resolution import resolution
+from attn_flow.nn.stack import DeepStack
+from attn_flow.observe.quantities import alignment
+from attn_flow.prediction.finite_n import resolution
+from attn_flow.prediction.limit_map import limit
 from attn_flow.train.loop import evaluate, train
-from attn_flow.train.probe import count_clusters, to_limit
-from attn_flow.train.recipe import Recipe, generator_of, recipe
-from attn_flow.train.stack import DeepStack
+from attn_flow.train.observation import count_clusters, to_limit
+from attn_flow.train.recipes import Recipe, generator_of, recipe
 from attn_flow.train.tasks import Task
 
 if TYPE_CHECKING:

@@ -12,15 +12,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import THEORY, caption, label, panels, shades
 from torch import Tensor, nn
 
 from attn_flow import Attention, Sphere, Trajectory, UniformSphere, euler, flow, rk4
-from attn_flow.limit import limit, resolution
-from attn_flow.observe import clusters
-from attn_flow.progress import progress as progress_bar
-from attn_flow.transport import wasserstein
+from attn_flow.base.progress import progress_bar
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import THEORY, caption, label, panels, shades
+from attn_flow.observe.quantities import clusters
+from attn_flow.prediction.limit_map import limit, resolution
+from attn_flow.transport.distances import wasserstein
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,7 +48,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
 
 def encoder(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A trained model, and one real text of at most 64 tokens."""
-    from attn_flow.hooks.embedded import minilm, reactions, rxnmapper, topics
+    from attn_flow.hooks.demo import minilm, reactions, rxnmapper, topics
 
     model, tokenizer = minilm() if name == "MiniLM" else rxnmapper()
     text = topics(1)[0] if name == "MiniLM" else reactions()[4]

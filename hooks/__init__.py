@@ -1,16 +1,14 @@
 """Real encoders as the core's nouns: a Trajectory of their states, an Attention per layer, a layer as a flow."""
 
-from .architectures import ROWS, Row, register
-from .blocks import Block, blocks
-from .embedded import load
-from .findings import Probe
-from .probe import probe
-from .record import record, recording
-from .stream import Statistics, merge
-from .tape import KINDS, Tape
-from .temperature import scale_beta
-from .weights import Check, Norm, attentions, check, describe, folded, geometries, norms
-from .wrap import wrap
+from attn_flow.hooks.architectures import ROWS, Row, register
+from attn_flow.hooks.capture import record, recording
+from attn_flow.hooks.corpus import Statistics, merge
+from attn_flow.hooks.demo import load
+from attn_flow.hooks.layout import Block, blocks
+from attn_flow.hooks.tape import KINDS, Tape
+from attn_flow.hooks.temperature import scale_beta
+from attn_flow.hooks.weights import Check, Norm, attentions, check, describe, folded, geometries, norms
+from attn_flow.hooks.wrapping import wrap
 
 __all__ = [
     "KINDS",
@@ -18,7 +16,6 @@ __all__ = [
     "Block",
     "Check",
     "Norm",
-    "Probe",
     "Row",
     "Statistics",
     "Tape",
@@ -31,7 +28,6 @@ __all__ = [
     "load",
     "merge",
     "norms",
-    "probe",
     "record",
     "recording",
     "register",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import Block, blocks
+from attn_flow.hooks.layout import Block, blocks
 
 
 def hidden(out: Any) -> Tensor:

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.trajectory import Trajectory
-
-from .attach import Clock, given, hidden
-from .blocks import Block, blocks
-from .texts import Batch
+from attn_flow.dynamics.trajectory import Trajectory
+from attn_flow.hooks.attach import Clock, given, hidden
+from attn_flow.hooks.inputs import Batch
+from attn_flow.hooks.layout import Block, blocks
 
 Point = tuple[str, int]  # a kind of point and the layer it belongs to
 

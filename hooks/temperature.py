@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .architectures import has
-from .attach import Attached, Clock, padded
-from .blocks import Block, blocks
+from attn_flow.hooks.architectures import has
+from attn_flow.hooks.attach import Attached, Clock, padded
+from attn_flow.hooks.layout import Block, blocks
 
 
 def chosen_layers(found: list[Block], layers: int | Iterable[int] | None) -> list[int]:

@@ -14,11 +14,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from attn_flow.attention import Attention
+from attn_flow.attention.multihead import Attention
 from attn_flow.geometry import Ellipsoid, Euclidean, Geometry, Sphere
-
-from .architectures import has
-from .blocks import Block, blocks
+from attn_flow.hooks.architectures import has
+from attn_flow.hooks.layout import Block, blocks
 
 
 @dataclass(frozen=True)
@@ -224,8 +223,8 @@ def check(model: nn.Module, inputs: Mapping[str, Tensor], tolerance: float | Non
     content-only Attention cannot agree, and the Check says by name what is left out. Elsewhere it must agree to
     `tolerance` (16 ulp by default: 1.9e-6 in float32, the layer's own rounding), or this raises.
     """
-    from .attach import evaluating
-    from .record import recording
+    from attn_flow.hooks.attach import evaluating
+    from attn_flow.hooks.capture import recording
 
     with recording(model, points=("attn_in", "attn_out")) as tape, evaluating(model):
         model(**inputs)

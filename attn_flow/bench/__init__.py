@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from attn_flow.bench.cold import circle, cold, kernel, precision
-from attn_flow.bench.drift import drift, memory
-from attn_flow.bench.encoder import encoder
-from attn_flow.bench.flow import plateau, sweep
-from attn_flow.bench.job import job
+from attn_flow.base.progress import progress_bar
+from attn_flow.bench.cold_drifts import circle, cold, kernel, precision
+from attn_flow.bench.compiling import torch_compile
+from attn_flow.bench.dense_drifts import drift, memory
+from attn_flow.bench.distances import transport
+from attn_flow.bench.encoders import encoder
+from attn_flow.bench.flows import plateau, sweep
 from attn_flow.bench.measure import Row
-from attn_flow.bench.sharding import sharding
-from attn_flow.bench.torch_compile import torch_compile
-from attn_flow.bench.transport import transport
-from attn_flow.progress import progress as progress_bar
+from attn_flow.bench.shards import sharding
+from attn_flow.bench.whole_job import job
 
 CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "drift": drift,

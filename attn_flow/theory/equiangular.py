@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from scipy.integrate import solve_ivp
 from scipy.special import exp1, expi, roots_laguerre
 
-from attn_flow import checks
+from attn_flow.base import checks
 from attn_flow.theory.domain import Array, integers, within
 
 KINDS = ("softmax", "unnormalised")

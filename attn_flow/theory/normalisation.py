@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.integrate import solve_ivp
 
-from attn_flow import checks
+from attn_flow.base import checks
 from attn_flow.theory.domain import Array, integers, within
 
 Slowing = Callable[[Array, Array, Array, Array, float], Array]  # s(t, r, <theta,A>, |A|, alpha), and r' alike

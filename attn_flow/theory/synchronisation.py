@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attn_flow import checks
+from attn_flow.base import checks
 from attn_flow.theory.domain import Array, integers, within
 
 KINDS = ("softmax", "unnormalised", "sinkhorn")

@@ -4,10 +4,10 @@ trained = train(recipe("majority", beta=2.0, beta_mode="learned"), out="runs/maj
 path, numbers = trained.stack.trajectory(x), probe(trained.stack, trained.task).numbers
 """
 
+from attn_flow.nn.stack import DeepStack
 from attn_flow.train.checkpoint import load
 from attn_flow.train.loop import Trained, evaluate, train
-from attn_flow.train.recipe import TASKS, Recipe, recipe
-from attn_flow.train.stack import DeepStack
+from attn_flow.train.recipes import TASKS, Recipe, recipe
 from attn_flow.train.tasks import Batch, Task
 
 __all__ = [

@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from attn_flow.storage import versions, write_tensors
-from attn_flow.train.recipe import Recipe
-from attn_flow.train.stack import DeepStack
+from attn_flow.base.files import versions, write_tensors
+from attn_flow.nn.stack import DeepStack
+from attn_flow.train.recipes import Recipe
 from attn_flow.train.tasks import Task
 
 FORMAT = "attn_flow.train"

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attn_flow.parallel import Processes, processes
-from attn_flow.progress import progress as progress_bar
+from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.distributed import Processes, processes
+from attn_flow.nn.stack import DeepStack
 from attn_flow.train import checkpoint
-from attn_flow.train.recipe import Recipe, generator_of, seed_of
-from attn_flow.train.stack import DeepStack
+from attn_flow.train.recipes import Recipe, generator_of, seed_of
 from attn_flow.train.tasks import NO_QUESTION, Batch, Task
 
 HELD_OUT = 1000  # inputs of an evaluation

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.geometry import Sphere
-from attn_flow.train.stack import Readout
+from attn_flow.nn.stack import Readout
 
 NO_QUESTION = -100
 

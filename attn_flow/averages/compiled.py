@@ -1,0 +1,110 @@
+"""The optional compiled kernel of `near`, for widths up to 8 in float32, built on request if there is a C++ compiler.
+
+    from attn_flow.averages import compiled
+
+    compiled.build()   # half a minute the first time, from torch's cache afterwards
+
+Every drift of this process that can then goes through it (those of a `with compiled.kernel():` block alone, without
+`build`). Nothing needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attn_flow.averages import dense
+from attn_flow.averages.patches import Blocks, Selection
+
+WIDTH = 8
+LOWEST = -1e300
+INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mfma")}
+_used = False
+
+
+def build(verbose: bool = False) -> None:
+    """Compile near.cpp for this machine and use it from now on; OSError with what the compiler says."""
+    global _used
+    _load(verbose)
+    _used = True
+
+
+@contextmanager
+def kernel(use: bool = True) -> Iterator[None]:
+    """The compiled kernel used, or not, in a `with` block."""
+    global _used
+    if use:
+        _load(False)
+    before, _used = _used, use
+    try:
+        yield
+    finally:
+        _used = before
+
+
+@cache
+def _load(verbose: bool) -> None:
+    from torch.utils.cpp_extension import load
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    path = os.environ.get("PATH", "")
+    # ninja may be installed beside this interpreter only.
+    os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
+    try:
+        load(
+            f"attn_flow_near_{capability.lower()}",  # torch's cache may be shared by different machines
+            [str(Path(__file__).with_name("near.cpp"))],
+            extra_cflags=["-O3", "-ffast-math", "-fopenmp", *INSTRUCTIONS.get(capability, ())],
+            is_python_module=False,
+            verbose=verbose,
+        )
+    except RuntimeError as error:
+        raise OSError(f"the kernel was not built; it needs a C++ compiler and ninja. {error}") from error
+    finally:
+        os.environ["PATH"] = path
+
+
+def serves(width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel is used, and this is what it does."""
+    return _used and width <= WIDTH and dtype == torch.float32 and device.type == "cpu"
+
+
+def softmax(
+    queries: Blocks,
+    keys: Blocks,
+    bias: Tensor,
+    values: Tensor,
+    chosen: Selection,
+    star: tuple[Tensor, Tensor, Tensor],
+    *,
+    first: int,
+    causal: bool,
+    exclude_self: bool,
+    scale: float,
+    gap: float,
+) -> tuple[Tensor, Tensor]:
+    """Averages (A, s, v), and log-sum-exps over the reference (A, s), of blocks of queries over their chosen keys.
+
+    star: key (A, k), value (A, v) and bias (A,) of each reference. gap: how far below the highest logit so far all keys
+    of a block must be for a query to leave them out.
+    """
+    width = max(queries.points.shape[-1], values.shape[-1])
+    q, c, k, v, k_star, v_star = (
+        F.pad(z, (0, width - z.shape[-1])).contiguous()
+        for z in (queries.points, queries.centre, keys.points, values, *star[:2])
+    )
+    b, b_star = bias.clamp_min(LOWEST), star[2].contiguous()  # the kernel is compiled for finite numbers
+    start = F.pad(chosen.kept.sum(-1).cumsum(0), (1, 0))
+    listed = chosen.kept.nonzero()[:, 1].contiguous()
+    precise = scale * chosen.spread > dense.LOGIT_RANGE
+    of_blocks = q, c, k, v, b, k_star, v_star, b_star, start, listed, queries.index + first, keys.index
+    average, log_sum = torch.ops.attn_flow.near_softmax(*of_blocks, causal, exclude_self, scale, gap, precise)
+    return average[..., : values.shape[-1]], log_sum

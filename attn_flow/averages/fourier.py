@@ -1,0 +1,128 @@
+"""Softmax averages on the circle by Fourier series, in O(n K) instead of O(n^2).
+
+For keys R e^{i phi_j} and a query |q| e^{i psi}, with b = scale |q| R,
+
+    e^{b cos(psi - phi_j)} = I_0(b) + 2 sum_{k>0} I_k(b) cos k(psi - phi_j),
+
+so sum_j w_j v_j e^{scale <q,k_j>} needs only the moments sum_j w_j v_j e^{-i k phi_j}. I_k(b) e^{-b} falls like
+e^{-k^2/2b}: K ~ sqrt(72 b) terms reach the last digit of float64. Terms are of order one however small their sum is, so
+a query far from every key loses digits; such rows are averaged key by key. Keys and queries whose lengths differ by
+rounding count as one length, and what that costs is part of the error.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_flow.averages.near import Near, over_all
+
+PAIRS = 2**21  # pairs of queries and keys below which the dense kernel is as fast
+COST = 8  # what a term costs, in pairs of the dense kernel
+ENTRIES = 2**18  # features held at once
+EPS = torch.finfo(torch.float64).eps
+ROUNDING = 4 * EPS  # of a sum whose terms add up to one
+ROUND = 16  # units in the last place by which the norms of points on a circle may differ
+
+
+def terms(b: float) -> int:
+    """K with I_k(b) e^{-b} below rounding for k > K."""
+    digits = -math.log(EPS)
+    most = math.ceil(digits + math.sqrt(digits**2 + 2 * digits * b))  # by I_k(b) e^{-b} <= e^{-k^2 / 2 (b + k)}
+    size = 1.0
+    for k, ratio in enumerate(_ratios(b, most), start=1):
+        size *= ratio
+        if size < EPS / 8:
+            return k
+    return most
+
+
+def fits(q: Tensor, k: Tensor, scale: float, tolerance: float, dtype: torch.dtype) -> bool:
+    """Whether keys k (n, 2) lie on a circle around zero as far as `dtype` tells, and few terms do for queries q."""
+    if k.shape[-1] != 2 or len(q) * len(k) < PAIRS:
+        return False
+    lengths, norms = q.norm(dim=-1), k.norm(dim=-1)
+    low, high = float(norms.min()), float(norms.max())
+    if high - low > ROUND * torch.finfo(dtype).eps * high:
+        return False
+    # Where keys are not quite on the circle, `softmax` corrects for a query of mean length.
+    uncorrected = scale * float(_range(lengths)) * (high - low)
+    cost = COST * terms(scale * float(lengths.max()) * high) * (len(q) + len(k))
+    return uncorrected <= max(tolerance, ROUNDING * scale) and cost < len(q) * len(k)
+
+
+def softmax(
+    q: Tensor, k: Tensor, v: Tensor, *, tolerance: float, key_bias: Tensor | None = None, scale: float = 1.0
+) -> Near:
+    """sum_j softmax_j(scale <q_i,k_j> + bias_j) v_j for q (m, 2) and k (n, 2) in float64, where `fits`; v (n, v)."""
+    length, norm = q.norm(dim=-1), k.norm(dim=-1)
+    R = norm.mean()
+    logits = scale * length.mean() * (norm - R)
+    w = torch.softmax(logits if key_bias is None else logits + key_bias, dim=-1)
+    b = scale * length * R
+    K = terms(float(b.max()))
+    weighted = w[:, None] * torch.cat([v.double(), torch.ones_like(w)[:, None]], dim=-1)
+    rows = max(1, ENTRIES // K)
+    moments = sum(_features(points, K).mT @ part for points, part in zip(k.split(rows), weighted.split(rows)))
+    same = float(_unevenness(b)) <= max(tolerance, ROUNDING)  # so are then all coefficients
+    if same:
+        moments = moments * _coefficients(b.mean()[None], K).mT
+    total = torch.cat(
+        [
+            (_features(points, K) if same else _features(points, K) * _coefficients(bs, K)) @ moments
+            for points, bs in zip(q.split(rows), b.split(rows))
+        ]
+    )
+    mass = total[:, -1].clamp_min(torch.finfo(q.dtype).tiny)
+    average = (total[:, :-1] / total[:, -1:]).to(v.dtype)
+    # One b and one R for all: by Jensen b (1 - cos) is at most -log(mass) on average, so that is what each costs.
+    uneven = _unevenness(norm) + (_unevenness(b) if same else 0.0)
+    lost = ROUNDING / mass - mass.log().clamp_max(0.0) * uneven
+    lost += scale * _range(length) * _range(norm)
+    for some in (~(mass >= ROUNDING / tolerance)).nonzero()[:, 0].split(max(1, ENTRIES // len(k))):
+        average[some] = over_all(q[some], k, v, key_bias, some, False, False, scale)
+        lost[some] = 0.0
+    return Near(average, lost, K / len(k))
+
+
+def _range(z: Tensor) -> Tensor:
+    return z.max() - z.min()
+
+
+def _unevenness(z: Tensor) -> Tensor:
+    """The range of lengths z over the largest; 0 where all are 0."""
+    return _range(z) / z.max().clamp_min(torch.finfo(z.dtype).tiny)
+
+
+def _features(z: Tensor, K: int) -> Tensor:
+    """cos k phi and sin k phi in turn, for k = 0..K and the angles phi of z (n, 2), by doubling: (n, 2 (K + 1))."""
+    step = torch.view_as_complex(z / z.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(z.dtype).tiny))[:, None]
+    powers = torch.ones(len(z), K + 1, dtype=step.dtype, device=z.device)
+    known = 1
+    while known <= K:
+        powers[:, known : 2 * known] = powers[:, : min(known, K + 1 - known)] * step
+        step, known = step * step, 2 * known
+    return torch.view_as_real(powers).flatten(1)
+
+
+def _coefficients(b: Tensor, K: int) -> Tensor:
+    """I_0(b) e^{-b} and 2 I_k(b) e^{-b} for k = 1..K, each twice, (n, 2 (K + 1))."""
+    ratios = (
+        torch.tensor([_ratios(float(b), K)], dtype=b.dtype, device=b.device)
+        if len(b) == 1
+        else torch.stack(_ratios(b, K), dim=-1)
+    )
+    found = torch.cat([torch.special.i0e(b)[:, None], ratios], dim=-1).cumprod(-1)
+    found[:, 1:] *= 2
+    return found.repeat_interleave(2, dim=-1)
+
+
+def _ratios(b: Any, K: int) -> list[Any]:
+    """I_k(b) / I_{k-1}(b) for k = 1..K, numbers or tensors as b is: 1 / (2 k / b + the next one), downwards."""
+    ratios = [b * 0.0]
+    for k in range(2 * K + 16, 0, -1):
+        ratios.append(b / (2 * k + b * ratios[-1]))
+    return ratios[: -K - 1 : -1]

@@ -1,0 +1,1 @@
+"""What every room stands on: checks of what users give, files, memory, progress, the style of figures."""

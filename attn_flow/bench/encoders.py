@@ -1,0 +1,52 @@
+"""A real encoder: what recording, statistics and metrics cost beside its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_flow.bench.measure import Row, interleaved
+
+
+def encoder(quick: bool) -> Iterator[Row]:
+    """MiniLM: recording every level, its statistics, and the scalar metrics of clouds, against the forward pass."""
+    from attn_flow.hooks import Statistics, record
+    from attn_flow.hooks.demo import minilm, topics
+    from attn_flow.observe import quantities
+
+    model, tokenizer = minilm()
+    long = [text for text in topics() if len(text) > 2500]
+    options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": 223}
+    few, many = (dict(tokenizer(long[:texts], **options)) for texts in ((1, 2) if quick else (2, 16)))
+
+    def forward(inputs: dict[str, Tensor]) -> Any:
+        with torch.no_grad():
+            return model(**inputs)
+
+    states = record(model, few).x.flatten(0, 1)
+
+    def metrics() -> None:
+        for x in states:
+            u = x / x.norm(dim=-1, keepdim=True)
+            quantities.pairwise_cosines(u)
+            quantities.effective_rank(u)
+            for beta in (1.0, 4.0, 16.0, 64.0):
+                quantities.log_energy(u, beta)
+
+    cases: list[tuple[dict[str, Tensor], dict[str, Callable[[], Any]]]] = [
+        (many, {"record": lambda: record(model, many), "statistics": lambda: record(model, many, sink=Statistics())}),
+        (few, {"metrics": metrics}),
+    ]
+    for inputs, functions in cases:
+        seconds = interleaved({"forward": partial(forward, inputs), **functions}, 3 if quick else 9)
+        for name in functions:
+            yield {
+                "case": f"MiniLM {name}, {int(inputs['attention_mask'].sum())} tokens, all levels",
+                "against": "plain forward pass",
+                "ratio": seconds[name] / seconds["forward"],
+                "ours_s": seconds[name],
+            }

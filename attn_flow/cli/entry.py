@@ -1,0 +1,228 @@
+"""attn-flow: simulate, predict, probe, reproduce, train and measure from the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attn_flow.cli import encoders
+from attn_flow.cli.console import Json, Quiet, Seed, reporting, say, table
+from attn_flow.cli.training import train
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Self-attention as a flow of particles: simulate it, predict where it goes, see whether encoders go there.",
+)
+
+Matrix = Annotated[str, typer.Option(help='"3,0;0,1" (rows ; entries ,) or a .npy, .pt, .safetensors file.')]
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Register a subcommand."""
+    return app.command()(reporting(function))
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from attn_flow import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@command
+def limit(
+    G: Matrix,
+    V: Matrix,
+    beta: Annotated[str | None, typer.Option(help="Betas for t_beta and t_min, such as 10,100.")] = None,
+    tol: Annotated[float, typer.Option(help="Relative gap below which eigenvalues count as equal.")] = 1e-6,
+    as_json: Json = False,
+) -> None:
+    """Where tokens go at low temperature, from G = K^T Q and V alone.
+
+    Example: attn-flow limit --G "2,.5;0,1" --V "1,0;0,1"
+    """
+    from attn_flow.attention.multihead import Attention
+    from attn_flow.cli.matrices import parse_matrix, parse_numbers, square
+    from attn_flow.prediction.limit_map import limit as limit_map
+
+    attention = Attention.from_matrices(square(parse_matrix(G, "G"), "G"), square(parse_matrix(V, "V"), "V"))
+    found = limit_map(attention, tol=tol)
+    numbers = found.as_dict()
+    if beta is not None:
+        betas = parse_numbers(beta, "beta")
+        if found.g is not None:
+            numbers["times"] = [{"beta": b, "t_beta": found.t_beta(b), "t_min": found.t_min(b)} for b in betas]
+    if as_json:
+        say(numbers)
+        return
+    evidence = numbers.pop("evidence")
+    times = numbers.pop("times", [])
+    rows = [[name, _short(value)] for name, value in numbers.items() if value is not None]
+    table(f"limit map: {found.case}, {evidence['because']}", ["what", "value"], rows)
+    if times:
+        table("times", ["beta", "t_beta", "t_min"], [list(row.values()) for row in times])
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return json.dumps(value if not value or isinstance(value[0], (int, float)) else _rounded(value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _rounded(matrix: list) -> list:
+    return [[round(entry, 4) for entry in row] for row in matrix]
+
+
+@command
+def simulate(
+    G: Matrix,
+    V: Matrix,
+    beta: Annotated[str, typer.Option(help="Betas, such as 10,100,inf.")] = "10,100",
+    tokens: Annotated[int, typer.Option(help="Tokens, uniform on the sphere (nodes with --quadrature).")] = 1000,
+    dim: Annotated[int | None, typer.Option(help="Dimension; that of G if not given.")] = None,
+    x: Annotated[str | None, typer.Option(help="Your own tokens (n, d), a matrix or a file.")] = None,
+    quadrature: Annotated[bool, typer.Option(help="Weighted nodes, d = 2, 3: the mean-field run.")] = False,
+    time: Annotated[float, typer.Option(help="End time T.")] = 20.0,
+    steps: Annotated[int, typer.Option(help="Steps from 0 to T; W2 is measured at up to 200.")] = 200,
+    step: Annotated[str, typer.Option(help="euler, rk4 or dopri5.")] = "rk4",
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for simulate.json, simulate.png and the paths.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run the flow for your own matrices and compare the cloud with the predicted limit, beta by beta.
+
+    Several processes share the tokens: torchrun --nproc-per-node 2 -m attn_flow simulate ...
+
+    Example: attn-flow simulate --G "3,0;0,1" --V "1,0;0,2" --beta 10,100,1000 --tokens 1000 --time 30
+    """
+    from attn_flow.cli.matrices import parse_matrix, parse_numbers, square
+    from attn_flow.cli.simulation import simulate as run
+    from attn_flow.cli.simulation import start
+    from attn_flow.dynamics.distributed import processes
+
+    G_matrix, V_matrix = square(parse_matrix(G, "G"), "G"), square(parse_matrix(V, "V"), "V")
+    if dim is not None and dim != G_matrix.shape[0]:
+        raise ValueError(f"--dim {dim} but G is {tuple(G_matrix.shape)}; leave --dim out or give a matrix to match.")
+    cloud = start(G_matrix.shape[0], tokens, None if x is None else parse_matrix(x, "x"), quadrature, seed)
+    betas, show = parse_numbers(beta, "beta"), not (quiet or as_json)
+    world = processes(patience=timedelta(days=1))  # while the first process measures W2, the others wait
+    numbers = run(G_matrix, V_matrix, betas, cloud, time, steps, step, out=out, progress=show, world=world)
+    if numbers is None:
+        return
+    if as_json:
+        say(numbers)
+        return
+    table(
+        f"limit: {numbers['limit']['case']}; n = {cloud.x.shape[0]}, d = {cloud.x.shape[1]}, seed {seed}",
+        ["beta", "min W2", "at t", "W2 at the end", "resolved", "phases"],
+        [
+            [r["beta"], r["min_w2"], r["t_min"], r["w2"][-1], r["resolution"]["verdict"], _phase_words(r["phases"])]
+            for r in numbers["runs"]
+        ],
+    )
+    if out is not None:
+        typer.echo(f"written to {out}")
+
+
+def _phase_words(phases: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{p['phase']} [{p['start']:.3g}, {p['end']:.3g}]" for p in phases)
+
+
+@command
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="An experiment, or 'all'.")] = None,
+    list_them: Annotated[bool, typer.Option("--list", help="List the experiments and their claims.")] = False,
+    quick: Annotated[bool, typer.Option(help="Small sizes, seconds instead of minutes.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for NAME.json and NAME.png.")] = Path("runs/reproduce"),
+    seed: Seed = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Reproduce a paper's result: numbers, figure, and which claims hold.
+
+    Example: attn-flow reproduce concentration --quick
+    """
+    from attn_flow.cli.reproduction import failed
+    from attn_flow.cli.reproduction import reproduce as run
+    from attn_flow.experiments import NAMES, title
+
+    if list_them:
+        titles = {each: title(each) for each in NAMES}
+        say(titles) if as_json else table("experiments", ["name", "claim"], [list(row) for row in titles.items()])
+        return
+    if name is None:
+        raise ValueError("which experiment? Name one, or 'all'; --list shows them.")
+    missed = 0
+    everything = {}
+    for each in NAMES if name == "all" else (name,):
+        numbers = run(each, out, quick=quick, seed=seed, progress=not (quiet or as_json))
+        missed += len(failed(numbers))
+        everything[each] = numbers
+        if not as_json:
+            rows = [["yes" if c["holds"] else "NO", c["claim"], c["value"], _expected(c)] for c in numbers["claims"]]
+            table(f"{each} ({numbers['run']['seconds']} s)", ["holds", "claim", "value", "expected"], rows)
+            typer.echo(f"written: {out / each}.json, {out / each}.png")
+    if as_json:
+        say(everything if name == "all" else everything[name])
+    if missed:
+        typer.secho(f"{missed} claims do not hold", fg="red", err=True)
+        raise typer.Exit(1)
+
+
+def _expected(claim: dict[str, Any]) -> str:
+    return "" if claim["expected"] is None else f"{claim['expected']:.4g} +- {claim['tolerance']:.2g}"
+
+
+@command
+def bench(
+    cases: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="drift, cold, circle, kernel, precision, memory, sweep, plateau, transport, job, encoder, sharding, "
+            "compile; all of them if none is named."
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Small sizes.")] = False,
+    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for bench.json.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Speed and memory against the alternatives, run side by side: ratios below 1 are in our favour.
+
+    Example: attn-flow bench drift memory
+    """
+    from attn_flow.base.files import versions, write_json
+    from attn_flow.bench import bench as run
+
+    found = run(cases, quick=quick, threads=threads, progress=not as_json)
+    if out is not None:
+        write_json({**found, "versions": versions()}, out / "bench.json")
+    if as_json:
+        say(found)
+        return
+    rows = [[row["case"], row["against"], row["ratio"], _rest(row)] for row in found["rows"]]
+    table(f"{found['threads']} threads", ["case", "against", "ratio", "measured"], rows)
+
+
+def _rest(row: dict[str, Any]) -> str:
+    """The numbers behind a ratio."""
+    known = ("case", "against", "ratio")
+    return ", ".join(f"{name} {value:.3g}" for name, value in row.items() if name not in known)
+
+
+for each in (encoders.probe, encoders.encoder, encoders.spectra, encoders.record, encoders.merge, train):
+    command(each)
+
+if __name__ == "__main__":
+    sys.exit(app())

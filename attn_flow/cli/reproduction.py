@@ -1,0 +1,29 @@
+"""Run an experiment: its numbers as JSON with seed and versions, its figure as PNG, its claims checked."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from attn_flow.base.files import plain, versions, write_json
+from attn_flow.experiments import load
+
+
+def reproduce(
+    name: str, out: str | Path | None = None, *, quick: bool = False, seed: int = 0, progress: bool = False
+) -> dict[str, Any]:
+    """The experiment's numbers, and with `out` the files out/NAME.json and out/NAME.png."""
+    experiment = load(name)
+    start = time.perf_counter()
+    numbers = experiment.compute(quick=quick, seed=seed, progress=progress)
+    run = {"name": name, "quick": quick, "seed": seed, "seconds": round(time.perf_counter() - start, 1)}
+    if out is not None:
+        write_json({"run": {**run, "versions": versions()}, **numbers}, Path(out) / f"{name}.json")
+        experiment.plot(numbers).savefig(Path(out) / f"{name}.png", dpi=150, bbox_inches="tight")
+    return {**plain(numbers), "run": run}
+
+
+def failed(numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    """The claims that do not hold."""
+    return [claim for claim in numbers["claims"] if not claim["holds"]]

@@ -1,0 +1,75 @@
+"""A path of clouds: what `flow` returns, and what a recorded encoder is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from attn_flow.base import checks
+from attn_flow.base.files import write_tensors
+from attn_flow.measures import Cloud
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """Clouds x (T, ..., n, d) at times t (T,), with weights and mask (..., n) that do not change in time.
+
+    `about` says what made it (plain JSON); `labels` holds plain lists about the tokens (strings, ids, texts, ...).
+    """
+
+    t: Tensor
+    x: Tensor
+    weights: Tensor | None = None
+    mask: Tensor | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    labels: dict[str, list] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.t.ndim != 1 or self.x.ndim < 3 or self.x.shape[0] != self.t.shape[0]:
+            raise ValueError(
+                f"t has shape {tuple(self.t.shape)} and x {tuple(self.x.shape)}, expected (T,) and (T, ..., n, d)."
+            )
+        if self.mask is not None:
+            checks.token_mask(self.mask, self.x[0])
+        if self.weights is not None:
+            checks.token_weights(self.weights, self.x[0], self.mask)
+
+    def __len__(self) -> int:
+        return self.t.shape[0]
+
+    def __getitem__(self, index: int | slice | Tensor) -> Trajectory:
+        """The path at some of its times; an integer keeps a path of one time (see `cloud` for its cloud)."""
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"time index {index} of a path of {len(self)} times.")
+            index = slice(index, index + 1 or None)
+        return replace(self, t=self.t[index], x=self.x[index])
+
+    def __iter__(self) -> Iterator[Cloud]:
+        return (self.cloud(i) for i in range(len(self)))
+
+    def cloud(self, index: int) -> Cloud:
+        """The measure at one time, with the path's weights and mask."""
+        return Cloud(self.x[index], self.weights, self.mask)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one safetensors file; a reader never sees half of it."""
+        tensors = {"t": self.t, "x": self.x, "weights": self.weights, "mask": self.mask}
+        words = {"format": "attn_flow.Trajectory", "about": json.dumps(self.about), "labels": json.dumps(self.labels)}
+        write_tensors({k: v for k, v in tensors.items() if v is not None}, path, words)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Trajectory:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            words = file.metadata() or {}
+            if words.get("format") != "attn_flow.Trajectory":
+                raise ValueError(f"{path} is no saved Trajectory; expected a file written by Trajectory.save.")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return cls(**tensors, about=json.loads(words["about"]), labels=json.loads(words["labels"]))

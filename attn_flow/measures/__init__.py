@@ -1,0 +1,9 @@
+"""A law of tokens: its scaled log-partition and the gradient of it, the tilted mean that attention computes."""
+
+from attn_flow.measures.cloud import Cloud
+from attn_flow.measures.elliptic import EllipsoidSupport, Gaussian
+from attn_flow.measures.measure import Measure
+from attn_flow.measures.mixture import Mixture
+from attn_flow.measures.sphere import UniformSphere
+
+__all__ = ["Cloud", "EllipsoidSupport", "Gaussian", "Measure", "Mixture", "UniformSphere"]

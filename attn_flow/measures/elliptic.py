@@ -1,0 +1,174 @@
+"""Laws known by mean and covariance: Gaussians, saturating ones, and ellipsoids."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_flow.base import checks
+from attn_flow.measures.cloud import Cloud
+from attn_flow.measures.measure import by_temperature
+from attn_flow.measures.sphere import UniformSphere, sqrt_or_zero
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """N(mean, cov), its pull saturated at `cap` standard deviations of the logits.
+
+    With s = beta sqrt(g^T S g):  beta L = beta <g,m> + H(s),  H(s) = s^2/2 up to s = cap, and s cap - cap^2/2
+    beyond (Huber's function). cap = inf is the plain Gaussian, m_beta(g) = m + beta S g. n tokens drawn from it
+    are a random-energy model with cap = sqrt(2 log n): `Gaussian.bulk`. With a finite cap, beta = inf is the
+    ellipsoid of radius cap.
+    """
+
+    mean: Tensor
+    cov: Tensor
+    cap: float = math.inf
+
+    def __post_init__(self) -> None:
+        _check_moments(self.mean, self.cov)
+        checks.positive("cap", self.cap)
+
+    @classmethod
+    def bulk(cls, mean: Tensor, cov: Tensor, n: float) -> Gaussian:
+        """The Gaussian as n tokens show it: beyond s = sqrt(2 log n) a few of them win."""
+        if n < 2:
+            raise ValueError(f"n = {n}, expected at least 2 tokens in the bulk.")
+        return cls(mean, cov, math.sqrt(2 * math.log(n)))
+
+    @classmethod
+    def fit(cls, cloud: Cloud, *, shrinkage: float | None = None, cap: float = math.inf) -> Gaussian:
+        """Mean and covariance of a cloud; see `shrunk` for shrinkage."""
+        mean, cov = cloud.moments()
+        return cls(mean, shrunk(cov, cloud, shrinkage), cap)
+
+    def to(self, *args: Any, **kwargs: Any) -> Gaussian:
+        return Gaussian(self.mean.to(*args, **kwargs), self.cov.to(*args, **kwargs), self.cap)
+
+    def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        along, Sg, deviation = _along_and_across(g, self.mean, self.cov)
+
+        def warm(b: Tensor) -> Tensor:
+            inside = b * (g * Sg).sum(-1) / 2
+            if math.isinf(self.cap):
+                return along + inside
+            beyond = deviation * self.cap - self.cap**2 / (2 * b)
+            return along + torch.where(b * deviation < self.cap, inside, beyond)
+
+        return by_temperature(beta, g, lambda: along, warm, lambda: along + self._farthest() * deviation)
+
+    def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        _, Sg, deviation = _along_and_across(g, self.mean, self.cov)
+        m = self.mean[..., None, :]
+
+        def warm(b: Tensor) -> Tensor:
+            saturated = b * deviation >= self.cap
+            pull = torch.where(saturated, self.cap / torch.where(saturated, deviation, 1.0), b)
+            return m + (b[..., None] if math.isinf(self.cap) else pull[..., None]) * Sg
+
+        def cold() -> Tensor:
+            return m + self._farthest() * _ratio(Sg, deviation)
+
+        return by_temperature(beta, g, lambda: m.expand(g.shape), warm, cold)
+
+    def _farthest(self) -> float:
+        if math.isinf(self.cap):
+            raise ValueError("a Gaussian without cap has no support at beta = inf; use Gaussian.bulk(..., n) or a cap.")
+        return self.cap
+
+
+@dataclass(frozen=True, eq=False)
+class EllipsoidSupport:
+    """A law whose support is {(y-m)^T S^{-1} (y-m) <= rho^2}, the image of a uniform law on a sphere.
+
+    It is y = m + rho S^{1/2} u with u uniform on the unit sphere of R^k, k = rank S, so that
+    m_beta(g) = m + rho A_k(beta rho |S^{1/2} g|) S g / |S^{1/2} g|, and m + rho S g / sqrt(g^T S g) at beta = inf.
+    rho = sqrt(k) gives it the covariance S.
+    """
+
+    mean: Tensor
+    cov: Tensor
+    rho: float
+    rank: int | None = None  # k; None: measured
+
+    def __post_init__(self) -> None:
+        _check_moments(self.mean, self.cov)
+        checks.positive("rho", self.rho)
+        if self.rank is None:
+            object.__setattr__(self, "rank", _rank(self.cov))
+
+    @classmethod
+    def fit(cls, cloud: Cloud, *, shrinkage: float | None = None, rho: float | None = None) -> EllipsoidSupport:
+        """The ellipsoid with a cloud's mean and covariance: rho = sqrt(rank) unless given."""
+        mean, cov = cloud.moments()
+        cov = shrunk(cov, cloud, shrinkage)
+        rank = _rank(cov)
+        return cls(mean, cov, math.sqrt(rank) if rho is None else rho, rank)
+
+    @property
+    def _sphere(self) -> UniformSphere:
+        assert self.rank is not None  # measured when it was not given
+        return UniformSphere(self.rank, self.rho)
+
+    def to(self, *args: Any, **kwargs: Any) -> EllipsoidSupport:
+        return EllipsoidSupport(self.mean.to(*args, **kwargs), self.cov.to(*args, **kwargs), self.rho, self.rank)
+
+    def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        along, _, deviation = _along_and_across(g, self.mean, self.cov)
+        return along + self._sphere.log_partition(deviation[..., None], beta)
+
+    def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        _, Sg, deviation = _along_and_across(g, self.mean, self.cov)
+        pull = self._sphere.tilted_mean(deviation[..., None], beta)
+        return self.mean[..., None, :] + pull * _ratio(Sg, deviation)
+
+
+def _along_and_across(g: Tensor, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """<g,m> (..., m), S g (..., m, d) and sqrt(g^T S g) (..., m)."""
+    Sg = g @ cov.mT
+    return (g * mean[..., None, :]).sum(-1), Sg, sqrt_or_zero((g * Sg).sum(-1))
+
+
+def _ratio(Sg: Tensor, deviation: Tensor) -> Tensor:
+    """S g / sqrt(g^T S g), zero where g has no spread to point along."""
+    shown = deviation[..., None] > 0
+    return torch.where(shown, Sg / torch.where(shown, deviation[..., None], 1.0), 0.0)
+
+
+def shrunk(cov: Tensor, cloud: Cloud, shrinkage: float | None = None) -> Tensor:
+    """(1 - a) S + a tr(S)/d I; a = `shrinkage`, by default 0 with n > d tokens and Ledoit-Wolf's value otherwise."""
+    d, n = cov.shape[-1], cloud.probabilities.square().sum(-1).reciprocal()  # n: the effective number of tokens
+    scale = torch.diagonal(cov, dim1=-2, dim2=-1).mean(-1)
+    if shrinkage is None:
+        centred = cloud.x - cloud.mean[..., None, :]
+        fourth = (cloud.probabilities * centred.square().sum(-1).square()).sum(-1)
+        square = cov.square().sum((-2, -1))
+        eye = torch.eye(d, dtype=cov.dtype, device=cov.device)
+        distance = (cov - scale[..., None, None] * eye).square().sum((-2, -1))
+        noise = (fourth - square) / n
+        a = torch.where(distance > 0, torch.minimum(noise, distance) / torch.where(distance > 0, distance, 1.0), 0.0)
+        a = torch.where(n > d, torch.zeros_like(a), a)
+    else:
+        if not 0 <= shrinkage <= 1:
+            raise ValueError(f"shrinkage = {shrinkage}, expected a number in [0, 1].")
+        a = torch.full_like(scale, shrinkage)
+    eye = torch.eye(d, dtype=cov.dtype, device=cov.device)
+    return (1 - a)[..., None, None] * cov + (a * scale)[..., None, None] * eye
+
+
+def _rank(cov: Tensor) -> int:
+    """The largest rank in a batch of covariances; a single point counts as a segment of no length."""
+    return max(1, int(torch.linalg.matrix_rank(cov, hermitian=True).max()))
+
+
+def _check_moments(mean: Tensor, cov: Tensor) -> None:
+    if cov.shape[-2:] != (*mean.shape[-1:], *mean.shape[-1:]):
+        raise ValueError(
+            f"cov has shape {tuple(cov.shape)}, expected (..., d, d) to match a mean of shape {tuple(mean.shape)}."
+        )
+    checks.finite("mean", mean)
+    checks.finite("cov", cov)

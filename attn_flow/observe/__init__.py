@@ -1,0 +1,1 @@
+"""Numbers of a cloud, events of a path."""

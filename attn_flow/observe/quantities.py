@@ -1,0 +1,257 @@
+"""Numbers of one cloud: energies, spread, clusters, rank, and what its attention looks like.
+
+Clouds are x (..., n, d) with optional weights and mask (..., n); leading axes are a batch. What compares all pairs runs
+in blocks of rows, in memory linear in n, and never counts a token's likeness to itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_flow.attention.multihead import Attention
+from attn_flow.averages import dense
+from attn_flow.base import checks
+from attn_flow.geometry import Geometry
+from attn_flow.measures import Cloud
+
+BLOCK = 2**21  # entries of pairwise tensors held at once
+
+
+def log_energy(
+    x: Tensor,
+    beta: float,
+    G: Tensor | None = None,
+    *,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """log E_beta, E_beta = (1/(2 beta)) sum_h sum_ij w_i w_j e^{beta <x_i, G_h x_j>}, (...,); w = 1/n by default.
+
+    G: None (the identity), (d, d), or (heads, d, d). Never decreases along the unnormalised flow with V_h = G_h
+    symmetric, nor along the softmax flow of one head (arXiv 2312.10794, 2605.04279). e^beta overflows float64 beyond
+    beta = 709: the logarithm does not. Differentiable.
+    """
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta = {beta}, expected 0 < beta < inf; at beta = 0 the energy is infinite.")
+    cloud = Cloud(x, weights, mask)
+    log_w = cloud.probabilities.log()
+    y = x[..., None, :, :] if G is None else x[..., None, :, :] @ (G if G.ndim > 2 else G[None]).to(x)
+    # <x_i, G x_j> = <G^T x_i, x_j>: rows times G
+    heads = y.shape[-3]
+    row = dense.softmax_and_log_sum(
+        beta * y,
+        x[..., None, :, :],
+        x[..., None, :, :1],
+        key_bias=log_w[..., None, :].expand(*log_w.shape[:-1], heads, -1),
+    )[1]
+    return torch.logsumexp((row + log_w[..., None, :]).flatten(-2), dim=-1) - math.log(2 * beta)
+
+
+def energy(x: Tensor, beta: float, G: Tensor | None = None, **cloud: Tensor | None) -> Tensor:
+    """E_beta itself (see `log_energy`); raises where it overflows."""
+    value = log_energy(x, beta, G, **cloud).exp()
+    if checks.can_look(value) and not bool(torch.isfinite(value).all()):
+        raise ValueError(f"the energy at beta = {beta:g} overflows {x.dtype}; use log_energy.")
+    return value
+
+
+def diameter(x: Tensor, *, mask: Tensor | None = None, geometry: Geometry | None = None) -> Tensor:
+    """The largest distance between two tokens, (...,): straight, or along a geometry."""
+    checks.tokens("x", x)
+    shown = _shown(x, mask)
+    widest = torch.zeros(x.shape[:-2], dtype=x.dtype, device=x.device)
+    for rows in _rows(x, x.shape[-1]):
+        a, b = x[..., rows, None, :], x[..., None, :, :]
+        distance = (a - b).norm(dim=-1) if geometry is None else geometry.distance(a, b)
+        both = shown[..., rows, None] & shown[..., None, :]
+        widest = torch.maximum(widest, torch.where(both, distance, 0.0).amax((-2, -1)))
+    return widest
+
+
+@dataclass(frozen=True, eq=False)
+class Clusters:
+    """Groups of tokens linked by steps of at most `tol`."""
+
+    labels: Tensor  # (..., n): 0, 1, ... in the order of first tokens; -1 for padding
+    counts: Tensor  # (...,) number of clusters
+    mass: Tensor  # (..., n) mass of the cluster that a token belongs to
+    tol: float
+    speed: Tensor | None  # (...,) largest speed of a token: a count taken while tokens move fast will not last
+
+
+def clusters(
+    x: Tensor,
+    tol: float = 1e-3,
+    *,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    velocity: Tensor | None = None,
+) -> Clusters:
+    """Single-linkage clusters of every cloud: connected components of |x_i - x_j| <= tol.
+
+    velocity (..., n, d), if given, is reported as the largest speed beside the counts.
+    """
+    checks.positive("tol", tol)
+    cloud = Cloud(x, weights, mask)
+    shown = _shown(x, mask)
+    n = x.shape[-2]
+    root = torch.arange(n, device=x.device).expand(x.shape[:-1]).contiguous()
+    blocks = list(_rows(x, 1))
+    held = _near(x, shown, blocks[0], tol) if len(blocks) == 1 else None  # one block is kept, several are recomputed
+    while True:
+        # Every token takes the smallest root in reach, roots follow their roots; chains collapse in few rounds.
+        reach = []
+        for rows in blocks:
+            near = _near(x, shown, rows, tol) if held is None else held
+            reach.append(torch.where(near, root[..., None, :], root[..., rows, None]).amin(-1))
+        smallest = torch.cat(reach, dim=-1)
+        hooked = root.scatter_reduce(-1, root, smallest, "amin")
+        hooked = torch.minimum(hooked, smallest)
+        while bool((hooked.gather(-1, hooked) != hooked).any()):
+            hooked = hooked.gather(-1, hooked)
+        if bool((hooked == root).all()):
+            break
+        root = hooked
+    first = (root == torch.arange(n, device=x.device)) & shown
+    number = first.cumsum(-1) - 1
+    labels = torch.where(shown, number.gather(-1, root), -1)
+    p = torch.where(shown, cloud.probabilities, 0.0)
+    mass = torch.zeros_like(p).scatter_add(-1, root, p).gather(-1, root)
+    speed = None
+    if velocity is not None:
+        speed = torch.where(shown, velocity.norm(dim=-1), 0.0).amax(-1)
+    return Clusters(labels, first.sum(-1), torch.where(shown, mass, 0.0), tol, speed)
+
+
+def _near(x: Tensor, shown: Tensor, rows: slice, tol: float) -> Tensor:
+    """Whether |x_i - x_j| <= tol, for the rows i and all j of every cloud: by differences, exact at any tol."""
+    distance = torch.cdist(x[..., rows, :], x, compute_mode="donot_use_mm_for_euclid_dist")
+    return (distance <= tol) & shown[..., rows, None] & shown[..., None, :]
+
+
+def pairwise_cosines(
+    x: Tensor, bins: int = 100, *, weights: Tensor | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Histogram of cos(x_i, x_j) over pairs i != j: masses (..., bins) summing to one, and edges (bins + 1,)."""
+    if bins < 1:
+        raise ValueError(f"bins = {bins}, expected at least one.")
+    edges = torch.linspace(-1, 1, bins + 1, dtype=x.dtype, device=x.device)
+
+    def count(cosine: Tensor, mass: Tensor) -> Tensor:
+        place = ((cosine + 1) / 2 * bins).long().clamp(0, bins - 1)  # rounding puts cos(x, x) a little beyond 1
+        histogram = torch.zeros(*x.shape[:-2], bins, dtype=x.dtype, device=x.device)
+        return histogram.scatter_add(-1, place.flatten(-2), mass.flatten(-2))
+
+    return _over_pairs(x, weights, mask, count), edges
+
+
+def close_pairs(
+    x: Tensor, cosine: float = 0.999, *, weights: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """Fraction of pairs i != j with cos(x_i, x_j) > cosine, (...,): the phase diagram of arXiv 2312.10794."""
+    return _over_pairs(x, weights, mask, lambda c, mass: (mass * (c > cosine)).sum((-2, -1)))
+
+
+def _over_pairs(
+    x: Tensor, weights: Tensor | None, mask: Tensor | None, measure: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """sum over blocks of measure(cosines, masses w_i w_j), the diagonal left out and masses summing to one."""
+    p = Cloud(x, weights, mask).probabilities
+    shown = _shown(x, mask)
+    norm = x.norm(dim=-1, keepdim=True)
+    if bool((shown & (norm[..., 0] == 0)).any()):
+        raise ValueError("x has a zero token, which has no direction; remove or mask it.")
+    u = torch.where(shown[..., None], x, 0.0) / torch.where(shown[..., None], norm, 1.0)
+    pairs = 1 - p.square().sum(-1)
+    if bool((pairs <= 0).any()):
+        raise ValueError("a cloud has one token only: no pair to compare; expected two or more.")
+    total: Tensor | None = None
+    for rows in _rows(x, 1):
+        mass = p[..., rows, None] * p[..., None, :]
+        i = torch.arange(x.shape[-2], device=x.device)
+        mass = torch.where(i[rows, None] == i, 0.0, mass)
+        part = measure(u[..., rows, :] @ u.mT, mass)
+        total = part if total is None else total + part
+    assert total is not None  # a cloud has at least one token
+    return total / (pairs[..., None] if total.ndim > pairs.ndim else pairs)
+
+
+def effective_rank(
+    x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None, centred: bool = False
+) -> Tensor:
+    """exp of the entropy of the normalised singular values of the cloud, (...,) (Roy and Vetterli, 2007)."""
+    cloud = Cloud(x, weights, mask)
+    y = x - cloud.mean[..., None, :] if centred else x
+    sigma = torch.linalg.svdvals(cloud.probabilities.sqrt()[..., None] * y)
+    total = sigma.sum(-1, keepdim=True)
+    if bool((total == 0).any()):
+        raise ValueError("all tokens are zero (or equal, with centred=True): the cloud has no rank.")
+    return torch.special.entr(sigma / total).sum(-1).exp()
+
+
+def alignment(x: Tensor, basis: Tensor) -> Tensor:
+    """|P_E x|^2 / |x|^2 of every token, (..., n), E spanned by the columns of basis (d, k)."""
+    checks.tokens("x", x)
+    if basis.ndim != 2 or basis.shape[0] != x.shape[-1]:
+        raise ValueError(f"basis has shape {tuple(basis.shape)}, expected (d, k) with d = {x.shape[-1]} to match x.")
+    E = torch.linalg.qr(basis.to(x))[0]
+    return (x @ E).square().sum(-1) / x.square().sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionStatistics:
+    """What the softmax of every head does to a cloud."""
+
+    entropy: Tensor  # (..., heads, n) nats, of the weights of every query
+    largest_weight: Tensor  # (..., heads, n)
+    logit_std: Tensor  # (..., heads, n) standard deviation of a query's logits under the cloud: s of THEORY 11
+    effective_beta: Tensor  # (..., heads) beta mean|G x| mean|y|: the beta of the unit sphere with G = I
+
+
+def attention_statistics(
+    attention: Attention, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None
+) -> AttentionStatistics:
+    """Entropy, largest weight and logit spread of every query, effective beta of every head, in linear memory.
+
+    Padding queries get NaN. Scaling G by c and beta by 1/c changes nothing.
+    """
+    cloud = Cloud(x, weights, mask)
+    if attention.cold or attention.kind == "sinkhorn":
+        raise ValueError(f"kind {attention.kind!r} at beta = {attention.beta}; expected a softmax at finite beta.")
+    p, shown, y = cloud.probabilities.double(), _shown(x, mask), x.double()
+    g = y[..., None, :, :] @ attention.G.double().mT  # (..., heads, n, d)
+    if attention.G_bias is not None:
+        g = g + attention.G_bias.double()[..., None, :]
+    beta = torch.as_tensor(attention.beta, dtype=y.dtype, device=y.device)
+    g = g * (beta[..., None, None] if beta.ndim else beta)
+    mass = p[..., None, None, :]
+    i = torch.arange(x.shape[-2], device=x.device)
+    parts = []
+    for rows in _rows(x, attention.heads):
+        scores = g[..., rows, :] @ y[..., None, :, :].mT  # (..., heads, rows, n)
+        hidden = (i > i[rows, None]) if attention.causal else torch.zeros_like(i > i[rows, None])
+        hidden = hidden if attention.self_attention else hidden | (i == i[rows, None])
+        A = (scores + mass.log()).masked_fill(hidden, -math.inf).softmax(-1)
+        centred = scores - (mass * scores).sum(-1, keepdim=True)
+        parts.append((torch.special.entr(A).sum(-1), A.amax(-1), (mass * centred.square()).sum(-1).sqrt()))
+    found = [torch.cat(part, dim=-1) for part in zip(*parts)]
+    entropy, largest, spread = (torch.where(shown[..., None, :], f, math.nan).to(x.dtype) for f in found)
+    size = (p[..., None, :] * g.norm(dim=-1)).sum(-1) * (p * y.norm(dim=-1)).sum(-1)[..., None]
+    return AttentionStatistics(entropy, largest, spread, size.to(x.dtype))
+
+
+def _shown(x: Tensor, mask: Tensor | None) -> Tensor:
+    shown = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+    return shown if mask is None else shown & mask
+
+
+def _rows(x: Tensor, width: int) -> Iterator[slice]:
+    """Blocks of rows i such that all pairs (i, j) of all clouds, `width` numbers each, fit into BLOCK entries."""
+    n = x.shape[-2]
+    step = max(1, BLOCK // (n * math.prod(x.shape[:-2]) * width))
+    return (slice(first, min(first + step, n)) for first in range(0, n, step))

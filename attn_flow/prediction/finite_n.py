@@ -1,0 +1,75 @@
+"""Can n tokens follow the mean-field prediction? It takes an argmax over the whole support; a cloud over n points."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_flow.attention.multihead import Attention
+from attn_flow.base import checks
+
+
+class ResolutionWarning(UserWarning):
+    """The cloud has too few tokens for this beta and dimension: the mean-field prediction need not hold."""
+
+
+@dataclass(frozen=True, eq=False)
+class Resolution:
+    """Whether n tokens resolve the argmax that the mean-field prediction takes over the whole support."""
+
+    self_argmax: Tensor  # (..., heads) fraction of tokens that are their own argmax of <G x, y>
+    number: Tensor  # (..., heads) beta |G x| n^{-2/(d-1)}, mean over tokens; <~ 1 is resolved
+    n: Tensor  # (...,) effective number of tokens 1 / sum w^2
+    verdict: str  # "resolved", "marginal" or "unresolved", of the worst cloud and head
+
+
+def resolution(
+    attention: Attention,
+    x: Tensor,
+    *,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    beta: float | Tensor | None = None,
+    warn: bool = True,
+) -> Resolution:
+    """Resolution of the cloud x (..., n, d) at the attention's beta (or `beta`), in memory linear in n.
+
+    The softmax sees logits within O(1) of the maximum, a cap of tokens of squared radius 1/(beta |G x|), while n tokens
+    on S^{d-1} are n^{-1/(d-1)} apart (THEORY 1, finite n). Unresolved (number > 1): warns by name.
+    """
+    checks.tokens("x", x)
+    cloud = attention._cloud(x, weights, mask)
+    p = cloud.probabilities
+    beta = attention.beta if beta is None else beta
+    b = torch.as_tensor(beta, dtype=x.dtype, device=x.device)
+    d = x.shape[-1]
+    n = p.square().sum(-1).reciprocal()
+    shown = p > 0
+    own, number = [], []
+    for h in range(attention.heads):
+        g = x @ attention.G[..., h, :, :].mT
+        if attention.G_bias is not None:
+            g = g + attention.G_bias[..., h, None, :]
+        top = cloud.log_partition(g, math.inf)
+        slack = 16 * torch.finfo(x.dtype).eps * g.norm(dim=-1) * x.norm(dim=-1).amax(-1, keepdim=True)
+        own.append((p * ((g * x).sum(-1) >= top - slack)).sum(-1))
+        reach = (p * torch.where(shown, g.norm(dim=-1) * x.norm(dim=-1), 0.0)).sum(-1)
+        spacing = n ** (-2 / (d - 1)) if d > 1 else torch.zeros_like(n)
+        number.append((b[..., h] if b.ndim and b.shape[-1] > 1 else b[..., 0] if b.ndim else b) * reach * spacing)
+    numbers = torch.stack(number, dim=-1)
+    worst = float(numbers.max())
+    verdict = "resolved" if worst <= 0.1 else "marginal" if worst <= 1 else "unresolved"
+    found = Resolution(torch.stack(own, dim=-1), numbers, n, verdict)
+    if warn and verdict == "unresolved":
+        warnings.warn(
+            f"beta |Gx| n^(-2/(d-1)) = {worst:.3g} > 1 with n = {float(n.min()):.0f}, d = {d}: "
+            f"{float(found.self_argmax.max()):.0%} of tokens are their own argmax; the mean-field limit need not hold. "
+            "Use more tokens, a smaller beta, or a weighted quadrature cloud (d = 2, 3).",
+            ResolutionWarning,
+            stacklevel=2,
+        )
+    return found

@@ -1,0 +1,101 @@
+"""The optional compiled kernel equals the PyTorch path; skipped by name where there is no C++ compiler."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attn_flow import Attention, Sphere, flow
+from attn_flow.averages import compiled, near
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def used():
+    with compiled.kernel():
+        yield
+
+
+def sphere(n, d, seed=0):
+    return Sphere().uniform(n, d, generator=torch.Generator().manual_seed(seed))
+
+
+def both(attention, x, **options):
+    """The truncated drift by the kernel and by PyTorch, and the exact one."""
+    ours = attention.truncated_drift(x, **options)
+    with compiled.kernel(False):
+        theirs = attention.truncated_drift(x, **options)
+    options = {name: z.double() if z.is_floating_point() else z for name, z in options.items()}
+    exact = replace(attention.to(torch.float64), truncation=0.0).drift(x.double(), **options)
+    return ours, theirs, exact
+
+
+@pytest.mark.parametrize("masks", [{}, {"causal": True}, {"self_attention": False}])
+@pytest.mark.parametrize("beta", [1.0, 100.0, 1e4, 1e6])
+def test_equals_the_other_path(masks, beta):
+    generator = torch.Generator().manual_seed(1)
+    attention = Attention.random(3, 2, 3, generator=generator, beta=beta, **masks)
+    weights = torch.rand(700, generator=generator) + 0.1
+    mask = torch.rand(700, generator=generator) > 0.2
+    for options in ({}, {"weights": weights}, {"mask": mask}):
+        ours, theirs, exact = both(attention, sphere(700, 3), **options)
+        assert bool(((ours.drift - exact).norm(dim=-1) <= ours.error + 2e-6).all())
+        assert float((ours.drift - theirs.drift).abs().max()) < 4e-6
+        assert ours.pairs == theirs.pairs
+
+
+@pytest.mark.parametrize(("d", "k"), [(1, 1), (2, 2), (5, 3), (8, 8), (8, 2), (7, 4)])
+def test_every_width(d, k):
+    attention = Attention.random(d, 2, k, generator=torch.Generator().manual_seed(2), beta=30.0)
+    x = torch.randn(400, d, generator=torch.Generator().manual_seed(3))
+    ours, theirs, exact = both(attention, x)
+    assert float((ours.drift - exact).abs().max()) < 1e-5 * float(exact.abs().max())
+    assert float((ours.drift - theirs.drift).abs().max()) < 1e-5 * float(exact.abs().max())
+
+
+def test_drifts_and_flows_go_through_it(monkeypatch):
+    calls = []
+    kernel = compiled.softmax
+    monkeypatch.setattr(compiled, "softmax", lambda *args, **more: calls.append(1) or kernel(*args, **more))
+    x, attention = sphere(2100, 3), Attention.identity(3, 4.0)
+    path = flow(attention, x, [0, 0.1], h=0.05)
+    assert calls
+    exact = flow(replace(attention, truncation=0.0), x, [0, 0.1], h=0.05)
+    assert float((path.x - exact.x).abs().max()) < 2e-6
+    calls.clear()
+    attention.drift(x.clone().requires_grad_())
+    attention.to(torch.float64).drift(x.double())
+    Attention.identity(9, 4.0).drift(sphere(2100, 9))
+    assert not calls
+
+
+def test_build_uses_it_for_good():
+    with compiled.kernel(False):
+        assert not compiled.serves(3, torch.float32, torch.device("cpu"))
+        compiled.build()
+        assert compiled.serves(3, torch.float32, torch.device("cpu"))
+    assert not compiled.serves(3, torch.float64, torch.device("cpu"))
+
+
+def test_queries_of_their_own():
+    """Keys elsewhere than the queries, in clouds too small to fill a block."""
+    q, k = sphere(130, 3).double(), sphere(70, 3, seed=5).double()
+    v = k.float()
+    found = near.softmax(q, k, v, tolerance=1e-6, scale=50.0)
+    exact = torch.softmax(50.0 * q @ k.mT, dim=-1) @ k
+    assert float((found.average - exact).abs().max()) < 2e-6
+
+
+def test_no_compiler_is_said(monkeypatch, tmp_path):
+    """Nothing to build with: what the user reads, and drifts go on without it."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    compiled._load.cache_clear()
+    with compiled.kernel(False):
+        with pytest.raises(OSError, match=r"needs a C\+\+ compiler and ninja"):
+            compiled.build()
+        assert not compiled.serves(3, torch.float32, torch.device("cpu"))

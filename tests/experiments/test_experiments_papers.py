@@ -1,0 +1,40 @@
+"""Every experiment of the papers: its quick run holds all its claims, its numbers are plain, its plot is a figure."""
+
+import json
+
+import pytest
+from matplotlib.figure import Figure
+
+from attn_flow.base.files import plain
+from attn_flow.experiments import NAMES, load, title
+from attn_flow.experiments.claims import bound, claim
+
+ELSEWHERE = {"concentration", "wrapped_layer", "trained_stacks"}  # have tests of their own
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE])
+def test_quick_run(name):
+    experiment = load(name)
+    numbers = experiment.compute(quick=True, seed=0)
+    failed = [c for c in numbers["claims"] if not c["holds"]]
+    assert failed == []
+    assert len(numbers["claims"]) >= 3
+    for c in numbers["claims"]:
+        assert set(c) == {"claim", "value", "expected", "tolerance", "holds"}
+    text = json.dumps(plain(numbers), allow_nan=False)
+    figure = experiment.plot(numbers)
+    assert isinstance(figure, Figure)
+    assert all(axis.get_xlabel() for axis in figure.axes if axis.get_title())
+    # a figure can be drawn again from the numbers that were written to disk
+    assert isinstance(experiment.plot(json.loads(text)), Figure)
+    assert 20 < len(title(name)) <= 117
+
+
+def test_claims_can_fail():
+    assert claim("x", 1.0, 1.1, 0.2)["holds"]
+    assert not claim("x", 1.0, 1.3, 0.2)["holds"]
+    assert not claim("x", float("nan"), 1.3, 0.2)["holds"]
+    assert bound("x", 1.0, at_most=1.0)["holds"]
+    assert not bound("x", 1.1, at_most=1.0)["holds"]
+    assert not bound("x", float("nan"), at_least=1.0)["holds"]
+    assert bound("x", 1.1, at_least=1.0, at_most=2.0)["claim"] == "x (>= 1, <= 2)"

@@ -1,0 +1,273 @@
+"""Statistics of a corpus: against all states at once, killed and resumed, in shards and in two processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from encoder_zoo import inputs, tiny, tokenizer, words
+from safetensors import safe_open
+
+from attn_flow.hooks import Statistics, merge, record
+from attn_flow.hooks.moments import Moments, Reservoir, keys
+
+TEXTS = words([1 + (7 * i) % 12 for i in range(60)])
+OPTIONS = {"batch": 4, "points": ["resid", "attn_out.1"]}
+
+
+def corpus(statistics: Statistics, texts: list[str] = TEXTS, **options) -> Statistics:
+    record(tiny("BERT"), tokenizer(), texts, sink=statistics, **{**OPTIONS, **options})
+    return statistics
+
+
+def equal(a: Statistics, b: Statistics) -> bool:
+    """To the bit."""
+    same = torch.equal(a.mean, b.mean) and torch.equal(a.covariance, b.covariance)
+    x, y = a.trajectory(), b.trajectory()
+    return same and a.n == b.n and a.texts == b.texts and torch.equal(x.x, y.x) and x.labels == y.labels
+
+
+def test_moments_and_sample_are_those_of_all_states() -> None:
+    path = record(tiny("BERT"), tokenizer(), TEXTS, **OPTIONS)
+    held = Statistics(reservoir=50)
+    sample = record(tiny("BERT"), tokenizer(), TEXTS, sink=held, **OPTIONS)
+    tokens = path.x[:, path.mask].double()
+    assert held.n == tokens.shape[1]
+    assert held.texts == 60
+    torch.testing.assert_close(held.mean, tokens.mean(1), rtol=0, atol=1e-13)
+    for got, x in zip(held.covariance, tokens):
+        torch.testing.assert_close(got, torch.cov(x.T, correction=0), rtol=0, atol=1e-12)
+    assert sample.x.shape == (5, 50, 32)
+    assert sample.t.tolist() == [0, 1, 2, 3, 1]
+    for i in range(50):
+        text, position = sample.labels["text"][i], sample.labels["position"][i]
+        j = path.labels["position"][text].index(position)
+        assert torch.equal(sample.x[:, i], path.x[:, text, j])
+        assert sample.labels["token"][i] == path.labels["token"][text][j]
+    assert len({(a, b) for a, b in zip(sample.labels["text"], sample.labels["position"])}) == 50
+
+
+def test_the_sample_is_uniform() -> None:
+    text = torch.arange(1000).repeat_interleave(40)
+    position = torch.arange(40).repeat(1000)
+    key = keys(3, text, position)
+    assert len(key.unique()) == 40000
+    chosen = key.argsort()[:4000]
+    for values, cells in ((text[chosen] // 100, 10), (position[chosen], 40)):
+        counts = torch.bincount(values, minlength=cells).double()
+        expected = 4000 / cells
+        chi2 = float(((counts - expected) ** 2 / expected).sum())
+        assert abs(chi2 - cells) < 5 * (2 * cells) ** 0.5
+    assert not torch.equal(key, keys(4, text, position))
+
+
+def test_the_sample_does_not_depend_on_the_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    text, position = torch.arange(300), torch.randint(9, (300,), generator=generator)
+    x = torch.randn(2, 300, 3, generator=generator)
+    samples = []
+    for order in (torch.arange(300), torch.randperm(300, generator=generator)):
+        held = Reservoir.empty(20, 0, 2, 3)
+        for part in order.split(7):
+            chosen, key = held.chosen(text[part], position[part])
+            picked = part[chosen]
+            held.add(x[:, picked], key[chosen], text[picked], position[picked], [str(int(i)) for i in picked])
+        held.settle()
+        samples.append(held)
+    assert torch.equal(samples[0].x, samples[1].x)
+    assert samples[0].token == samples[1].token
+    assert [int(t) for t in samples[0].token] == samples[0].text.tolist()
+
+
+def test_a_full_batch_offers_no_more_than_the_sample_holds() -> None:
+    """Few of many tokens are copied, from the first batch on, and never one of the smallest keys is left out."""
+    text, position = torch.arange(100), torch.zeros(100, dtype=torch.int64)
+    held = Reservoir.empty(20, 0, 1, 1)
+    for part in (slice(0, 8), slice(8, 100)):
+        chosen, key = held.chosen(text[part], position[part])
+        smallest = keys(0, text, position)[: part.stop].sort().values[:20]
+        assert set(key[chosen].tolist()) == set(smallest.tolist()) & set(key.tolist())
+        size = int(chosen.sum())
+        held.add(torch.zeros(1, size, 1), key[chosen], text[part][chosen], position[part][chosen], ["a"] * size)
+        held.settle()
+    assert held.key.tolist() == smallest.tolist()
+
+
+def test_moments_of_odd_sizes() -> None:
+    x = torch.randn(2500, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    held = Moments.zero(1, 7)
+    held.n = 2500
+    held.add(0, x[:4])
+    held.add(0, x[4:])
+    torch.testing.assert_close(held.covariance[0], torch.cov(x.T, correction=0), rtol=0, atol=1e-14)
+
+
+def test_streams_without_a_length_and_ready_inputs() -> None:
+    whole, streamed = corpus(Statistics()), Statistics()
+    record(tiny("BERT"), tokenizer(), (text for text in TEXTS), sink=streamed, **OPTIONS)
+    assert equal(whole, streamed)
+    ready = Statistics()
+    path = record(tiny("ViT"), inputs("ViT"), sink=ready, special=False)
+    assert ready.n == 32
+    assert path.labels["token"][0].startswith("patch")
+
+
+@pytest.mark.parametrize("stop", [1, 7, 14])
+def test_a_broken_run_resumes_to_the_same_bits(tmp_path: Path, stop: int) -> None:
+    whole = corpus(Statistics(reservoir=40))
+
+    def until_it_breaks():
+        for i, text in enumerate(TEXTS):
+            if i == 4 * stop:
+                raise KeyboardInterrupt
+            yield text
+
+    with pytest.raises(KeyboardInterrupt):
+        corpus(Statistics(tmp_path, reservoir=40, every=0), until_it_breaks())
+    assert Statistics.load(tmp_path).batches == stop
+    resumed = corpus(Statistics(tmp_path, reservoir=40, every=1e9))
+    assert equal(resumed, whole)
+    assert equal(Statistics.load(tmp_path), whole)
+    again = corpus(Statistics(tmp_path, reservoir=40))  # finished: nothing is run again
+    assert equal(again, whole)
+
+
+SCRIPT = """
+import sys, time, torch
+sys.path[:0] = [{tests!r}, {tests!r} + "/.."]
+torch.set_num_threads(1)
+from test_hooks_stream import TEXTS, OPTIONS, Statistics, record, tiny, tokenizer
+
+def slowly():
+    for i, text in enumerate(TEXTS):
+        time.sleep({pause})
+        yield text
+
+options = dict(OPTIONS)
+sink = Statistics(sys.argv[1], reservoir=40, every=0, states={states})
+record(tiny("BERT"), tokenizer(), slowly(), sink=sink, **options)
+sys.stdout.write("n %d\\n" % sink.n)  # in one piece: two processes write to one pipe
+"""
+
+
+def launch(folder: Path, pause: float, states: bool, *launcher: str) -> subprocess.Popen:
+    script = folder.parent / f"run-{pause}-{states}.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), pause=pause, states=states))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *launcher, str(script), str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def test_sigkill_at_any_moment(tmp_path: Path) -> None:
+    whole, folder = corpus(Statistics(reservoir=40)), tmp_path / "run"
+    process = launch(folder, 0.05, True)
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("statistics.safetensors")) and time.monotonic() < deadline:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (folder / ".statistics.safetensors.half").write_bytes(b"what a kill in the middle of a write leaves")
+    killed = Statistics.load(folder)
+    assert not killed.done
+    assert 0 < killed.batches < 15
+    resumed = corpus(Statistics(folder, reservoir=40, every=0, states=True))
+    assert equal(resumed, whole)
+    # The states on disk are complete, each token once.
+    manifest = json.loads((folder / "manifest.json").read_text())
+    places, x = [], []
+    for entry in manifest["files"]:
+        with safe_open(folder / entry["file"], "pt") as file:
+            places += list(zip(file.get_tensor("text").tolist(), file.get_tensor("position").tolist()))
+            x.append(file.get_tensor("x"))
+    assert len(places) == len(set(places)) == whole.n
+    torch.testing.assert_close(torch.cat(x, 1).double().mean(1), whole.mean, rtol=0, atol=1e-13)
+    assert not list(folder.glob(".*"))
+
+
+def test_shards_merge_to_the_whole(tmp_path: Path) -> None:
+    whole = corpus(Statistics(reservoir=40))
+    parts = [corpus(Statistics(tmp_path, reservoir=40, shard=f"{i}/3")) for i in range(3)]
+    for merged in (merge(parts), merge(parts[::-1]), merge(tmp_path)):
+        assert merged.n == whole.n
+        assert merged.texts == 60
+        torch.testing.assert_close(merged.mean, whole.mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(merged.covariance, whole.covariance, rtol=0, atol=1e-12)
+        assert torch.equal(merged.trajectory().x, whole.trajectory().x)
+        assert merged.trajectory().labels == whole.trajectory().labels
+    with pytest.raises(ValueError, match=r"missing \[1\]"):
+        merge([parts[0], parts[2]])
+    with pytest.raises(ValueError, match="holds no statistics"):
+        merge(tmp_path / "nowhere")
+    other = corpus(Statistics(reservoir=40, shard=(1, 3)), TEXTS[::-1])
+    with pytest.raises(ValueError, match="shard 1 has digest"):
+        merge([parts[0], other, parts[2]])
+
+
+def test_two_processes_under_torchrun(tmp_path: Path) -> None:
+    whole, folder = corpus(Statistics(reservoir=40)), tmp_path / "run"
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
+    process = launch(folder, 0.0, False, *launcher, "--rdzv-endpoint=localhost:0")
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, out
+    assert out.count(f"n {whole.n}") == 2, out  # every rank holds the whole
+    merged = Statistics.load(folder)
+    assert merged.n == whole.n
+    torch.testing.assert_close(merged.mean, whole.mean, rtol=0, atol=1e-9)
+    torch.testing.assert_close(merged.covariance, whole.covariance, rtol=0, atol=1e-9)
+    assert merged.trajectory().labels == whole.trajectory().labels
+
+
+def test_another_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    corpus(Statistics(tmp_path, reservoir=40), TEXTS[:20])
+    cases = [
+        ({"batch": 5}, TEXTS, "batch = 4, now 5"),
+        ({"points": "resid"}, TEXTS, "points"),
+        ({"special": False}, TEXTS, "special = True, now False"),
+        ({}, TEXTS[1:], "over other texts"),
+        ({}, TEXTS[:8], "more texts than given"),
+    ]
+    for options, texts, message in cases:
+        with pytest.raises(ValueError, match=message):
+            corpus(Statistics(tmp_path, reservoir=40), texts, **options)
+    with pytest.raises(ValueError, match="model = "):
+        record(tiny("BERT", seed=1), tokenizer(), TEXTS, sink=Statistics(tmp_path, reservoir=40), **OPTIONS)
+    with pytest.raises(ValueError, match="reservoir = 40, now 41"):
+        corpus(Statistics(tmp_path, reservoir=41))
+    # The same texts and more: the finished run goes on.
+    assert equal(corpus(Statistics(tmp_path, reservoir=40)), corpus(Statistics(reservoir=40)))
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    for options, message in (
+        ({"reservoir": 0}, "reservoir = 0"),
+        ({"states": True}, "needs a folder"),
+        ({"shard": "3/3"}, "counted from 0"),
+        ({"shard": "a"}, "expected 'i/n'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Statistics(**options)
+    with pytest.raises(ValueError, match="nothing recorded yet"):
+        Statistics().trajectory()
+    with pytest.raises(ValueError, match="got no batch"):
+        corpus(Statistics(shard="5/99"), TEXTS[:8])
+    record(tiny("BERT"), tokenizer(), TEXTS[:2]).save(tmp_path / "path.safetensors")
+    with pytest.raises(ValueError, match="holds no Statistics"):
+        Statistics.load(tmp_path / "path.safetensors")
+    with pytest.raises(ValueError, match=r"texts\[9\] is empty"):
+        corpus(Statistics(), [*TEXTS[:9], " "])
+    with pytest.warns(UserWarning, match="1 texts were longer than 32"):
+        held = corpus(Statistics(), [*TEXTS[:3], *words([40])])
+    assert held.truncated == 1
+
+
+def test_progress_is_shown_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    corpus(Statistics())
+    assert capsys.readouterr().err == ""
+    corpus(Statistics(progress=True))
+    assert "tokens/s" in capsys.readouterr().err
