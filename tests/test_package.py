@@ -5,12 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
-import tomllib
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {"attn_flow": "attn_flow", "hooks": "attn_flow/hooks", "experiments": "attn_flow/experiments"}

@@ -13,7 +13,7 @@ from attn_flow.averages import dense
 from attn_flow.base import checks
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 Kind = Literal["softmax", "unnormalised", "hardmax", "sinkhorn"]
 KINDS: tuple[Kind, ...] = ("softmax", "unnormalised", "hardmax", "sinkhorn")
