@@ -13,11 +13,11 @@ rounding count as one length, and what that costs is part of the error.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_flow.averages import bessel
 from attn_flow.averages.near import Near, over_all
 
 PAIRS = 2**21  # pairs of queries and keys below which the dense kernel is as fast
@@ -33,7 +33,7 @@ def terms(b: float) -> int:
     digits = -math.log(EPS)
     most = math.ceil(digits + math.sqrt(digits**2 + 2 * digits * b))  # by I_k(b) e^{-b} <= e^{-k^2 / 2 (b + k)}
     size = 1.0
-    for k, ratio in enumerate(_ratios(b, most), start=1):
+    for k, ratio in enumerate(bessel.ratios(b, most), start=1):
         size *= ratio
         if size < EPS / 8:
             return k
@@ -111,18 +111,10 @@ def _features(z: Tensor, K: int) -> Tensor:
 def _coefficients(b: Tensor, K: int) -> Tensor:
     """I_0(b) e^{-b} and 2 I_k(b) e^{-b} for k = 1..K, each twice, (n, 2 (K + 1))."""
     ratios = (
-        torch.tensor([_ratios(float(b), K)], dtype=b.dtype, device=b.device)
+        torch.tensor([bessel.ratios(float(b), K)], dtype=b.dtype, device=b.device)
         if len(b) == 1
-        else torch.stack(_ratios(b, K), dim=-1)
+        else torch.stack(bessel.ratios(b, K), dim=-1)
     )
     found = torch.cat([torch.special.i0e(b)[:, None], ratios], dim=-1).cumprod(-1)
     found[:, 1:] *= 2
     return found.repeat_interleave(2, dim=-1)
-
-
-def _ratios(b: Any, K: int) -> list[Any]:
-    """I_k(b) / I_{k-1}(b) for k = 1..K, numbers or tensors as b is: 1 / (2 k / b + the next one), downwards."""
-    ratios = [b * 0.0]
-    for k in range(2 * K + 16, 0, -1):
-        ratios.append(b / (2 * k + b * ratios[-1]))
-    return ratios[: -K - 1 : -1]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_flow.averages import bessel
 from attn_flow.base import checks
-from attn_flow.measures import bessel
 from attn_flow.measures.measure import by_temperature
 
 

@@ -13,8 +13,8 @@ from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 
+from attn_flow.averages import bessel
 from attn_flow.base import checks
-from attn_flow.measures import bessel
 from attn_flow.theory import equiangular
 from attn_flow.theory.domain import Array, integers, within
 from attn_flow.theory.synchronisation import KINDS

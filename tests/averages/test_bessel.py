@@ -4,7 +4,7 @@ import mpmath
 import pytest
 import torch
 
-from attn_flow.measures import bessel
+from attn_flow.averages import bessel
 
 ORDERS = (-0.5, 0.0, 0.5, 1.0, 3.25, 31.0, 59.5, 60.0, 191.0, 1000.0)
 ARGUMENTS = (1e-8, 1e-4, 1e-2, 0.3, 1.0, 3.0, 7.7, 8.0, 20.0, 55.0, 123.0, 1e3, 1e4, 1e6, 1e7)
@@ -43,6 +43,27 @@ def test_zero_and_derivatives(nu: float) -> None:
     (slope,) = torch.autograd.grad(bessel.log_i(nu, z).sum(), z)
     torch.testing.assert_close(slope, bessel.ratio(nu, z), rtol=1e-11, atol=1e-14)
     assert torch.autograd.gradcheck(lambda z: bessel.ratio(nu, z), (z,))
+
+
+@pytest.mark.parametrize("nu", [-0.5, 0.5, 191.0])
+def test_arguments_whose_square_overflows(nu: float) -> None:
+    """I_{nu+1}/I_nu = 1 - (nu + 1/2)/z + ..., and log I ~ z."""
+    z = torch.tensor([1e160, 1e300], dtype=torch.float64, requires_grad=True)
+    assert bool((bessel.ratio(nu, z) == 1).all())
+    torch.testing.assert_close(bessel.log_i(nu, z), z, rtol=4e-16, atol=0)
+    (slope,) = torch.autograd.grad(bessel.log_i(nu, z).sum(), z)
+    torch.testing.assert_close(slope, torch.ones_like(z), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("z", [0.0, 1e-8, 1.0, 55.0, 1e4])
+def test_a_run_of_orders_is_the_ratios_one_by_one(z: float) -> None:
+    """To the rounding of a fraction: each step is one division whose error the next one shrinks."""
+    at = torch.tensor([z], dtype=torch.float64)
+    count = 40
+    one_by_one = torch.stack([bessel.ratio(float(k), at) for k in range(count)])
+    numbers = torch.tensor(bessel.ratios(z, count), dtype=torch.float64)[:, None]
+    for run in (numbers, torch.stack(bessel.ratios(at, count))):
+        torch.testing.assert_close(run, one_by_one, rtol=1e-13, atol=0)
 
 
 def test_float32_goes_through_float64() -> None:
