@@ -116,7 +116,7 @@ def wrapped_against_flow(model: nn.Module, inputs: dict[str, Tensor], layer: int
         got = record(model, inputs, points=f"resid_mid.{layer}").x[0, 0]
     moved = flow(attentions(model)[layer], z, [0.0, 1.0], geometry=ellipsoid, step=euler, h=1 / steps).x[-1]
     with torch.no_grad():
-        expected = block[block.row.norm1](moved)
+        expected = block[block.architecture.norm1](moved)
     return float((got - expected).norm() / expected.norm())
 
 

@@ -1,36 +1,36 @@
 """Real encoders as the core's nouns: a Trajectory of their states, an Attention per layer, a layer as a flow."""
 
-from attn_flow.hooks.architectures import ROWS, Row, register
+from attn_flow.hooks.architectures import ARCHITECTURES, Architecture, register
 from attn_flow.hooks.capture import record, recording
-from attn_flow.hooks.corpus import Statistics, merge
-from attn_flow.hooks.demo import load
+from attn_flow.hooks.corpus import Statistics, merge_shards
+from attn_flow.hooks.demo import load_encoder
 from attn_flow.hooks.layout import Block, blocks
-from attn_flow.hooks.tape import KINDS, Tape
+from attn_flow.hooks.tape import POINTS, Tape
 from attn_flow.hooks.temperature import scale_beta
-from attn_flow.hooks.weights import Check, Norm, attentions, check, describe, folded, geometries, norms
+from attn_flow.hooks.weights import Check, Norm, attentions, encoder_facts, folded, geometries, norms, self_check
 from attn_flow.hooks.wrapping import wrap
 
 __all__ = [
-    "KINDS",
-    "ROWS",
+    "ARCHITECTURES",
+    "POINTS",
+    "Architecture",
     "Block",
     "Check",
     "Norm",
-    "Row",
     "Statistics",
     "Tape",
     "attentions",
     "blocks",
-    "check",
-    "describe",
+    "encoder_facts",
     "folded",
     "geometries",
-    "load",
-    "merge",
+    "load_encoder",
+    "merge_shards",
     "norms",
     "record",
     "recording",
     "register",
     "scale_beta",
+    "self_check",
     "wrap",
 ]

@@ -1,7 +1,7 @@
 """One table of encoder layouts: where the blocks are, and inside a block the projections, norms and residual sums.
 
-A row is matched by the existence of its submodule paths, never by class name or library version, so one table serves
-transformers 4.48 to 5.x and plain torch. A new architecture is a new row: `register(Row(...))`.
+An architecture is matched by the existence of its submodule paths, never by class name or library version, so one
+table serves transformers 4.48 to 5.x and plain torch. A new one is added by `register(Architecture(...))`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-Placement = str  # "post": norm(x + A x), "pre": x + A norm(x), "parallel": x + A norm(x) + FFN norm'(x)
+NormPlacement = str  # "post": norm(x + A x), "pre": x + A norm(x), "parallel": x + A norm(x) + FFN norm'(x)
 
 
 @dataclass(frozen=True)
-class Row:
+class Architecture:
     """One layout. Paths are relative to the block; `blocks`, `embed_norm` and `after_norm` to the encoder.
 
     attn is called with the tokens (already normalised in a pre-norm block); q, k, v, o are its projections, one fused
@@ -38,7 +38,7 @@ class Row:
     norm1: str
     norm2: str
     ffn: str
-    placement: Placement | Callable[[nn.Module], Placement]
+    norm_placement: NormPlacement | Callable[[nn.Module], NormPlacement]
     emit: str = ""
     fused: str = ""
     q_bias: str = ""
@@ -52,7 +52,7 @@ class Row:
     causal: bool | Callable[[nn.Module], bool] = False
     also_query: tuple[str, ...] = ()  # further query projections, scaled along with q when beta changes
     shared: bool = False
-    refuse: tuple[str, ...] = ()  # submodules this row knows nothing of
+    refuse: tuple[str, ...] = ()  # submodules this layout knows nothing of
 
 
 def at(module: nn.Module, path: str) -> nn.Module | None:
@@ -121,16 +121,16 @@ def _unscaled(core: nn.Module, k: int) -> float:
     return 1.0
 
 
-# Named functions rather than lambdas: a wrapped model is pickled with its row.
-def _neox_placement(block: Any) -> Placement:
+# Named functions rather than lambdas: a wrapped model is pickled with its architecture.
+def _neox_norm_placement(block: Any) -> NormPlacement:
     return "parallel" if block.use_parallel_residual else "pre"
 
 
-def _torch_placement(block: Any) -> Placement:
+def _torch_norm_placement(block: Any) -> NormPlacement:
     return "pre" if block.norm_first else "post"
 
 
-_BERT = Row(
+_BERT = Architecture(
     name="BERT",
     blocks="encoder.layer",
     attn="attention.self",
@@ -142,13 +142,13 @@ _BERT = Row(
     norm1="attention.output.LayerNorm",
     norm2="output.LayerNorm",
     ffn="output.dense",
-    placement="post",
+    norm_placement="post",
     embed_norm="embeddings.LayerNorm",
     unless="embeddings_project",
     positions=_bert_positions,
     causal=_is_decoder,
 )
-_VIT = Row(
+_VIT = Architecture(
     name="ViT",
     blocks="layers",
     attn="attention",
@@ -159,7 +159,7 @@ _VIT = Row(
     norm1="layernorm_before",
     norm2="layernorm_after",
     ffn="mlp",
-    placement="pre",
+    norm_placement="pre",
 )
 _VIT4 = replace(
     _VIT,
@@ -180,9 +180,9 @@ _DINO = {
     "layer_scale": "layer_scale1",
 }
 
-ROWS: list[Row] = [
+ARCHITECTURES: list[Architecture] = [
     _BERT,
-    Row(
+    Architecture(
         name="DistilBERT",
         blocks="transformer.layer",
         attn="attention",
@@ -193,10 +193,10 @@ ROWS: list[Row] = [
         norm1="sa_layer_norm",
         norm2="output_layer_norm",
         ffn="ffn",
-        placement="post",
+        norm_placement="post",
         embed_norm="embeddings.LayerNorm",
     ),
-    Row(
+    Architecture(
         name="ALBERT",
         blocks=_albert_firings,
         attn="attention",
@@ -208,7 +208,7 @@ ROWS: list[Row] = [
         norm1="attention.LayerNorm",
         norm2="full_layer_layer_norm",
         ffn="ffn_output",
-        placement="post",
+        norm_placement="post",
         shared=True,
     ),
     replace(
@@ -248,7 +248,7 @@ ROWS: list[Row] = [
         norm1="attention.LayerNorm",
         positions="relative position bias, shared by all layers and not scaled by beta",
     ),
-    Row(
+    Architecture(
         name="ModernBERT",
         blocks="layers",
         attn="attn",
@@ -260,7 +260,7 @@ ROWS: list[Row] = [
         norm1="attn_norm",
         norm2="mlp_norm",
         ffn="mlp",
-        placement="pre",
+        norm_placement="pre",
         embed_norm="embeddings.norm",
         positions=partial(_rotary, "attn"),
     ),
@@ -268,7 +268,7 @@ ROWS: list[Row] = [
     _VIT4,
     replace(_VIT, **_DINO),  # type: ignore[arg-type]
     replace(_VIT4, **_DINO),  # type: ignore[arg-type]
-    Row(
+    Architecture(
         name="CLIP",
         blocks="encoder.layers",
         attn="self_attn",
@@ -279,10 +279,10 @@ ROWS: list[Row] = [
         norm1="layer_norm1",
         norm2="layer_norm2",
         ffn="mlp",
-        placement="pre",
+        norm_placement="pre",
         causal=_is_clip_text,
     ),
-    Row(
+    Architecture(
         name="GPT-2",
         blocks="h",
         attn="attn",
@@ -294,11 +294,11 @@ ROWS: list[Row] = [
         norm1="ln_1",
         norm2="ln_2",
         ffn="mlp",
-        placement="pre",
+        norm_placement="pre",
         beta=_gpt2_beta,
         causal=True,
     ),
-    Row(
+    Architecture(
         name="GPT-NeoX",
         blocks="layers",
         attn="attention",
@@ -310,11 +310,11 @@ ROWS: list[Row] = [
         norm1="input_layernorm",
         norm2="post_attention_layernorm",
         ffn="mlp",
-        placement=_neox_placement,
+        norm_placement=_neox_norm_placement,
         positions=partial(_rotary, "attention"),
         causal=True,
     ),
-    Row(
+    Architecture(
         name="Llama",
         blocks="layers",
         attn="self_attn",
@@ -325,12 +325,12 @@ ROWS: list[Row] = [
         norm1="input_layernorm",
         norm2="post_attention_layernorm",
         ffn="mlp",
-        placement="pre",
+        norm_placement="pre",
         positions=partial(_rotary, "self_attn"),
         causal=True,
         refuse=("self_attn.q_norm", "pre_feedforward_layernorm"),
     ),
-    Row(
+    Architecture(
         name="T5 encoder",
         blocks="encoder.block",
         attn="layer.0.SelfAttention",
@@ -341,11 +341,11 @@ ROWS: list[Row] = [
         norm1="layer.0.layer_norm",
         norm2="layer.1.layer_norm",
         ffn="layer.1.DenseReluDense",
-        placement="pre",
+        norm_placement="pre",
         beta=_unscaled,
         positions="relative position bias, shared by all layers and not scaled by beta",
     ),
-    Row(
+    Architecture(
         name="torch.nn.TransformerEncoder",
         blocks="layers",
         attn="self_attn",
@@ -357,11 +357,11 @@ ROWS: list[Row] = [
         norm1="norm1",
         norm2="norm2",
         ffn="linear2",
-        placement=_torch_placement,
+        norm_placement=_torch_norm_placement,
     ),
 ]
 
 
-def register(row: Row) -> None:
+def register(architecture: Architecture) -> None:
     """Adds a layout, tried before those already known."""
-    ROWS.insert(0, row)
+    ARCHITECTURES.insert(0, architecture)

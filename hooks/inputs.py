@@ -1,7 +1,7 @@
 """Texts, ready tensors and images as batches a model takes, each token with its label.
 
 Nothing is lost silently: texts too long are cut with their number said, empty ones and ids the model has no row for
-are errors. Batches are padded on the right; `Batch.mask` says which places are tokens.
+are errors. Batches are padded on the right; `TokenBatch.mask` says which places are tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 @dataclass
-class Batch:
+class TokenBatch:
     """Inputs of one forward pass, and what is known of its tokens: per text a list each."""
 
     inputs: dict[str, Tensor]
@@ -58,7 +58,7 @@ def check_texts(texts: Sequence[Any], first: int = 0) -> None:
 
 def tokenise(
     tokenizer: Any, texts: Sequence[str], *, first: int = 0, limit: int | None = None, vocabulary: int | None = None
-) -> Batch:
+) -> TokenBatch:
     """One padded batch of texts, with token strings, and special tokens marked."""
     options: dict[str, Any] = {"return_special_tokens_mask": True, "return_attention_mask": False, "verbose": False}
     rows = dict(tokenizer(list(texts), **options))
@@ -97,7 +97,7 @@ def tokenise(
     }
     inputs["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (n - len(row)) for row in ids])
     strings = [tokenizer.convert_ids_to_tokens(row) for row in ids]
-    return Batch(inputs, first, special, strings, len(long), limit)
+    return TokenBatch(inputs, first, special, strings, len(long), limit)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Piece:
     first: int
     size: int
     content: Callable[[], bytes]
-    make: Callable[[], Batch]
+    make: Callable[[], TokenBatch]
 
 
 def pieces(
@@ -139,7 +139,7 @@ def _text_pieces(
     vocabulary = getattr(embed, "num_embeddings", None)
     known = inspect.signature(model.forward).parameters
 
-    def make(chunk: list[str], first: int) -> Batch:
+    def make(chunk: list[str], first: int) -> TokenBatch:
         batch = tokenise(tokenizer, chunk, first=first, limit=limit, vocabulary=vocabulary)
         if "token_type_ids" not in known:
             batch.inputs.pop("token_type_ids", None)
@@ -175,13 +175,13 @@ def _ready_pieces(inputs: Mapping[str, Tensor], size: int) -> Iterator[Piece]:
     n = leading.shape[0]
     whole = "src" in tensors  # torch.nn.TransformerEncoder may carry its batch on the second axis
 
-    def make(first: int) -> Batch:
+    def make(first: int) -> TokenBatch:
         if whole:
-            return Batch(dict(tensors))
+            return TokenBatch(dict(tensors))
         chosen = slice(first, first + size)
         part = {k: t[chosen] if t.ndim and t.shape[0] == n else t for k, t in tensors.items()}
         special = None if marks is None else marks[chosen].bool().tolist()
-        return Batch(part, first, special)
+        return TokenBatch(part, first, special)
 
     def content(first: int) -> bytes:
         return leading[first : first + size].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from attn_flow.hooks.architectures import ROWS, Placement, Row, at, has
+from attn_flow.hooks.architectures import ARCHITECTURES, Architecture, NormPlacement, at, has
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Block:
 
     index: int
     path: str
-    row: Row
+    architecture: Architecture
     root: nn.Module
     module: nn.Module
 
@@ -29,26 +29,26 @@ class Block:
 
     @property
     def attn(self) -> nn.Module:
-        return self[self.row.attn]
+        return self[self.architecture.attn]
 
     @property
     def core(self) -> nn.Module:
         """The module that owns the query projection, with the number of heads and the scale."""
-        query = self[self.row.q]
-        return query if isinstance(query, nn.MultiheadAttention) else self[self.row.q.rpartition(".")[0]]
+        query = self[self.architecture.q]
+        return query if isinstance(query, nn.MultiheadAttention) else self[self.architecture.q.rpartition(".")[0]]
 
     @property
-    def placement(self) -> Placement:
-        return str(self.option(self.row.placement))
+    def norm_placement(self) -> NormPlacement:
+        return str(self.option(self.architecture.norm_placement))
 
     @property
     def causal(self) -> bool:
-        return bool(self.option(self.row.causal))
+        return bool(self.option(self.architecture.causal))
 
     @property
     def positions(self) -> str:
         """How positions enter the scores, which a function of token contents leaves out; empty if they do not."""
-        return str(self.option(self.row.positions))
+        return str(self.option(self.architecture.positions))
 
     @property
     def heads(self) -> int:
@@ -61,61 +61,76 @@ class Block:
 
     def beta(self, head_dim: int) -> float:
         """The trained inverse temperature of the scores <Qx, Ky>."""
-        if self.row.beta is not None:
-            return self.row.beta(self.core, head_dim)
+        if self.architecture.beta is not None:
+            return self.architecture.beta(self.core, head_dim)
         scale = getattr(self.core, "scaling", getattr(self.core, "scale", None))
         return scale if isinstance(scale, float) else 1 / math.sqrt(head_dim)
 
     @property
     def norm_in(self) -> nn.Module | None:
         """The norm whose output attention sees: the block's own, or the last one before it; None if there is none."""
-        own = self[self.row.norm1]
-        if self.placement != "post" and not isinstance(own, nn.Identity):
+        own = self[self.architecture.norm1]
+        if self.norm_placement != "post" and not isinstance(own, nn.Identity):
             return own
         if self.index == 0:
-            skip = not self.row.embed_norm or (self.row.unless and has(self.root, self.row.unless))
-            return None if skip else at(self.root, self.row.embed_norm)
-        between, norm = self.row.after_norm
+            skip = not self.architecture.embed_norm or (
+                self.architecture.unless and has(self.root, self.architecture.unless)
+            )
+            return None if skip else at(self.root, self.architecture.embed_norm)
+        between, norm = self.architecture.after_norm
         if self.index == 1 and between and has(self.root, between):
             return at(self.root, norm)
-        if self.placement != "post":  # an Identity in the place of a pre-norm
+        if self.norm_placement != "post":  # an Identity in the place of a pre-norm
             return None
-        return self.previous[self.row.norm2]
+        return self.previous[self.architecture.norm2]
 
     @property
     def previous(self) -> Block:
         return blocks(self.root)[self.index - 1]
 
 
-def _firings(root: nn.Module, row: Row) -> list[tuple[str, nn.Module]]:
-    if callable(row.blocks):
-        return row.blocks(root)
-    listed = at(root, row.blocks)
-    return [(f"{row.blocks}.{i}", block) for i, block in enumerate(listed)] if isinstance(listed, nn.ModuleList) else []
+def _firings(root: nn.Module, arch: Architecture) -> list[tuple[str, nn.Module]]:
+    if callable(arch.blocks):
+        return arch.blocks(root)
+    listed = at(root, arch.blocks)
+    return (
+        [(f"{arch.blocks}.{i}", block) for i, block in enumerate(listed)] if isinstance(listed, nn.ModuleList) else []
+    )
 
 
-def _missing(block: nn.Module, row: Row) -> list[str]:
-    """Paths of the row that the block lacks, and of modules the row refuses; empty if it matches."""
-    needed = {row.attn, row.q, row.k, row.v, row.o, row.norm1, row.norm2, row.ffn, row.emit, row.layer_scale} - {""}
-    for path in filter(None, (row.q_bias, row.v_bias)):
+def _missing(block: nn.Module, arch: Architecture) -> list[str]:
+    """Paths of the architecture that the block lacks, and of modules it refuses; empty if it matches."""
+    needed = {
+        arch.attn,
+        arch.q,
+        arch.k,
+        arch.v,
+        arch.o,
+        arch.norm1,
+        arch.norm2,
+        arch.ffn,
+        arch.emit,
+        arch.layer_scale,
+    } - {""}
+    for path in filter(None, (arch.q_bias, arch.v_bias)):
         owner = at(block, path.rpartition(".")[0])
         if owner is None or not isinstance(getattr(owner, path.rpartition(".")[2], None), Tensor):
             return [path]
-    return [p for p in sorted(needed) if not has(block, p)] + [f"no {p}" for p in row.refuse if has(block, p)]
+    return [p for p in sorted(needed) if not has(block, p)] + [f"no {p}" for p in arch.refuse if has(block, p)]
 
 
-def _matches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Row]]:
+def _matches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Architecture]]:
     """The submodules that are encoders of a known layout, at the smallest depth where there is one."""
     depth = lambda path: path.count(".") + bool(path)
     deepest = math.inf
     for path, module in sorted(model.named_modules(), key=lambda item: depth(item[0])):
         if depth(path) > deepest:
             return
-        for row in ROWS:
-            firings = _firings(module, row)
-            if firings and not _missing(firings[0][1], row):
+        for arch in ARCHITECTURES:
+            firings = _firings(module, arch)
+            if firings and not _missing(firings[0][1], arch):
                 deepest = depth(path)
-                yield path, module, row
+                yield path, module, arch
                 break
 
 
@@ -126,28 +141,28 @@ def blocks(model: nn.Module) -> list[Block]:
     found = list(_matches(model))
     if not found:
         raise ValueError(_unknown(model))
-    path, root, row = found[0]
+    path, root, arch = found[0]
     if len(found) > 1:
         names = ", ".join(p for p, _, _ in found)
         raise ValueError(f"{type(model).__name__} holds several encoders: {names}; pass one of them, model.{path}.")
     prefix = f"{path}." if path else ""
-    return [Block(i, prefix + p, row, root, block) for i, (p, block) in enumerate(_firings(root, row))]
+    return [Block(i, prefix + p, arch, root, block) for i, (p, block) in enumerate(_firings(root, arch))]
 
 
 def _unknown(model: nn.Module) -> str:
-    """What is in the model instead of a known layout, nearest row first."""
+    """What is in the model instead of a known layout, the nearest one named."""
     lists = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         return f"{type(model).__name__} has no list of blocks; expected an encoder with one of: {_known()}."
     path, listed = max(lists, key=lambda item: sum(1 for _ in item[1].modules()))
     children = sorted({p for p, _ in listed[0].named_modules() if p and p.count(".") < 2})
-    nearest = min(ROWS, key=lambda row: len(_missing(listed[0], row)))
+    nearest = min(ARCHITECTURES, key=lambda arch: len(_missing(listed[0], arch)))
     return (
         f"{type(model).__name__} is of no known architecture. Its largest list of blocks is {path!r} with submodules "
-        f"{', '.join(children)}. The nearest row, {nearest.name}, misses {', '.join(_missing(listed[0], nearest))}. "
-        f"Known: {_known()}. Add a layout with attn_flow.hooks.register(Row(...))."
+        f"{', '.join(children)}. The nearest, {nearest.name}, misses {', '.join(_missing(listed[0], nearest))}. "
+        f"Known: {_known()}. Add a layout with attn_flow.hooks.register(Architecture(...))."
     )
 
 
 def _known() -> str:
-    return ", ".join(dict.fromkeys(row.name for row in ROWS))
+    return ", ".join(dict.fromkeys(arch.name for arch in ARCHITECTURES))

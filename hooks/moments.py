@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = 1024  # tokens converted to float64 at once
+CHUNK = 1024  # tokens converted to float64 at once
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Moments:
     def add(self, point: int, x: Tensor) -> None:
         """Tokens x (n, d) of one point; `n` is counted by the caller, once for all points."""
         quarter = -(-x.shape[-1] // 4)
-        for part in x.split(ROWS):
+        for part in x.split(CHUNK):
             part = part.double()
             self.first[point] += part.sum(0)
             # Ten of the sixteen blocks: the matrix is symmetric, and this is nearly all that the statistics cost.

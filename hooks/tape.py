@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.attach import Clock, given, hidden
-from attn_flow.hooks.inputs import Batch
+from attn_flow.hooks.inputs import TokenBatch
 from attn_flow.hooks.layout import Block, blocks
 
 Point = tuple[str, int]  # a kind of point and the layer it belongs to
 
-KINDS = {
+POINTS = {
     "resid": "the residual stream before, between and after the blocks (levels 0 to L)",
     "resid_pre": "a block's input",
     "resid_mid": "the residual stream between attention and feed-forward part",
@@ -40,7 +40,7 @@ def parse_points(points: str | Sequence[str], layers: int) -> list[Point]:
     for name in [points] if isinstance(points, str) else points:
         match = re.fullmatch(r"blocks\.(\d+)\.hook_(\w+)|(\w+?)(?:\.(\d+))?", name)
         kind = match and (match[2] or match[3]).replace("mlp", "ffn")
-        if match is None or kind not in KINDS:
+        if match is None or kind not in POINTS:
             raise ValueError(
                 f"point {name!r}: expected blocks.<layer>.hook_<kind>, <kind> or <kind>.<layer>, {_kinds()}."
             )
@@ -55,7 +55,7 @@ def parse_points(points: str | Sequence[str], layers: int) -> list[Point]:
 
 
 def _kinds() -> str:
-    return "with kind one of " + ", ".join(KINDS)
+    return "with kind one of " + ", ".join(POINTS)
 
 
 class Tape:
@@ -81,14 +81,14 @@ class Tape:
         wanted.discard(("resid_pre", len(self.blocks)))
         for block in {id(b.module): b for b in self.blocks}.values():
             firings = [b.index for b in self.blocks if b.module is block.module]
-            for kind in KINDS:
+            for kind in POINTS:
                 layers = {i for i in firings if (kind, i) in wanted}
                 if layers:
                     stack.callback(self._listen(block, kind, layers).remove)
 
     def _listen(self, block: Block, kind: str, layers: set[int]) -> Any:
-        row, placement = block.row, block.placement
-        if kind == "resid_mid" and placement == "parallel":
+        arch, norm_placement = block.architecture, block.norm_placement
+        if kind == "resid_mid" and norm_placement == "parallel":
             raise ValueError("resid_mid: attention and feed-forward part run in parallel here; there is no middle.")
         if kind == "ffn_out" and getattr(getattr(block.root, "config", None), "chunk_size_feed_forward", None):
             raise ValueError("ffn_out: the model chunks its feed-forward part; set config.chunk_size_feed_forward = 0.")
@@ -105,11 +105,11 @@ class Tape:
 
         path, entering = {
             "resid_pre": ("", True),
-            "resid_mid": (row.norm1, False) if placement == "post" else (row.norm2, True),
+            "resid_mid": (arch.norm1, False) if norm_placement == "post" else (arch.norm2, True),
             "resid_post": ("", False),
-            "attn_in": (row.attn, True),
-            "attn_out": (row.emit or row.attn, False),
-            "ffn_out": (row.ffn, False),
+            "attn_in": (arch.attn, True),
+            "attn_out": (arch.emit or arch.attn, False),
+            "ffn_out": (arch.ffn, False),
         }[kind]
         if entering:
             return block[path].register_forward_pre_hook(before, with_kwargs=True)
@@ -167,7 +167,7 @@ class Tape:
                     "attends to padding; pass attention_mask (all ones if these are tokens)."
                 )
 
-    def kept(self, batch: Batch, special: bool, tokenizer: Any = None) -> tuple[Tensor, Tensor]:
+    def kept(self, batch: TokenBatch, special: bool, tokenizer: Any = None) -> tuple[Tensor, Tensor]:
         """Places to record (batch, n), and which of them hold special tokens."""
         mask = self.mask
         if not special and batch.special is None and "pixel_values" not in self.call and tokenizer is None:
@@ -179,10 +179,10 @@ class Tape:
             raise ValueError(f"text {batch.first + row} has no token left to record; drop it, or keep special tokens.")
         return keep, marks
 
-    def trajectory(self, batch: Batch | None = None, *, special: bool = True, tokenizer: Any = None) -> Trajectory:
+    def trajectory(self, batch: TokenBatch | None = None, *, special: bool = True, tokenizer: Any = None) -> Trajectory:
         """The last pass as clouds x (points, texts, n, d): padding left out, texts to the left, then zeros."""
         ids = self.call.get("input_ids")
-        batch = batch or Batch({})
+        batch = batch or TokenBatch({})
         keep, marks = self.kept(batch, special, tokenizer)
         lengths = keep.sum(-1)
         # A stable sort puts kept places first, in their order.
@@ -217,13 +217,13 @@ class Tape:
         root = self.blocks[0].root
         return {
             "model": getattr(getattr(root, "config", None), "_name_or_path", "") or type(root).__name__,
-            "architecture": self.blocks[0].row.name,
+            "architecture": self.blocks[0].architecture.name,
             "layers": len(self.blocks),
             "points": [f"{kind}.{i}" for kind, i in self.points],
             "dtype": str(next(root.parameters()).dtype).removeprefix("torch."),
         }
 
-    def _special(self, batch: Batch, mask: Tensor, tokenizer: Any) -> Tensor:
+    def _special(self, batch: TokenBatch, mask: Tensor, tokenizer: Any) -> Tensor:
         marks = torch.zeros_like(mask)
         if batch.special is not None:
             for b, row in enumerate(batch.special):
@@ -244,7 +244,7 @@ class Tape:
             raise ValueError(f"{n} tokens for {rows} x {columns} patches of {patch} pixels; expected at least as many.")
         return rows * columns, columns
 
-    def strings(self, batch: Batch, tokenizer: Any = None) -> list[list[str]]:
+    def strings(self, batch: TokenBatch, tokenizer: Any = None) -> list[list[str]]:
         """A name for every place of the last pass."""
         if batch.tokens is not None:
             return batch.tokens

@@ -31,7 +31,7 @@ def chosen_layers(found: list[Block], layers: int | Iterable[int] | None) -> lis
 
 def scale_beta(
     model: nn.Module,
-    factor: float | Tensor | Sequence[Any],
+    beta_factor: float | Tensor | Sequence[Any],
     layers: int | Iterable[int] | None = None,
     *,
     permanent: bool = False,
@@ -43,13 +43,14 @@ def scale_beta(
     """
     found = blocks(model)
     chosen = chosen_layers(found, layers)
-    table = factor if isinstance(factor, Tensor) else torch.tensor(factor, dtype=torch.get_default_dtype())
+    table = as_factors(beta_factor)
     if table.ndim > 2 or (table.ndim == 2 and table.shape[0] != len(chosen)):
         raise ValueError(
-            f"factor has shape {tuple(table.shape)}, expected (), (heads,) or (layers, heads); layers = {len(chosen)}."
+            f"beta_factor has shape {tuple(table.shape)}, expected (), (heads,) or (layers, heads) with layers = "
+            f"{len(chosen)}."
         )
     rows = [table] * len(chosen) if table.ndim < 2 else list(table)
-    factors = {i: _per_head(row, found[i], "factor") for i, row in zip(chosen, rows)}
+    factors = {i: _per_head(row, found[i], "beta_factor") for i, row in zip(chosen, rows)}
 
     def attach(stack: ExitStack) -> None:
         stack.enter_context(padded(found[0].root))
@@ -59,6 +60,12 @@ def scale_beta(
 
     attached = Attached(model, attach)
     return attached.apply() if permanent else attached
+
+
+def as_factors(beta_factor: float | Tensor | Sequence[Any]) -> Tensor:
+    if isinstance(beta_factor, Tensor):
+        return beta_factor
+    return torch.tensor(beta_factor, dtype=torch.get_default_dtype())
 
 
 def _per_head(values: Tensor, block: Block, name: str) -> Tensor:
@@ -72,16 +79,19 @@ def _per_head(values: Tensor, block: Block, name: str) -> Tensor:
     return values.expand(block.heads)
 
 
-def factor_of(beta: float | Tensor, block: Block) -> Tensor:
+def factor_of(block: Block, beta: float | Tensor | None, beta_factor: float | Tensor | None) -> Tensor:
     """beta over the trained one, (heads,)."""
+    if beta_factor is not None:
+        return _per_head(as_factors(beta_factor), block, "beta_factor")
     weight = _query_weight(block)
+    assert beta is not None  # one of the two is
     wanted = _per_head(torch.as_tensor(beta, dtype=torch.get_default_dtype()), block, "beta")
-    rows = weight.shape[1] if hasattr(block[block.row.q], "nf") else weight.shape[0]
-    return wanted / block.beta(rows // block.heads // (3 if block.row.fused else 1))
+    rows = weight.shape[1] if hasattr(block[block.architecture.q], "nf") else weight.shape[0]
+    return wanted / block.beta(rows // block.heads // (3 if block.architecture.fused else 1))
 
 
 def _query_weight(block: Block) -> Tensor:
-    module = block[block.row.q]
+    module = block[block.architecture.q]
     return module.in_proj_weight if isinstance(module, nn.MultiheadAttention) else module.weight  # type: ignore[return-value]
 
 
@@ -89,17 +99,17 @@ def attach_scaling(
     stack: ExitStack, found: list[Block], clock: Clock, factors: dict[int, Tensor], every: bool = False
 ) -> None:
     for block in {id(found[i].module): found[i] for i in factors}.values():
-        row, mine = block.row, {i: f for i, f in factors.items() if found[i].module is block.module}
+        arch, mine = block.architecture, {i: f for i, f in factors.items() if found[i].module is block.module}
         if every:  # a shared block run beyond its depth is scaled there too
             mine = {-1: next(iter(mine.values()))}
-        query = block[row.q]
+        query = block[arch.q]
         if isinstance(query, nn.MultiheadAttention):
             scaling = ScaledProjection(block, clock, mine)
             stack.callback(query.register_forward_pre_hook(scaling.enter).remove)
             stack.callback(query.register_forward_hook(scaling.leave, always_call=True).remove)
             continue
-        stack.callback(query.register_forward_hook(ScaledOutput(block, clock, mine, row.fused, row.q_bias)).remove)
-        for path in row.also_query:
+        stack.callback(query.register_forward_hook(ScaledOutput(block, clock, mine, arch.fused, arch.q_bias)).remove)
+        for path in arch.also_query:
             if has(block.module, path):
                 stack.callback(block[path].register_forward_hook(ScaledOutput(block, clock, mine, "", "")).remove)
 

@@ -82,14 +82,14 @@ def _linear(module: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 def _projections(block: Block) -> dict[str, tuple[Tensor, Tensor | None]]:
     """q, k, v as weights (heads, k, d) and biases (heads, k), grouped keys and values repeated for their queries."""
-    row, heads = block.row, block.heads
-    if row.fused:
-        weight, bias = _linear(block[row.q])
-        weights = rearrange(weight, f"{row.fused} d -> c h k d", c=3, h=heads)
-        biases = [None] * 3 if bias is None else rearrange(bias, f"{row.fused} -> c h k", c=3, h=heads)
+    arch, heads = block.architecture, block.heads
+    if arch.fused:
+        weight, bias = _linear(block[arch.q])
+        weights = rearrange(weight, f"{arch.fused} d -> c h k d", c=3, h=heads)
+        biases = [None] * 3 if bias is None else rearrange(bias, f"{arch.fused} -> c h k", c=3, h=heads)
         read = dict(zip("qkv", zip(weights, biases)))
     else:
-        flat = {name: _linear(block[getattr(row, name)]) for name in "qkv"}
+        flat = {name: _linear(block[getattr(arch, name)]) for name in "qkv"}
         k = flat["q"][0].shape[0] // heads
         read = {}
         for name, (weight, bias) in flat.items():
@@ -100,7 +100,7 @@ def _projections(block: Block) -> dict[str, tuple[Tensor, Tensor | None]]:
                 weight.repeat_interleave(group, 0),
                 None if bias is None else bias.repeat_interleave(group, 0),
             )
-    for name, path in (("q", row.q_bias), ("v", row.v_bias)):
+    for name, path in (("q", arch.q_bias), ("v", arch.v_bias)):
         if path:
             bias = rearrange(_float(block.module.get_parameter(path)), "(h k) -> h k", h=heads)
             read[name] = (read[name][0], bias if read[name][1] is None else read[name][1] + bias)
@@ -111,15 +111,15 @@ def attention(block: Block, fold: bool = False) -> Attention:
     """The Attention of one block; folded, it acts on normalised tokens before gain and bias."""
     read = _projections(block)
     (Q, b), (K, _), (V, c) = read["q"], read["k"], read["v"]
-    W, o = _linear(block[block.row.o])
+    W, o = _linear(block[block.architecture.o])
     O = rearrange(W, "d (h v) -> h d v", h=block.heads)
     drift = torch.zeros_like(W[:, 0])
     if c is not None:
         drift = drift + torch.einsum("hdv,hv->d", O, c)
     if o is not None:
         drift = drift + o
-    if block.row.layer_scale:
-        scale = _float(next(block[block.row.layer_scale].parameters()))
+    if block.architecture.layer_scale:
+        scale = _float(next(block[block.architecture.layer_scale].parameters()))
         O, drift = scale[:, None] * O, scale * drift
     read_weights = Attention(
         Q, K, V, O, beta=block.beta(Q.shape[-2]), query_bias=b, value_bias=drift, causal=block.causal
@@ -153,7 +153,7 @@ def attentions(model: nn.Module, fold: bool = False) -> list[Attention]:
     They act on what the layer's own attention sees: the residual stream after the last norm (post-norm models), or
     the block's normalised input (pre-norm). `fold=True` absorbs that norm's gain and bias: tokens are then
     x -> (x - mean)/std, on the sphere of radius sqrt(d) (see `geometries`). Positions, the feed-forward part and
-    whatever else a function of token contents leaves out is listed by `describe`, and measured by `check`.
+    whatever else a function of token contents leaves out is listed by `encoder_facts`, and measured by `self_check`.
     """
     return [attention(block, fold) for block in blocks(model)]
 
@@ -176,28 +176,28 @@ def geometries(model: nn.Module, fold: bool = False) -> list[Geometry]:
     return found
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
+def encoder_facts(model: nn.Module) -> dict[str, Any]:
     """What the encoder is, and what its Attentions leave out, as a JSON-able dict."""
     found = blocks(model)
     first, attention_0 = found[0], attention(found[0])
     omits = [f"{block.positions} (layer {block.index})" for block in found if block.positions]
     if len({block.positions for block in found}) == 1 and omits:
         omits = [first.positions]
-    omits.append("feed-forward part" + (", in parallel with attention" if first.placement == "parallel" else ""))
-    if first.row.after_norm[0] and has(first.root, first.row.after_norm[0]):
+    omits.append("feed-forward part" + (", in parallel with attention" if first.norm_placement == "parallel" else ""))
+    if first.architecture.after_norm[0] and has(first.root, first.architecture.after_norm[0]):
         omits.append("convolution after layer 0")
     return {
-        "architecture": first.row.name,
+        "architecture": first.architecture.name,
         "model": type(model).__name__,
         "layers": len(found),
-        "shared": first.row.shared,
+        "shared": first.architecture.shared,
         "heads": attention_0.heads,
         "head_dim": attention_0.Q.shape[-2],
         "dim": attention_0.dim,
         "beta": [block.beta(attention_0.Q.shape[-2]) for block in found],
-        "norm": first.placement,
+        "norm": first.norm_placement,
         "causal": first.causal,
-        "layer_scale": "absorbed in O" if first.row.layer_scale else "none",
+        "layer_scale": "absorbed in O" if first.architecture.layer_scale else "none",
         "omits": omits,
     }
 
@@ -216,7 +216,7 @@ class Check:
         return self.error <= self.tolerance
 
 
-def check(model: nn.Module, inputs: Mapping[str, Tensor], tolerance: float | None = None) -> list[Check]:
+def self_check(model: nn.Module, inputs: Mapping[str, Tensor], tolerance: float | None = None) -> list[Check]:
     """Compares every layer's Attention with what the layer computes on `inputs` (as the model takes them).
 
     The error is relative, in the Frobenius norm over tokens, padding left out. Where positions enter the scores the
@@ -242,7 +242,7 @@ def check(model: nn.Module, inputs: Mapping[str, Tensor], tolerance: float | Non
         worst = max(wrong, key=lambda c: c.error)
         raise ValueError(
             f"layer {worst.layer} of {type(model).__name__}: its attention differs from the weights read by "
-            f"{worst.error:.1e} (expected {worst.tolerance:.0e}). The row {blocks(model)[0].row.name!r} does not fit "
-            "this model; register a row of its own."
+            f"{worst.error:.1e} (expected {worst.tolerance:.0e}). The architecture "
+            f"{blocks(model)[0].architecture.name!r} does not fit this model; register one of its own."
         )
     return found

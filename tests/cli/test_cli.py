@@ -78,7 +78,7 @@ def test_simulate_is_reproducible_and_takes_own_tokens(tmp_path):
         (["probe"], "which model?"),
         (["probe", "minilm"], "which texts?"),
         (["probe", "minilm", "--texts", "nowhere.txt"], "no file nowhere.txt"),
-        (["probe", "minilm@hot", "--demo"], "expected @random or @beta=FACTOR"),
+        (["probe", "minilm@hot", "--demo"], "expected @random or @beta_factor=FACTOR"),
         (["probe", "minilm", "--demo", "--device", "cuda"], "no CUDA device"),
         (["probe", "minilm", "--demo", "--dtype", "float16"], "half precision is too coarse"),
         (["bench", "everything"], "no bench ['everything']"),

@@ -10,7 +10,7 @@ import transformers
 from encoder_zoo import CAUSAL, IMAGES, ZOO, every_architecture, inputs, output, tiny, tokenizer, words
 from torch import nn
 
-from attn_flow.hooks import blocks, demo, load, record, recording
+from attn_flow.hooks import blocks, demo, load_encoder, record, recording
 
 FINAL = {
     "ModernBERT": "final_norm",
@@ -37,17 +37,19 @@ def fingerprint(model: nn.Module) -> list:
 def test_residual_stream_adds_up(name: str) -> None:
     """A block is its own formula: post norm2(m + ffn), m = norm1(x + attn); pre x + attn + ffn."""
     model, x = tiny(name, torch.float64), inputs(name, torch.float64)
-    placement = blocks(model)[0].placement
-    kinds = ["resid_pre", "attn_out", "ffn_out", "resid_post"] + (["resid_mid"] if placement != "parallel" else [])
+    norm_placement = blocks(model)[0].norm_placement
+    kinds = ["resid_pre", "attn_out", "ffn_out", "resid_post"] + (["resid_mid"] if norm_placement != "parallel" else [])
     path = record(model, x, points=kinds)
     state = dict(zip(path.about["points"], path.x))
     for i, block in enumerate(blocks(model)):
         before, attn, ffn, after = (state[f"{k}.{i}"] for k in kinds[:4])
-        if placement == "parallel":
+        if norm_placement == "parallel":
             torch.testing.assert_close(before + attn + ffn, after, rtol=0, atol=1e-13)
             continue
         norm1, norm2 = (
-            (block[block.row.norm1], block[block.row.norm2]) if placement == "post" else (nn.Identity(), nn.Identity())
+            (block[block.architecture.norm1], block[block.architecture.norm2])
+            if norm_placement == "post"
+            else (nn.Identity(), nn.Identity())
         )
         tolerance = 1e-6 if name == "DeBERTa" else 1e-13  # its norm works in float32
         middle = state[f"resid_mid.{i}"]
@@ -302,20 +304,20 @@ def test_loading_refuses_pickles(tmp_path) -> None:
     model = tiny("BERT")
     model.save_pretrained(tmp_path / "safe")
     tokenizer().save_pretrained(tmp_path / "safe")
-    loaded, tok = load(tmp_path / "safe")
+    loaded, tok = load_encoder(tmp_path / "safe")
     assert torch.equal(loaded.pooler.dense.weight, model.pooler.dense.weight)
     assert tok("w1").input_ids == [2, 6, 3]
     tokenizer().save_pretrained(tmp_path / "pickled")
     model.config.save_pretrained(tmp_path / "pickled")
     with pytest.raises(ValueError, match="no weights at all"):
-        load(tmp_path / "pickled")
+        load_encoder(tmp_path / "pickled")
     torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model.bin.*can run code.*pickle=True"):
-        load(tmp_path / "pickled")
-    assert torch.equal(load(tmp_path / "pickled", pickle=True)[0].pooler.dense.bias, model.pooler.dense.bias)
+        load_encoder(tmp_path / "pickled")
+    assert torch.equal(load_encoder(tmp_path / "pickled", pickle=True)[0].pooler.dense.bias, model.pooler.dense.bias)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no config\.json"):
-        load(tmp_path / "empty")
+        load_encoder(tmp_path / "empty")
 
 
 def test_real_minilm() -> None:

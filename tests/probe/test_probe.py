@@ -119,7 +119,7 @@ def test_parts_continue_after_a_kill(encoder, texts, tmp_path, monkeypatch):
 
 def test_colder_model_is_probed_with_its_own_temperature(encoder, texts):
     """At beta = 0 attention is the plain mean, whatever the weights."""
-    result = probe(*encoder, texts[:2], max_length=40, nulls=[], supports=["mean"], beta=0.0)
+    result = probe(*encoder, texts[:2], max_length=40, nulls=[], supports=["mean"], beta_factor=0.0)
     assert min(mean(result, "cosine/mean")) > 0.9999
     assert float(result.numbers["head/entropy"].min()) > 0.9999
 
