@@ -9,6 +9,7 @@ also for the untrained stack, and for the trained one run longer, colder or hott
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from attn_flow.nn.stack import DeepStack
 from attn_flow.observe.quantities import alignment
 from attn_flow.prediction.finite_n import resolution
 from attn_flow.prediction.limit_map import limit
-from attn_flow.train.loop import evaluate, train
+from attn_flow.train.loop import evaluate, train_stack
 from attn_flow.train.observation import count_clusters, to_limit
 from attn_flow.train.recipes import Recipe, generator_of, recipe
 from attn_flow.train.tasks import Task
@@ -29,7 +30,7 @@ from attn_flow.train.tasks import Task
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BASE = {"tokens": 12, "dim": 12, "lr": 1e-2, "batch": 32, "warmup": 20}
+BASE: dict[str, Any] = {"tokens": 12, "dim": 12, "lr": 1e-2, "batch": 32, "warmup": 20}
 H = 1.0  # largest rk4 step
 SWEEPS: dict[str, list[dict[str, float]]] = {
     "horizon": [{"depth": 1, "horizon": T, "beta": 4.0} for T in (0.5, 1.5, 3.0)],
@@ -59,17 +60,25 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     return summarise(runs, list(seeds), updates)
 
 
-def one(options: dict[str, float], seed: int, updates: int) -> dict[str, Any]:
+def one(
+    options: dict[str, float],
+    seed: int,
+    updates: int,
+    longer_by: tuple[float, ...] = LONGER,
+    beta_factors: tuple[float, ...] = COLDER,
+    clouds: int = CLOUDS,
+) -> dict[str, Any]:
     """Train one stack; measure it untrained, trained, and run otherwise."""
-    r = recipe("clusters", **BASE, **options, steps=_steps(options["horizon"]), updates=updates, seed=seed)
+    changed = {**BASE, **options, "steps": _steps(options["horizon"]), "updates": updates, "seed": seed}
+    r = replace(recipe("clusters"), **changed)
     task = r.make_task()
-    start = measure(r.make_stack(**task.stack_options).eval(), task, r)  # type: ignore[arg-type]
-    stack = train(r).stack
+    start = measure(r.make_stack(**task.stack_options).eval(), task, r, clouds)  # type: ignore[arg-type]
+    stack = train_stack(r).stack
     horizon = options["horizon"]
-    longer = [measure(stack.rerun(horizon=horizon * c, steps=_steps(horizon * c)), task, r) for c in LONGER]
-    colder = [measure(stack.rerun(colder=c), task, r) for c in COLDER]
-    trained = longer[LONGER.index(1.0)]
-    twin = measure(stack.discrete_twin(), task, r)["accuracy"]
+    longer = [measure(stack.rerun(horizon=horizon * c, steps=_steps(horizon * c)), task, r, clouds) for c in longer_by]
+    colder = [measure(stack.rerun(beta_factor=c), task, r, clouds) for c in beta_factors]
+    trained = longer[longer_by.index(1.0)]
+    twin = measure(stack.discrete_twin(), task, r, clouds)["accuracy"]
     return {
         **options,
         "seed": seed,
@@ -86,9 +95,9 @@ def _steps(horizon: float) -> int:
 
 
 @torch.no_grad()
-def measure(stack: DeepStack, task: Task, r: Recipe) -> dict[str, float]:
+def measure(stack: DeepStack, task: Task, r: Recipe, clouds: int = CLOUDS) -> dict[str, float]:
     """Accuracy on held-out inputs; clusters of the last cloud, and W2 to the limits over W2 at the layers' starts."""
-    x = task.held_out(CLOUDS, generator_of(r.seed, "probe")).x
+    x = task.held_out(clouds, generator_of(r.seed, "learned")).x
     ratios = []
     for (path, _), attention in zip(stack.paths(x), stack.attentions()):
         ends = path[[0, -1]]
@@ -131,7 +140,7 @@ def summarise(runs: list[dict[str, Any]], seeds: list[int], updates: int) -> dic
     numbers = {
         "seeds": seeds,
         "updates": updates,
-        "chance": recipe("clusters", **BASE).make_task().chance,
+        "chance": replace(recipe("clusters"), **BASE).make_task().chance,
         "runs": runs,
         "table": table,
         "learned": len(learned),

@@ -1,1 +1,1 @@
-"""What every room stands on: checks of what users give, files, memory, progress, the style of figures."""
+"""What every room stands on: checks of what users give, files, memory, progress, terminal, the style of figures."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from attn_flow.base.terminal import visible
+
 
 @contextmanager
 def progress_bar(what: str, total: float, show: bool = True) -> Iterator[Callable[..., None]]:
@@ -23,14 +25,14 @@ def progress_bar(what: str, total: float, show: bool = True) -> Iterator[Callabl
     )
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=total, note="")
-        yield lambda amount=1, note="": bar.update(task, advance=amount, note=note)
+        task = bar.add_task(visible(what), total=total, note="")
+        yield lambda amount=1, note="": bar.update(task, advance=amount, note=visible(note))

@@ -5,57 +5,76 @@ A ratio is ours / theirs, the median over rounds: below 1 we are faster. Wall ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from attn_flow.base.progress import progress_bar
-from attn_flow.bench.cold_drifts import circle, cold, kernel, precision
-from attn_flow.bench.compiling import torch_compile
-from attn_flow.bench.dense_drifts import drift, memory
-from attn_flow.bench.distances import transport
-from attn_flow.bench.encoders import encoder
-from attn_flow.bench.flows import plateau, sweep
-from attn_flow.bench.measure import Row
-from attn_flow.bench.shards import sharding
-from attn_flow.bench.whole_job import job
+from attn_flow.bench.cold_drifts import circle_ratios, cold_ratios, kernel_ratios, precision_ratios
+from attn_flow.bench.compiling import compile_ratios
+from attn_flow.bench.dense_drifts import drift_ratios, memory_ratios
+from attn_flow.bench.distances import transport_ratios
+from attn_flow.bench.encoders import encoder_ratios
+from attn_flow.bench.flows import plateau_ratios, sweep_ratios
+from attn_flow.bench.measure import Ratio
+from attn_flow.bench.shards import sharding_ratios
+from attn_flow.bench.whole_job import job_ratios
 
-CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
-    "drift": drift,
-    "cold": cold,
-    "circle": circle,
-    "kernel": kernel,
-    "precision": precision,
-    "memory": memory,
-    "sweep": sweep,
-    "plateau": plateau,
-    "transport": transport,
-    "job": job,
-    "encoder": encoder,
-    "sharding": sharding,
-    "compile": torch_compile,
+CASES: dict[str, Callable[[bool], Iterator[Ratio]]] = {
+    "drift": drift_ratios,
+    "cold": cold_ratios,
+    "circle": circle_ratios,
+    "kernel": kernel_ratios,
+    "precision": precision_ratios,
+    "memory": memory_ratios,
+    "sweep": sweep_ratios,
+    "plateau": plateau_ratios,
+    "transport": transport_ratios,
+    "job": job_ratios,
+    "encoder": encoder_ratios,
+    "sharding": sharding_ratios,
+    "compile": compile_ratios,
 }
 
 
-def bench(
-    names: list[str] | None = None, *, quick: bool = False, threads: int | None = None, progress: bool = False
+def ratios(
+    names: Sequence[str] | None = None,
+    *,
+    quick: bool = False,
+    threads: int | None = None,
+    progress: bool = False,
+    cases: Mapping[str, Callable[[bool], Iterator[Ratio]]] = CASES,
 ) -> dict[str, Any]:
     """Rows of all asked cases, with the threads they ran on; denormals are flushed, so that no ratio flatters us.
 
-    Unless it is asked for by name, a case that lacks a package or a compiler is a row that says so.
+    Args:
+        names: keys of `cases`; all of them if None.
+        quick: small sizes.
+        threads: torch's threads from now on; None leaves them.
+        progress: a bar on standard error.
+        cases: name -> function of `quick` that yields rows {"case", "against", "ratio", ...}.
+
+    Returns:
+        {"threads": int, "rows": [...]}. Unless it is asked for by name, a case that lacks a package or a compiler is
+        a row that says so.
+
+    >>> ratios(cases={"ours": lambda quick: iter([{"case": "a", "against": "b", "ratio": 0.5}])})["rows"][0]["ratio"]
+    0.5
     """
-    unknown = [name for name in names or [] if name not in CASES]
+    unknown = [name for name in names or [] if name not in cases]
     if unknown:
-        raise ValueError(f"no bench {unknown}; expected some of {', '.join(CASES)}.")
+        raise ValueError(f"no bench {unknown}; expected some of {', '.join(cases)}.")
     torch.set_flush_denormal(True)
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads = {threads}, expected at least 1.")
     if threads is not None:
         torch.set_num_threads(threads)
-    rows: list[Row] = []
-    with progress_bar("bench", len(names or CASES), progress) as advance:
-        for name in names or list(CASES):
+    rows: list[Ratio] = []
+    with progress_bar("bench", len(names or cases), progress) as advance:
+        for name in names or list(cases):
             try:
-                rows += CASES[name](quick)
+                rows += cases[name](quick)
             except (ModuleNotFoundError, OSError) as error:
                 if names:
                     raise

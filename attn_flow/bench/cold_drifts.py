@@ -14,14 +14,14 @@ from torch import Tensor
 
 from attn_flow.attention.multihead import Attention
 from attn_flow.averages import compiled
-from attn_flow.bench.measure import Row, interleaved, plain_drift
+from attn_flow.bench.measure import Ratio, interleaved, plain_drift
 from attn_flow.geometry import Sphere
 
 EXPONENTIALS = 20  # times the rate is measured in one go
 CHECKED = 256  # tokens whose drift is compared with float64
 
 
-def cold(quick: bool) -> Iterator[Row]:
+def cold_ratios(quick: bool) -> Iterator[Ratio]:
     """Keys that matter against all keys, where few do and where all do, and hardmax."""
     n = 8192 if quick else 65536
     for beta in (1e3, 1e4):
@@ -33,7 +33,7 @@ def cold(quick: bool) -> Iterator[Row]:
     yield _against_all(f"hardmax n={n} d=3", Attention.identity(3, math.inf), _cloud(n, 3), quick)
 
 
-def circle(quick: bool) -> Iterator[Row]:
+def circle_ratios(quick: bool) -> Iterator[Ratio]:
     """Fourier series on the circle against the fused kernel, in float64."""
     for n in (2048,) if quick else (4096, 16384):
         for beta in (1.0, 100.0):
@@ -41,7 +41,7 @@ def circle(quick: bool) -> Iterator[Row]:
             yield _against_fused(f"circle n={n} beta={beta:g} float64", attention, x, quick)
 
 
-def kernel(quick: bool) -> Iterator[Row]:
+def kernel_ratios(quick: bool) -> Iterator[Ratio]:
     """The compiled kernel against the fused one, and the share of torch's rate of exponentials it reaches."""
     numbers = torch.randn(2**17)  # enough for all threads, and in their caches
     result = torch.empty_like(numbers)
@@ -64,7 +64,7 @@ def kernel(quick: bool) -> Iterator[Row]:
             yield {**row, "share_of_exp_rate": n**2 * per_exponential / row["ours_s"]}
 
 
-def precision(quick: bool) -> Iterator[Row]:
+def precision_ratios(quick: bool) -> Iterator[Ratio]:
     """The error of float32 tokens at low temperature, and what the digits cost beside the plain loop."""
     n = 1000 if quick else 4000
     x = _cloud(n, 3)
@@ -96,7 +96,7 @@ def _error(drift: Tensor, x: Tensor, beta: float) -> float:
 
 def _against_fused(
     case: str, attention: Attention, x: Tensor, quick: bool, beside: Callable[[], Any] | None = None
-) -> Row:
+) -> Ratio:
     """One row against torch's fused attention in the dtype of x."""
     beta = float(attention.beta)
 
@@ -120,7 +120,7 @@ def _against_fused(
     return row if beside is None else {**row, "beside_s": seconds["beside"]}
 
 
-def _against_all(case: str, attention: Attention, x: Tensor, quick: bool) -> Row:
+def _against_all(case: str, attention: Attention, x: Tensor, quick: bool) -> Ratio:
     """One row against ourselves with truncation=0."""
     functions = {"ours": partial(attention.drift, x), "all": partial(replace(attention, truncation=0.0).drift, x)}
     with torch.no_grad():

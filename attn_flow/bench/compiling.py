@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention.multihead import Attention
-from attn_flow.bench.measure import Row, interleaved
+from attn_flow.bench.measure import Ratio, interleaved
 from attn_flow.dynamics.steppers import rk4
 from attn_flow.geometry import Sphere
 
 
-def torch_compile(quick: bool) -> Iterator[Row]:
+def compile_ratios(quick: bool) -> Iterator[Ratio]:
     """One rk4 step of the flow on the sphere, compiled against eager, and how long compiling it took."""
     sphere = Sphere()
     for n, d in [(64, 3)] if quick else [(n, d) for d in (3, 64) for n in (64, 256, 1000)]:

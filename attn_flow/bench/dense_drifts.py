@@ -11,11 +11,11 @@ from torch import Tensor
 
 from attn_flow.attention.multihead import Attention
 from attn_flow.base.memory import peak_memory
-from attn_flow.bench.measure import Row, interleaved, plain_drift
+from attn_flow.bench.measure import Ratio, interleaved, plain_drift
 from attn_flow.geometry import Sphere
 
 
-def drift(quick: bool) -> Iterator[Row]:
+def drift_ratios(quick: bool) -> Iterator[Ratio]:
     """The softmax drift against the plain loop, and the share of the machine's matmul rate it reaches."""
     sizes = [(1000, 2), (1000, 64), (2000, 64)] if quick else [(1000, d) for d in (2, 3, 16, 64, 384)]
     sizes += [] if quick else [(4000, d) for d in (3, 16, 64, 384)]
@@ -43,7 +43,7 @@ def drift(quick: bool) -> Iterator[Row]:
         }
 
 
-def memory(quick: bool) -> Iterator[Row]:
+def memory_ratios(quick: bool) -> Iterator[Ratio]:
     """Extra peak memory of one drift, forward and with backward, against the plain loop."""
     n, d = (4000, 64) if quick else (16000, 64)
     x = Sphere().uniform(n, d, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.base.memory import available
-from attn_flow.bench.measure import Row, interleaved
+from attn_flow.bench.measure import Ratio, interleaved
 from attn_flow.geometry import Sphere
 from attn_flow.transport.coupling import SIMPLEX_BYTES
 from attn_flow.transport.distances import solve, wasserstein
@@ -20,7 +20,7 @@ BLUR, SCALING = 0.05, 0.5  # geomloss's own
 TENSORIZED = 4000  # points a side up to which geomloss without KeOps is waited for
 
 
-def transport(quick: bool) -> Iterator[Row]:
+def transport_ratios(quick: bool) -> Iterator[Ratio]:
     """W2 of spread, clustered and collapsed clouds, every way against POT dense; our Sinkhorn against geomloss."""
     sizes = {500: 3} if quick else {2000: 3, 10_000: 1}
     for n, kinds in sizes.items():
@@ -41,7 +41,7 @@ def clouds(n: int) -> dict[str, Tensor]:
     return {"spread": spread, "clustered": centres[pick] + 1e-2 * noise, "collapsed": centres[pick]}
 
 
-def side_by_side(case: str, x: Tensor, y: Tensor, rounds: int) -> Iterator[Row]:
+def side_by_side(case: str, x: Tensor, y: Tensor, rounds: int) -> Iterator[Ratio]:
     """Every way to W2 with its time against POT dense, the resident memory it adds, and its relative error."""
     import ot
 
@@ -69,7 +69,7 @@ def side_by_side(case: str, x: Tensor, y: Tensor, rounds: int) -> Iterator[Row]:
         }
 
 
-def schedule(n: int, d: int) -> Row:
+def schedule(n: int, d: int) -> Ratio:
     """The Sinkhorn divergence of Gaussian clouds in float32, blur 5% of the diameter: the same schedule as geomloss."""
     x, y = torch.randn(2, n, d, generator=torch.Generator().manual_seed(0))
     y = y + 0.5

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.bench.measure import Row, interleaved
+from attn_flow.bench.measure import Ratio, interleaved
 
 
-def encoder(quick: bool) -> Iterator[Row]:
+def encoder_ratios(quick: bool) -> Iterator[Ratio]:
     """MiniLM: recording every level, its statistics, and the scalar metrics of clouds, against the forward pass."""
     from attn_flow.hooks import Statistics, record
     from attn_flow.hooks.demo import minilm, topics

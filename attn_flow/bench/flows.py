@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention.multihead import Attention
-from attn_flow.bench.measure import Row, interleaved, plain_drift
+from attn_flow.bench.measure import Ratio, interleaved, plain_drift
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import Adaptive
 from attn_flow.geometry import Sphere
 
 
-def sweep(quick: bool) -> Iterator[Row]:
+def sweep_ratios(quick: bool) -> Iterator[Ratio]:
     """8 betas x 8 seeds at n = 256 as one batch against 64 runs in a loop."""
     n, d, steps = 256, 3, 3 if quick else 10
     x = Sphere().uniform((8, 1, n), d, generator=torch.Generator().manual_seed(0))
@@ -34,7 +34,7 @@ def sweep(quick: bool) -> Iterator[Row]:
     yield {"case": "sweep 8 betas x 8 seeds n=256", "against": "64 runs", "ratio": ratio, "ours_s": seconds["ours"]}
 
 
-def plateau(quick: bool) -> Iterator[Row]:
+def plateau_ratios(quick: bool) -> Iterator[Ratio]:
     """Drift evaluations of the adaptive pair with merging across metastable plateaus, against torchdiffeq's dopri5.
 
     At the same error: the coarsest tolerance of ours (two a decade) that is no worse than theirs.

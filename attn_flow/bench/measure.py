@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Row = dict[str, Any]
+Ratio = dict[str, Any]
 
 
 def interleaved(

@@ -12,7 +12,7 @@ import torch
 
 from attn_flow.attention import drifts
 from attn_flow.attention.multihead import Attention
-from attn_flow.bench.measure import Row, interleaved
+from attn_flow.bench.measure import Ratio, interleaved
 from attn_flow.dynamics.distributed import Processes, processes
 from attn_flow.dynamics.sharded import Shard
 from attn_flow.geometry import Sphere
@@ -20,7 +20,7 @@ from attn_flow.geometry import Sphere
 COUNT = 2
 
 
-def sharding(quick: bool) -> Iterator[Row]:
+def sharding_ratios(quick: bool) -> Iterator[Ratio]:
     """A drift of two processes against that of one, and the constants of the cost model in docs/SCALE.md."""
     sizes = [(n, d) for d in (3, 64) for n in ((500, 1000) if quick else (1000, 2000, 4000, 8000))]
     call = f"from attn_flow.bench.shards import measure; measure({sizes}, {3 if quick else 7})"

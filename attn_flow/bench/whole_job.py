@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_flow.attention.multihead import Attention
 from attn_flow.averages import compiled
-from attn_flow.bench.measure import Row
+from attn_flow.bench.measure import Ratio
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import Adaptive
 from attn_flow.geometry import Sphere
@@ -25,7 +25,7 @@ V = torch.diag(torch.tensor([1.0, 2.0, 1.0]))
 LIMITS = {"two points": (3.0, 1.0, 1.0), "a circle": (3.0, 1.5, 1.0)}
 
 
-def job(quick: bool) -> Iterator[Row]:
+def job_ratios(quick: bool) -> Iterator[Ratio]:
     """Flow at beta = 100 and W2 to its limit at nine times, against torchdiffeq, the plain softmax and POT dense.
 
     In torch's own dtype, at one tolerance: torchdiffeq bounds the root mean square of the error of a step, we the error

@@ -1,19 +1,27 @@
-"""What all commands share: options, JSON and tables on standard output, errors as one line and an exit code."""
+"""What all commands share: options, JSON and tables on standard output, errors as one line and an exit code.
+
+Everything a command prints goes through here, where strangers' words (names, texts) lose their control codes and
+are never read as markup.
+"""
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
 from attn_flow.base.files import plain
+from attn_flow.base.terminal import visible
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
-Seed = Annotated[int, typer.Option(help="Seed of every random number.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of every random number.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
 def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,30 +29,93 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except FloatingPointError as error:
-            typer.secho(f"numerical failure: {error}", fg="red", err=True)
-            raise typer.Exit(3) from None
-        except (ValueError, OSError, ModuleNotFoundError, MemoryError) as error:
-            typer.secho(f"error: {error}", fg="red", err=True)
-            raise typer.Exit(2) from None
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            try:
+                return function(*args, **kwargs)
+            except FloatingPointError as error:
+                complain(f"numerical failure: {error}")
+                raise typer.Exit(3) from None
+            except (ValueError, OSError, ModuleNotFoundError, MemoryError) as error:
+                complain(f"error: {error}")
+                raise typer.Exit(2) from None
+            except RecursionError:
+                complain("error: the input is nested too deeply to be read.")
+                raise typer.Exit(2) from None
+            except RuntimeError as error:  # torch has no error of its own for memory it is refused on CPU
+                if "allocate" not in str(error) and "out of memory" not in str(error):
+                    raise
+                complain("error: not enough memory for this; ask for less (fewer tokens, a smaller batch or width).")
+                raise typer.Exit(2) from None
 
     return run
 
 
+def _warn(
+    message: Warning | str, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    complain(f"warning: {message}", "yellow")
+
+
+def complain(words: object, colour: str = "red") -> None:
+    """One line on standard error."""
+    typer.secho(visible(words), fg=colour, err=True)
+
+
+def echo(words: object) -> None:
+    """One line on standard output."""
+    typer.echo(visible(words))
+
+
 def say(content: Any) -> None:
-    """One JSON object on standard output."""
+    """One JSON object on standard output; JSON escapes control characters itself."""
     typer.echo(json.dumps(plain(content)))
 
 
 def table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    shown = Table(title=title, title_justify="left")
+    shown = Table(title=Text(visible(title)), title_justify="left")
     for column in columns:
         shown.add_column(column, justify="left" if column == columns[0] else "right", overflow="fold")
     for row in rows:
-        shown.add_row(*[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row])
+        shown.add_row(*[Text(f"{v:.4g}" if isinstance(v, float) else visible(v)) for v in row])
     Console().print(shown)
+
+
+def folder_name(model: str) -> str:
+    """A model's name as the name of one folder: another for every model, and never a way out of its parent.
+
+    >>> folder_name("c/x"), folder_name("c_x"), folder_name("..")
+    ('c%2Fx', 'c_x', '%2E%2E')
+    """
+    return quote(model, safe=" @=+,") if model.strip(".") else "%2E" * len(model)
+
+
+def number_name(value: float) -> str:
+    """A number in a file's name: short where that is exact, otherwise all its digits.
+
+    >>> number_name(10.0), number_name(1000000.0), number_name(1000001.0)
+    ('10', '1e+06', '1000001.0')
+    """
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
+
+
+def check_device(name: str) -> str:
+    """The name of a device that is here and holds numbers."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device = {name!r}, expected cpu, cuda or cuda:1, ...") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device = {name!r}, but no CUDA device is here; use cpu.")
+    try:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, NotImplementedError, AssertionError):
+        raise ValueError(f"device = {name!r} cannot be used here; expected cpu, cuda or cuda:1, ...") from None
+    return name

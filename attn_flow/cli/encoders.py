@@ -12,7 +12,7 @@ import torch
 import typer
 from torch import nn
 
-from attn_flow.cli.console import Json, Quiet, Seed, say, table
+from attn_flow.cli.console import Device, Json, Quiet, Seed, check_device, echo, folder_name, say, table
 from attn_flow.hooks.demo import load_encoder, minilm, topics
 from attn_flow.hooks.weights import attentions, encoder_facts, self_check
 from attn_flow.probe.push import NULLS
@@ -30,7 +30,6 @@ Models = Annotated[
 ]
 Texts = Annotated[str | None, typer.Option(help="A .txt (a text per line) or .jsonl file; - is standard input.")]
 Field = Annotated[str, typer.Option(help="The field of a .jsonl line that holds the text.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
 Pickle = Annotated[bool, typer.Option(help="Accept pickled weights (reading them may run code).")]
 
@@ -45,8 +44,8 @@ def probe(
         "runs/probe"
     ),
     nulls: Annotated[bool, typer.Option(help="Compare with nulls: " + "; ".join(NULLS.values()) + ".")] = True,
-    max_length: Annotated[int, typer.Option(help="Tokens kept of each text.")] = 160,
-    first: Annotated[int | None, typer.Option(help="Use the first so many texts only.")] = None,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each text.")] = 160,
+    first: Annotated[int | None, typer.Option(min=1, help="Use the first so many texts only.")] = None,
     again: Annotated[bool, typer.Option(help="Compute again what a finished run has already.")] = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
@@ -77,7 +76,7 @@ def probe(
         source = source[:first]
     found = {}
     for name in named:
-        folder = out if len(named) == 1 else out / name.replace("/", "_")
+        folder = out if len(named) == 1 else out / folder_name(name)
         finished = folder / "probe.json"
         options: dict[str, Any] = {
             "nulls": list(NULLS) if nulls else [],
@@ -88,7 +87,7 @@ def probe(
         asked = {"model": name, "texts": texts or str(images or "demo"), "first": first, **options}
         if finished.exists() and not again and json.loads(finished.read_text())["about"].get("asked") == asked:
             if not as_json:
-                typer.echo(f"{name}: finished before, see {folder}/report.html (--again computes it anew)")
+                echo(f"{name}: finished before, see {folder}/report.html (--again computes it anew)")
             found[name] = Probe.load(folder)
             continue
         model, tokenizer, beta_factor = open_model(name, device, dtype, pickle, seed)
@@ -110,12 +109,12 @@ def probe(
         page = write_report(found[name], folder, title=f"Where does {name} go?")
         if not as_json:
             for words in found[name].findings():
-                typer.echo(f"- {words}")
-            typer.echo(f"report: {page}")
+                echo(f"- {words}")
+            echo(f"report: {page}")
     if len(found) > 1:
         page = write_comparison(found, out)
         if not as_json:
-            typer.echo(f"comparison: {page}")
+            echo(f"comparison: {page}")
     if as_json:
         say({name: {"findings": r.findings(), "table": r.rows(), "about": r.about} for name, r in found.items()})
 
@@ -179,7 +178,7 @@ def spectra(
     ]
     table(f"{model}: M = V G by head", ["layer.head", "case", "leading", "gap", "|G|", "|V|"], rows)
     if out is not None:
-        typer.echo(f"written: {out}/spectra.json, {out}/spectra.png")
+        echo(f"written: {out}/spectra.json, {out}/spectra.png")
 
 
 def record(
@@ -189,7 +188,7 @@ def record(
     out: Annotated[Path, typer.Option(help="Folder of the run, which a killed one continues.")] = Path("runs/record"),
     shard: Annotated[str | None, typer.Option(help="i/n: do the i-th of n shares of the texts (array jobs).")] = None,
     states: Annotated[bool, typer.Option(help="Also write all states as safetensors shards.")] = False,
-    batch: Annotated[int, typer.Option(help="Texts at a time.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 16,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
@@ -202,7 +201,7 @@ def record(
 
       attn-flow record minilm --texts corpus.txt --out runs/stats
 
-      torchrun --nproc-per-node=2 -m attn_flow.cli record minilm --texts corpus.txt --out runs/stats
+      torchrun --nproc-per-node=2 -m attn_flow record minilm --texts corpus.txt --out runs/stats
     """
     from attn_flow.hooks.capture import record as run
     from attn_flow.hooks.corpus import Statistics
@@ -241,7 +240,7 @@ def _show_statistics(sink: Any, out: Path, as_json: bool) -> None:
         say({"tokens": sink.n, "levels": [{"level": a, "norm_of_mean": b, "variance": c} for a, b, c in rows]})
     else:
         table(f"{sink.n} tokens", ["level", "|mean|", "total variance"], rows)
-        typer.echo(f"written to {out}")
+        echo(f"written to {out}")
 
 
 def open_model(
@@ -254,8 +253,7 @@ def open_model(
     kinds = {"float32": torch.float32, "float64": torch.float64}
     if dtype not in kinds:
         raise ValueError(f"dtype = {dtype!r}, expected float32 or float64: half precision is too coarse to compare.")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device = {device!r}, but no CUDA device is here; use cpu.")
+    check_device(device)
     model, tokenizer = minilm() if path == "minilm" else load_encoder(path, pickle=pickle)
     beta_factor = 1.0
     if variant == "random":

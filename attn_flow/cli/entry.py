@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from attn_flow.cli import encoders
-from attn_flow.cli.console import Json, Quiet, Seed, reporting, say, table
+from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, reporting, say, table
 from attn_flow.cli.training import train
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
     if version:
         from attn_flow import __version__
 
-        typer.echo(__version__)
+        echo(__version__)
         raise typer.Exit
 
 
@@ -88,12 +88,12 @@ def simulate(
     G: Matrix,
     V: Matrix,
     beta: Annotated[str, typer.Option(help="Betas, such as 10,100,inf.")] = "10,100",
-    tokens: Annotated[int, typer.Option(help="Tokens, uniform on the sphere (nodes with --quadrature).")] = 1000,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens, uniform on the sphere (nodes with --quadrature).")] = 1000,
     dim: Annotated[int | None, typer.Option(help="Dimension; that of G if not given.")] = None,
-    x: Annotated[str | None, typer.Option(help="Your own tokens (n, d), a matrix or a file.")] = None,
+    x0: Annotated[str | None, typer.Option(help="Your own tokens (n, d), a matrix or a file.")] = None,
     quadrature: Annotated[bool, typer.Option(help="Weighted nodes, d = 2, 3: the mean-field run.")] = False,
-    time: Annotated[float, typer.Option(help="End time T.")] = 20.0,
-    steps: Annotated[int, typer.Option(help="Steps from 0 to T; W2 is measured at up to 200.")] = 200,
+    t: Annotated[str, typer.Option(help="The end T (W2 is then measured at up to 200 times), or the times.")] = "20",
+    h: Annotated[float, typer.Option(help="The step in time.")] = 0.1,
     step: Annotated[str, typer.Option(help="euler, rk4 or dopri5.")] = "rk4",
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for simulate.json, simulate.png and the paths.")] = None,
@@ -104,7 +104,7 @@ def simulate(
 
     Several processes share the tokens: torchrun --nproc-per-node 2 -m attn_flow simulate ...
 
-    Example: attn-flow simulate --G "3,0;0,1" --V "1,0;0,2" --beta 10,100,1000 --tokens 1000 --time 30
+    Example: attn-flow simulate --G "3,0;0,1" --V "1,0;0,2" --beta 10,100,1000 --tokens 1000 --t 30
     """
     from attn_flow.cli.matrices import parse_matrix, parse_numbers, square
     from attn_flow.cli.simulation import simulate as run
@@ -114,10 +114,10 @@ def simulate(
     G_matrix, V_matrix = square(parse_matrix(G, "G"), "G"), square(parse_matrix(V, "V"), "V")
     if dim is not None and dim != G_matrix.shape[0]:
         raise ValueError(f"--dim {dim} but G is {tuple(G_matrix.shape)}; leave --dim out or give a matrix to match.")
-    cloud = start(G_matrix.shape[0], tokens, None if x is None else parse_matrix(x, "x"), quadrature, seed)
+    cloud = start(G_matrix.shape[0], tokens, None if x0 is None else parse_matrix(x0, "x0"), quadrature, seed)
     betas, show = parse_numbers(beta, "beta"), not (quiet or as_json)
     world = processes(patience=timedelta(days=1))  # while the first process measures W2, the others wait
-    numbers = run(G_matrix, V_matrix, betas, cloud, time, steps, step, out=out, progress=show, world=world)
+    numbers = run(G_matrix, V_matrix, betas, cloud, parse_numbers(t, "t"), h, step, out=out, progress=show, world=world)
     if numbers is None:
         return
     if as_json:
@@ -132,7 +132,7 @@ def simulate(
         ],
     )
     if out is not None:
-        typer.echo(f"written to {out}")
+        echo(f"written to {out}")
 
 
 def _phase_words(phases: list[dict[str, Any]]) -> str:
@@ -172,11 +172,11 @@ def reproduce(
         if not as_json:
             rows = [["yes" if c["holds"] else "NO", c["claim"], c["value"], _expected(c)] for c in numbers["claims"]]
             table(f"{each} ({numbers['run']['seconds']} s)", ["holds", "claim", "value", "expected"], rows)
-            typer.echo(f"written: {out / each}.json, {out / each}.png")
+            echo(f"written: {out / each}.json, {out / each}.png")
     if as_json:
         say(everything if name == "all" else everything[name])
     if missed:
-        typer.secho(f"{missed} claims do not hold", fg="red", err=True)
+        complain(f"{missed} claims do not hold")
         raise typer.Exit(1)
 
 
@@ -194,7 +194,7 @@ def bench(
         ),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Small sizes.")] = False,
-    threads: Annotated[int | None, typer.Option(help="Threads of torch.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads of torch.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for bench.json.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -203,9 +203,9 @@ def bench(
     Example: attn-flow bench drift memory
     """
     from attn_flow.base.files import versions, write_json
-    from attn_flow.bench import bench as run
+    from attn_flow.bench import ratios
 
-    found = run(cases, quick=quick, threads=threads, progress=not as_json)
+    found = ratios(cases, quick=quick, threads=threads, progress=not as_json)
     if out is not None:
         write_json({**found, "versions": versions()}, out / "bench.json")
     if as_json:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,13 @@ def parse_matrix(text: str, name: str = "matrix", dtype: torch.dtype = torch.flo
         ) from None
     if len({len(row) for row in rows}) != 1:
         raise ValueError(f"{name} = {text!r} has rows of lengths {[len(row) for row in rows]}, expected equal lengths.")
-    return torch.tensor(rows, dtype=dtype)
+    return _finite(torch.tensor(rows, dtype=dtype), name)
+
+
+def _finite(matrix: Tensor, name: str) -> Tensor:
+    if not bool(torch.isfinite(matrix).all()):
+        raise ValueError(f"{name} has NaN or infinite entries, expected finite numbers.")
+    return matrix
 
 
 def square(matrix: Tensor, name: str) -> Tensor:
@@ -37,7 +45,7 @@ def parse_numbers(text: str, name: str) -> list[float]:
         numbers = [float(entry) for entry in text.split(",") if entry.strip()]
     except ValueError:
         numbers = []
-    if not numbers:
+    if not numbers or any(math.isnan(number) for number in numbers):
         raise ValueError(f'{name} = {text!r}, expected numbers separated by commas, such as "10,100,inf".')
     return numbers
 
@@ -45,17 +53,30 @@ def parse_numbers(text: str, name: str) -> list[float]:
 def _from_file(path: Path, name: str, dtype: torch.dtype) -> Tensor:
     if not path.is_file():
         raise ValueError(f"{name}: no file {path}.")
-    if path.suffix == ".npy":
-        found = torch.from_numpy(np.load(path, allow_pickle=False))
-    elif path.suffix == ".pt":
-        found = torch.load(path, weights_only=True)
-    else:
-        from safetensors.torch import load_file
+    found = _read(path, name)
+    shape = tuple(getattr(found, "shape", ()))
+    if not isinstance(found, Tensor) or found.ndim != 2 or found.numel() == 0:
+        held = f"an array of shape {shape}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ValueError(f"{path} holds {held}, expected one matrix of numbers.")
+    if found.is_complex() or found.dtype == torch.bool:
+        raise ValueError(f"{path} holds numbers of dtype {found.dtype}, expected a real matrix.")
+    return _finite(found.to(dtype), name)
 
+
+def _read(path: Path, name: str) -> object:
+    """What the file holds, read without running any of it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if path.suffix == ".npy":
+            return torch.from_numpy(np.load(path, allow_pickle=False))
+        if path.suffix == ".pt":
+            return torch.load(path, weights_only=True, map_location="cpu")
         tensors = load_file(path)
-        if name not in tensors and len(tensors) != 1:
-            raise ValueError(f"{path} holds {sorted(tensors)}, expected one tensor, or one named {name!r}.")
-        found = tensors[name] if name in tensors else next(iter(tensors.values()))
-    if not isinstance(found, Tensor) or found.ndim != 2:
-        raise ValueError(f"{path} holds {getattr(found, 'shape', type(found).__name__)}, expected one matrix.")
-    return found.to(dtype)
+    except (ValueError, TypeError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError, SafetensorError) as error:
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{path} is no {path.suffix} file with one matrix of numbers ({why[0][:100]}).") from None
+    if name not in tensors and len(tensors) != 1:
+        raise ValueError(f"{path} holds {sorted(tensors)}, expected one tensor, or one named {name!r}.")
+    return tensors[name] if name in tensors else next(iter(tensors.values()))

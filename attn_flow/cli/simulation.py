@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from attn_flow.attention.multihead import Attention
 from attn_flow.base import memory
 from attn_flow.base.files import plain, versions, write_json
+from attn_flow.cli.console import number_name
 from attn_flow.dynamics.distributed import ALONE, Processes
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import STEPS
@@ -20,14 +23,15 @@ from attn_flow.prediction.finite_n import resolution
 from attn_flow.prediction.limit_map import limit
 from attn_flow.prediction.timeline import phases
 
-MEASURED = 200  # times at most at which W2 is measured
+MEASURED = 200  # times at most at which W2 is measured, unless they are given
+MOST_STEPS = 10**9  # days, even for one token: a slip of the pen
 
 
 def start(d: int, n: int, x: Tensor | None = None, nodes: bool = False, seed: int = 0) -> Cloud:
     """The initial law: your tokens x, weighted nodes of the uniform law (d = 2, 3), or n uniform random tokens."""
     if x is not None:
         if x.shape[-1] != d:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected (n, {d}) to match G.")
+            raise ValueError(f"x0 has shape {tuple(x.shape)}, expected (n, {d}) to match G.")
         return Cloud(x)
     memory.require(4 * 8 * n * d, f"a cloud of {n} tokens in d = {d}", "ask for fewer --tokens")
     if nodes:
@@ -42,8 +46,8 @@ def simulate(
     V: Tensor,
     betas: list[float],
     cloud: Cloud,
-    time: float,
-    steps: int,
+    t: Sequence[float],
+    h: float,
     step: str = "rk4",
     *,
     out: str | Path | None = None,
@@ -52,22 +56,19 @@ def simulate(
 ) -> dict[str, Any] | None:
     """For every beta: t, w2 (the distance to the predicted limit), t_min, min_w2, phases, resolution.
 
+    t: the times at which W2 is measured, or one number, the end; h: the step in time.
     Several processes share the tokens; only the first measures, writes, and returns something.
     """
-    if steps < 1:
-        raise ValueError(f"steps = {steps}, expected at least one.")
     if step not in STEPS:
         raise ValueError(f"step = {step!r}, expected one of {', '.join(STEPS)}.")
     prediction = limit(Attention.from_matrices(G, V))
-    h = time / steps
-    every = max(1, -(-steps // MEASURED))
-    t = torch.linspace(0, time, steps + 1, dtype=torch.float64)[::every]
-    if float(t[-1]) < time:
-        t = torch.cat([t, t.new_tensor([time])])
+    times = _times(t, h)
     runs = []
     for beta in betas:
         attention = Attention.from_matrices(G, V, beta=beta)
-        path = flow(attention, cloud.x, t, step=STEPS[step], h=h, weights=cloud.weights, progress=progress, world=world)
+        path = flow(
+            attention, cloud.x, times, step=STEPS[step], h=h, weights=cloud.weights, progress=progress, world=world
+        )
         if not world.first:
             continue
         seen = resolution(attention, path.x[0], weights=cloud.weights, warn=False)
@@ -75,14 +76,16 @@ def simulate(
         found = phases(path, prediction, warn=False).as_dict()
         runs.append({"beta": beta, **found, "resolution": {"verdict": seen.verdict, **numbers_of_argmax}})
         if out is not None:
-            path.save(Path(out) / f"path_beta_{beta:g}.safetensors")
+            path.save(Path(out) / f"path_beta_{number_name(beta)}.safetensors")
             if path.x.shape[-1] in (2, 3):
                 from attn_flow.cli.figures import clouds_figure
 
                 least = int(torch.tensor(found["w2"]).argmin())
                 shown = sorted({0, least // 3, least, (least + len(path) - 1) // 2, len(path) - 1})
-                title = rf"$\beta$ = {beta:g}: nearest to the predicted limit at t = {float(path.t[least]):.3g}"
-                clouds_figure(path, shown, title).savefig(Path(out) / f"clouds_beta_{beta:g}.png", dpi=150)
+                title = (
+                    rf"$\beta$ = {number_name(beta)}: nearest to the predicted limit at t = {float(path.t[least]):.3g}"
+                )
+                clouds_figure(path, shown, title).savefig(Path(out) / f"clouds_beta_{number_name(beta)}.png", dpi=150)
     if not world.first:
         return None
     law = f"{len(cloud.x)} {'weighted nodes' if cloud.weights is not None else 'tokens'} in d = {cloud.x.shape[-1]}"
@@ -97,3 +100,18 @@ def simulate(
         write_json({**numbers, "versions": versions()}, Path(out) / "simulate.json")
         simulation_figure(numbers).savefig(Path(out) / "simulate.png", dpi=150)
     return plain(numbers)
+
+
+def _times(t: Sequence[float], h: float) -> Tensor:
+    """The times themselves, or up to MEASURED equal parts of [0, T], each of one step or more."""
+    if not 0 < h < math.inf:
+        raise ValueError(f"h = {h}, expected a positive, finite step.")
+    times = torch.tensor(t, dtype=torch.float64)
+    if not bool(torch.isfinite(times).all()) or float(times[-1]) <= 0 or bool((times.diff() <= 0).any()):
+        raise ValueError(f"t = {', '.join(map(str, t))}: expected one positive, finite end, or times that increase.")
+    if float(times[-1]) / h > MOST_STEPS:
+        raise ValueError(f"t = {t[-1]:g} in steps of h = {h:g} are more than {MOST_STEPS:.0e} steps; use a larger h.")
+    if len(t) > 1:
+        return times
+    parts = min(MEASURED, math.ceil(t[0] / h * (1 - 1e-12)))
+    return torch.linspace(0, t[0], parts + 1, dtype=torch.float64)

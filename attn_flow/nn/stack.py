@@ -230,10 +230,10 @@ class DeepStack(nn.Module):
         steps: int | None = None,
         step: Step | None = None,
         depth: int | None = None,
-        colder: float = 1.0,
+        beta_factor: float = 1.0,
     ) -> DeepStack:
-        """A copy with the same parameters, run otherwise: longer, finer, deeper (if shared), at `colder` times beta."""
-        checks.positive("colder", colder)
+        """A copy with the same parameters, run otherwise: longer, finer, deeper (if shared), at beta_factor * beta."""
+        checks.positive("beta_factor", beta_factor)
         if depth is not None and not self.shared:
             raise ValueError(
                 f"depth = {depth}: a stack with own weights has {self.depth} layers; expected shared=True."
@@ -249,7 +249,7 @@ class DeepStack(nn.Module):
                 checks.positive("horizon", horizon)
                 layer.horizon = horizon
             layer.steps = layer.steps if steps is None else steps
-            set_beta(layer, layer.beta.detach() * colder)
+            set_beta(layer, layer.beta.detach() * beta_factor)
         return other.train(self.training)
 
     def discrete_twin(self) -> DeepStack:

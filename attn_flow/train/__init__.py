@@ -1,12 +1,14 @@
-"""Toy deep stacks on continuous attention: train them, then probe what they learned.
+"""Toy deep stacks on continuous attention: train them, then see what they learned.
 
-trained = train(recipe("majority", beta=2.0, beta_mode="learned"), out="runs/majority")
-path, numbers = trained.stack.trajectory(x), probe(trained.stack, trained.task).numbers
+trained = train_stack(replace(recipe("majority"), beta=2.0, beta_mode="learned"), out="runs/majority")
+learned = what_was_learned(trained.stack, trained.task)
+learned.path, learned.numbers  # a Trajectory through depth; limits, W2, clusters, phases by layer
 """
 
 from attn_flow.nn.stack import DeepStack
 from attn_flow.train.checkpoint import load
-from attn_flow.train.loop import Trained, evaluate, train
+from attn_flow.train.loop import Trained, evaluate, train_stack
+from attn_flow.train.observation import Learned, what_was_learned
 from attn_flow.train.recipes import TASKS, Recipe, recipe
 from attn_flow.train.tasks import Batch, Task
 
@@ -14,11 +16,13 @@ __all__ = [
     "TASKS",
     "Batch",
     "DeepStack",
+    "Learned",
     "Recipe",
     "Task",
     "Trained",
     "evaluate",
     "load",
     "recipe",
-    "train",
+    "train_stack",
+    "what_was_learned",
 ]

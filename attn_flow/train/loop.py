@@ -40,7 +40,7 @@ class Trained:
     summary: dict[str, Any]
 
 
-def train(
+def train_stack(
     recipe: Recipe,
     out: str | Path | None = None,
     *,

@@ -1,4 +1,4 @@
-"""A trained stack probed like any other encoder: its tokens as a Trajectory, its layers as Attentions with limits."""
+"""What a trained stack learned: its tokens as a Trajectory, its layers as Attentions with limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOGETHER = 0.2  # tokens closer than this part of their norm are one cluster
 
 
 @dataclass(frozen=True, eq=False)
-class Probed:
+class Learned:
     """The path of some held-out inputs through depth, and numbers (plain JSON) layer by layer."""
 
     path: Trajectory
@@ -33,14 +33,14 @@ class Probed:
 
 
 @torch.no_grad()
-def probe(stack: DeepStack, task: Task, seed: int = 0, clouds: int = CLOUDS) -> Probed:
+def what_was_learned(stack: DeepStack, task: Task, seed: int = 0, clouds: int = CLOUDS) -> Learned:
     """What each layer learned and does: beta, the limit of its Q, K, V, W2 to that limit, clusters, phases."""
-    batch = task.held_out(clouds, generator_of(seed, "probe")).to(stack.head.weight.device)
+    batch = task.held_out(clouds, generator_of(seed, "learned")).to(stack.head.weight.device)
     layers = [
         {"layer": l, **_layer(stack, attention, path, batch.mask)}
         for l, ((path, _), attention) in enumerate(zip(stack.paths(batch.x, batch.mask), stack.attentions()))
     ]
-    return Probed(
+    return Learned(
         stack.trajectory(batch.x, batch.mask),
         {"inputs": int(batch.y.shape[0]), "clusters_within": TOGETHER, "layers": layers},
     )

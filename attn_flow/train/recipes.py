@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,43 +23,55 @@ GEOMETRIES: dict[str, Callable[[int], Geometry]] = {
     "layer-norm": lambda d: Ellipsoid.from_layer_norm(torch.ones(d)),
 }
 BETA_MODES = ("fixed", "learned", "annealed")
+MOST = 10**9  # tokens, steps, updates ...: beyond it is a slip of the pen
+
+
+def _in_range(recipe: Recipe, name: str, least: int, most: int) -> None:
+    value = getattr(recipe, name)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} = {value}, expected a whole number from {least} to {most}.")
+
+
+def _option(default: Any, words: str) -> Any:
+    """A field of the recipe: its default, and what `attn-flow train --help` says of it."""
+    return field(default=default, metadata={"help": words})
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Task, stack and training of one run. `steps` are a layer's, `updates` the optimiser's.
+    """Task, stack and training of one run; the options of `attn-flow train` are these fields.
 
-    beta_mode: "fixed"; "learned", one log beta per head, from beta; "annealed", over the updates from beta_start to
-    beta, geometrically.
+    `steps` are a layer's, `updates` the optimiser's. What each field means is in its words below. Change one with
+    `dataclasses.replace`: replace(recipe("majority"), beta=2.0).
     """
 
     task: str
-    file: str | None = None
-    tokens: int = 16
-    dim: int = 32
-    heads: int = 1
-    head_dim: int | None = None
-    depth: int = 1
-    shared: bool = False
-    horizon: float = 1.0
-    steps: int = 4
-    step: str = "rk4"
-    geometry: str = "sphere"
-    placement: str = "post"
-    ffn: int = 0
-    noise: float = 0.0
-    beta: float = 4.0
-    beta_mode: str = "fixed"
-    beta_start: float = 1.0
-    checkpointing: bool = False
-    updates: int = 500
-    batch: int = 64
-    lr: float = 3e-3
-    weight_decay: float = 0.01
-    warmup: int = 50
-    clip: float = 1.0
-    amp: bool = True
-    seed: int = 0
+    file: str | None = _option(None, "text: label<TAB>text lines, .csv or .jsonl; masked: any plain text.")
+    tokens: int = _option(16, "Tokens of one input (the longest, for texts).")
+    dim: int = _option(32, "Dimension of the tokens.")
+    heads: int = _option(1, "Attention heads.")
+    head_dim: int | None = _option(None, "Width of a head; dim / heads if not given.")
+    depth: int = _option(1, "Layers.")
+    shared: bool = _option(False, "One layer's weights for all layers.")
+    horizon: float = _option(1.0, "Time of each layer's flow.")
+    steps: int = _option(4, "Steps of each layer; 1 with --step euler: discrete.")
+    step: str = _option("rk4", f"{', '.join(STEPS)}.")
+    geometry: str = _option("sphere", f"{', '.join(GEOMETRIES)}.")
+    placement: str = _option("post", "Norms: post, or pre and peri (euclidean).")
+    ffn: int = _option(0, "Hidden width of the FFN after each layer; 0: none.")
+    noise: float = _option(0.0, "Sigma of the kicks between steps while training.")
+    beta: float = _option(4.0, "Inverse temperature.")
+    beta_mode: str = _option("fixed", "fixed; learned, one log beta per head, from beta; annealed, beta-start to beta.")
+    beta_start: float = _option(1.0, "Where annealing begins; it is geometric, over the first 80% of the updates.")
+    checkpointing: bool = _option(False, "Recompute steps in the backward pass: less memory, more time.")
+    updates: int = _option(500, "Optimiser steps.")
+    batch: int = _option(64, "Inputs per update, over all processes.")
+    lr: float = _option(3e-3, "Largest learning rate of the cosine.")
+    weight_decay: float = _option(0.01, "AdamW's.")
+    warmup: int = _option(50, "Updates until the largest learning rate.")
+    clip: float = _option(1.0, "Largest norm of the gradient.")
+    amp: bool = _option(True, "Mixed precision, on CUDA only.")
+    seed: int = _option(0, "Seed of every random number.")
 
     def __post_init__(self) -> None:
         checks.one_of("task", self.task, tuple(TASKS))
@@ -68,23 +80,30 @@ class Recipe:
         checks.one_of("step", self.step, tuple(STEPS))
         checks.one_of("beta_mode", self.beta_mode, BETA_MODES)
         for name in ("tokens", "dim", "heads", "depth", "steps", "updates", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}, expected at least 1.")
+            _in_range(self, name, 1, MOST)
+        if self.head_dim is not None:
+            _in_range(self, "head_dim", 1, MOST)
+        for name in ("ffn", "warmup", "seed"):
+            _in_range(self, name, 0, MOST)
         for name in ("horizon", "lr", "clip"):
-            checks.positive(name, getattr(self, name))
-        for name in ("weight_decay", "warmup", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}, expected 0 or more.")
-        if self.beta_mode == "annealed":
-            for name in ("beta", "beta_start"):
-                if not 0 < getattr(self, name) < math.inf:
-                    raise ValueError(f"{name} = {getattr(self, name)} cannot be annealed; expected positive, finite.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)}, expected a positive, finite number.")
+        for name in ("weight_decay", "noise"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)}, expected 0 or more, and finite.")
+        checks.inverse_temperature(self.beta)
+        moving = {"fixed": (), "learned": ("beta",), "annealed": ("beta", "beta_start")}[self.beta_mode]
+        for name in moving:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} cannot be {self.beta_mode}; expected positive, finite."
+                )
         if self.file is not None and not TASKS[self.task].reads:
             raise ValueError(f"task {self.task!r} is generated and reads no file; expected file = None.")
-        if self.file is None and self.task == "text":
-            raise ValueError("task 'text' needs a file of label<TAB>text lines; give one with --file.")
 
     def make_task(self) -> Task:
+        if self.file is None and self.task == "text":
+            raise ValueError("task 'text' needs a file of label<TAB>text lines; give one with --file.")
         return TASKS[self.task].make(self)
 
     def make_stack(self, **decided: Any) -> DeepStack:
@@ -127,16 +146,14 @@ class Recipe:
     @property
     def stated_accuracy(self) -> float | None:
         """What the task states for its own recipe, whatever the seed; None for any other recipe."""
-        row = TASKS[self.task]
-        if row.accuracy is None or replace(self, seed=0) != Recipe(self.task, **row.defaults):
-            return None
-        return row.accuracy
+        known = TASKS[self.task]
+        return known.accuracy if replace(self, seed=0) == recipe(self.task) else None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-class Row(NamedTuple):
+class KnownTask(NamedTuple):
     """A task, the recipe it is trained by unless told otherwise, and the accuracy on new inputs it then reaches."""
 
     make: Callable[[Recipe], Task]
@@ -145,32 +162,32 @@ class Row(NamedTuple):
     reads: bool = False
 
 
-TASKS: dict[str, Row] = {
-    "majority": Row(
+TASKS: dict[str, KnownTask] = {
+    "majority": KnownTask(
         lambda r: majority(r.tokens),
         {"tokens": 16, "dim": 16, "steps": 2, "updates": 300, "lr": 1e-2, "warmup": 20},
         0.98,
     ),
-    "recall": Row(
+    "recall": KnownTask(
         lambda r: recall(r.tokens),
         {"tokens": 9, "horizon": 2.0, "steps": 2, "beta": 8.0, "updates": 300, "lr": 1e-2, "warmup": 20},
         0.98,
     ),
-    "clusters": Row(
+    "clusters": KnownTask(
         lambda r: clusters(r.tokens), {"tokens": 16, "dim": 16, "horizon": 2.0, "steps": 4, "updates": 600}, 0.93
     ),
-    "parity": Row(
+    "parity": KnownTask(
         lambda r: parity(r.tokens),
         {"tokens": 10, "heads": 2, "depth": 2, "horizon": 1.0, "steps": 1, "ffn": 64, "updates": 800},
         0.99,
     ),
-    "text": Row(
+    "text": KnownTask(
         lambda r: labelled(r.file or "", r.tokens),
         {"tokens": 32, "heads": 2, "horizon": 1.0, "steps": 2, "updates": 300, "weight_decay": 0.1},
         None,
         reads=True,
     ),
-    "masked": Row(
+    "masked": KnownTask(
         lambda r: masked(r.file, r.tokens),
         {"tokens": 32, "dim": 64, "heads": 4, "depth": 2, "step": "euler", "steps": 1, "ffn": 128, "beta": 8.0}
         | {"updates": 1200, "lr": 8e-3},
@@ -180,16 +197,23 @@ TASKS: dict[str, Row] = {
 }
 
 
-def recipe(task: str, **options: Any) -> Recipe:
-    """The task's own recipe with some options changed; None means unchanged."""
+def recipe(task: str) -> Recipe:
+    """The recipe a task is trained by unless told otherwise.
+
+    Args:
+        task: one of TASKS: majority, recall, clusters, parity, text or masked.
+
+    Returns:
+        A Recipe; change it with dataclasses.replace.
+
+    >>> replace(recipe("majority"), beta=2.0, beta_mode="learned").updates
+    300
+    """
     checks.one_of("task", task, tuple(TASKS))
-    if unknown := sorted(set(options) - {field.name for field in fields(Recipe)}):
-        raise ValueError(f"no option {unknown[0]!r}; expected some of {', '.join(f.name for f in fields(Recipe))}.")
-    given = {name: value for name, value in options.items() if value is not None}
-    return Recipe(task, **{**TASKS[task].defaults, **given})
+    return Recipe(task, **TASKS[task].defaults)
 
 
-STREAMS = {"weights": 0, "training": 1, "held out": 2, "noise": 3, "probe": 4}
+STREAMS = {"weights": 0, "training": 1, "held out": 2, "noise": 3, "learned": 4}
 
 
 def seed_of(seed: int, stream: str, *numbers: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from attn_flow import bench
+from attn_flow.bench import ratios
 from attn_flow.cli.entry import app
 from attn_flow.cli.matrices import parse_matrix, parse_numbers
 
@@ -40,8 +40,8 @@ def test_limit_rates_of_the_paper():
 
 
 def test_simulate_contract(tmp_path):
-    words = ["--G", "3,0;0,1", "--V", "1,0;0,2", "--beta", "10,inf", "--tokens", "60", "--dim", "2", "--time", "6"]
-    done = run("simulate", *words, "--steps", "30", "--seed", "1", "--out", str(tmp_path), "--json")
+    words = ["--G", "3,0;0,1", "--V", "1,0;0,2", "--beta", "10,inf", "--tokens", "60", "--dim", "2", "--t", "6"]
+    done = run("simulate", *words, "--h", ".2", "--seed", "1", "--out", str(tmp_path), "--json")
     found = json.loads(done.stdout)
     assert [r["beta"] for r in found["runs"]] == [10.0, "inf"]
     for r in found["runs"]:
@@ -55,11 +55,11 @@ def test_simulate_contract(tmp_path):
 
 
 def test_simulate_is_reproducible_and_takes_own_tokens(tmp_path):
-    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--beta", "5", "--time", "1", "--steps", "5", "--json"]
+    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--beta", "5", "--t", "1", "--h", ".2", "--json"]
     first, second = (run(*words, "--tokens", "20", "--seed", "3").stdout for _ in range(2))
     assert first == second
     np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(7, 2)))
-    assert "7 tokens" in run(*words, "--x", str(tmp_path / "x.npy")).stdout
+    assert "7 tokens" in run(*words, "--x0", str(tmp_path / "x.npy")).stdout
     assert "weighted nodes" in run(*words, "--tokens", "20", "--quadrature").stdout
 
 
@@ -93,7 +93,7 @@ def test_bad_input_is_one_line_and_exit_code_2(words, says):
 
 
 def test_a_flow_that_leaves_the_range_is_exit_code_3():
-    words = ["--G", "800,0;0,800", "--V", "1,0;0,2", "--beta", "1e308", "--tokens", "5", "--time", "1", "--steps", "2"]
+    words = ["--G", "800,0;0,800", "--V", "1,0;0,2", "--beta", "1e308", "--tokens", "5", "--t", "1", "--h", ".5"]
     done = runner.invoke(app, ["simulate", *words])
     assert done.exit_code in (2, 3)
     assert "Traceback" not in done.output
@@ -195,15 +195,16 @@ def test_matrices_from_files(tmp_path):
     assert parse_numbers("10,inf", "beta") == [10, math.inf]
 
 
-def test_bench_says_what_it_could_not_run(monkeypatch):
+def test_bench_says_what_it_could_not_run():
     def lacking(quick):
         raise ModuleNotFoundError("No module named 'torchdiffeq'")
         yield
 
-    monkeypatch.setattr(bench, "CASES", {"job": lacking})
-    assert "torchdiffeq" in run("bench", "--quick").stdout
-    assert json.loads(run("bench", "--quick", "--json").stdout)["rows"][0]["ratio"] is None
-    assert "torchdiffeq" in run("bench", "job", "--quick", code=2).stderr
+    row = ratios(quick=True, cases={"job": lacking})["rows"][0]
+    assert row["ratio"] is None
+    assert "torchdiffeq" in row["against"]
+    with pytest.raises(ModuleNotFoundError, match="torchdiffeq"):
+        ratios(["job"], quick=True, cases={"job": lacking})
 
 
 def test_bench_quick_drift_prints_ratios():

@@ -56,11 +56,9 @@ def test_correlation_and_spread() -> None:
     assert spread([1.0, 3.0]) == {"mean": 2.0, "low": 1.0, "high": 3.0}
 
 
-def test_one_tiny_run_measures_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained_stacks, "CLOUDS", 4)
-    monkeypatch.setattr(trained_stacks, "LONGER", (1.0, 8.0))
-    monkeypatch.setattr(trained_stacks, "COLDER", (1.0,))
-    r = one({"depth": 2, "horizon": 0.5, "beta": 4.0}, seed=0, updates=2)
+def test_one_tiny_run_measures_everything() -> None:
+    options = {"depth": 2, "horizon": 0.5, "beta": 4.0}
+    r = one(options, seed=0, updates=2, longer_by=(1.0, 8.0), beta_factors=(1.0,), clouds=4)
     assert r["trained"] == r["longer"][0] == r["colder"][0]
     assert r["longer"][1]["clusters"] < r["longer"][0]["clusters"]
     assert 0 < r["trained"]["w2"] < 2

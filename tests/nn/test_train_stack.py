@@ -84,7 +84,7 @@ def test_trajectory_ends_where_the_head_reads_and_includes_the_ffn() -> None:
 def test_twin_and_rerun_leave_the_original_alone() -> None:
     s = stack(horizon=1.0, steps=4)
     before = s(ids(2, 5)).detach()
-    twin, colder = s.discrete_twin(), s.rerun(colder=3.0, horizon=2.0, steps=8)
+    twin, colder = s.discrete_twin(), s.rerun(beta_factor=3.0, horizon=2.0, steps=8)
     for a, b in zip(s.state_dict().items(), twin.state_dict().items()):
         assert a[0] == b[0]
         assert torch.equal(a[1], b[1])

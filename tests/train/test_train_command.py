@@ -1,8 +1,9 @@
-"""attn-flow train as a user runs it, and the probe of what was learned."""
+"""attn-flow train as a user runs it, and what was learned."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from attn_flow import Trajectory
 from attn_flow.cli.training import train
 from attn_flow.train import load, recipe
-from attn_flow.train.observation import count_clusters, probe, to_limit
+from attn_flow.train.observation import count_clusters, to_limit, what_was_learned
 
 SMALL = ["--tokens", "6", "--dim", "6", "--steps", "3", "--batch", "8", "--updates", "6", "--no-tensorboard", "--quiet"]
 
@@ -25,14 +26,14 @@ def invoke(*arguments: str) -> tuple[int, str, BaseException | None]:
     return result.exit_code, result.output, result.exception
 
 
-def test_train_writes_a_probed_run_and_resumes_it(tmp_path: Path) -> None:
+def test_train_writes_what_was_learned_and_resumes(tmp_path: Path) -> None:
     out = tmp_path / "run"
     code, said, error = invoke("majority", *SMALL, "--beta-mode", "learned", "--out", str(out), "--json")
     assert code == 0, error
     numbers = json.loads(said)
     assert numbers["updates"] == 6
-    assert len(numbers["probe"]["layers"]) == 1
-    layer = numbers["probe"]["layers"][0]
+    assert len(numbers["learned"]["layers"]) == 1
+    layer = numbers["learned"]["layers"][0]
     assert layer["beta"] == pytest.approx(numbers["beta"][0])
     assert layer["beta"] != [4.0]
     assert layer["limit"]["case"] in ("fixed", "rotating", "jordan")
@@ -88,12 +89,12 @@ def test_labelled_texts_from_a_file(tmp_path: Path) -> None:
     assert "line 61 has 1 field(s)" in str(error)
 
 
-def test_probe_limits_and_clusters_are_the_cores_own() -> None:
+def test_limits_and_clusters_are_the_cores_own() -> None:
     """W2 of a layer's path to its limit, one cloud and one token at a time."""
     from attn_flow.prediction.limit_map import limit
     from attn_flow.transport.distances import wasserstein
 
-    r = recipe("clusters", tokens=5, dim=3, steps=4, horizon=2.0)
+    r = replace(recipe("clusters"), tokens=5, dim=3, steps=4, horizon=2.0)
     task = r.make_task()
     stack = r.make_stack(**task.stack_options).eval()
     batch = task.held_out(3, torch.Generator().manual_seed(0))
@@ -109,9 +110,9 @@ def test_probe_limits_and_clusters_are_the_cores_own() -> None:
     assert count_clusters(x).tolist() == [2, 1]
 
 
-def test_probe_says_where_no_limit_is_established() -> None:
-    r = recipe("majority", tokens=6, dim=6, placement="pre", geometry="euclidean")
+def test_it_says_where_no_limit_is_established() -> None:
+    r = replace(recipe("majority"), tokens=6, dim=6, placement="pre", geometry="euclidean")
     task = r.make_task()
-    found = probe(r.make_stack(**task.stack_options), task)
+    found = what_was_learned(r.make_stack(**task.stack_options), task)
     assert found.numbers["layers"][0]["w2"] is None
     assert "for tokens on the sphere" in found.numbers["layers"][0]["w2_missing"]

@@ -8,25 +8,26 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from attn_flow.dynamics.distributed import Processes
-from attn_flow.train import checkpoint, load, loop, recipe, train
+from attn_flow.train import checkpoint, load, loop, recipe, train_stack
 from attn_flow.train.recipes import Recipe
 
 SMALL = {"tokens": 6, "dim": 8, "steps": 1, "batch": 8, "updates": 24, "warmup": 4}
 
 
 def small(task: str = "majority", **options: object) -> Recipe:
-    return recipe(task, **{**SMALL, **options})  # type: ignore[arg-type]
+    return replace(recipe(task), **{**SMALL, **options})  # type: ignore[arg-type]
 
 
 def run(out: Path | None, r: Recipe | None = None, **options: object) -> loop.Trained:
     quick = {"save_every": 5, "evaluate_every": 10, "tensorboard": False}
-    return train(r or small(), out, **{**quick, **options})  # type: ignore[arg-type]
+    return train_stack(r or small(), out, **{**quick, **options})  # type: ignore[arg-type]
 
 
 def lines(out: Path) -> list[dict[str, float]]:
@@ -90,16 +91,17 @@ def test_training_leaves_the_global_generator_alone() -> None:
 KILLED = """
 import sys, torch
 torch.set_num_threads(1)
-from attn_flow.train import train, recipe
-r = recipe("majority", **eval(sys.argv[2]))
-train(r, sys.argv[1], save_every=5, evaluate_every=10, tensorboard=False)
+from dataclasses import replace
+from attn_flow.train import train_stack, recipe
+r = replace(recipe("majority"), **eval(sys.argv[2]))
+train_stack(r, sys.argv[1], save_every=5, evaluate_every=10, tensorboard=False)
 """
 
 
 def test_killed_and_resumed_gives_the_same_curve(tmp_path: Path) -> None:
     """SIGKILL in the middle of a run, noise and learned beta included: the log is the same to the byte."""
     options = {**SMALL, "updates": 120, "noise": 0.05, "beta_mode": "learned"}
-    r = recipe("majority", **options)
+    r = replace(recipe("majority"), **options)  # type: ignore[arg-type]
     run(tmp_path / "whole", r)
     out = tmp_path / "killed"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(out), repr(options)])
@@ -275,10 +277,11 @@ def test_bad_arguments() -> None:
 TWO = """
 import sys, torch
 torch.set_num_threads(1)
-from attn_flow.train import train, recipe
+from dataclasses import replace
+from attn_flow.train import train_stack, recipe
 for task in ("majority", "clusters"):
-    r = recipe(task, **eval(sys.argv[2]))
-    train(r, f"{sys.argv[1]}/{task}", save_every=5, evaluate_every=10, tensorboard=False)
+    r = replace(recipe(task), **eval(sys.argv[2]))
+    train_stack(r, f"{sys.argv[1]}/{task}", save_every=5, evaluate_every=10, tensorboard=False)
 """
 
 
@@ -295,7 +298,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
     )
     assert found.returncode == 0, found.stderr
     for task in ("majority", "clusters"):
-        run(tmp_path / "one" / task, recipe(task, **options))
+        run(tmp_path / "one" / task, replace(recipe(task), **options))
         one, two = lines(tmp_path / "one" / task), lines(tmp_path / "two" / task)
         assert len(two) == 13
         for a, b in zip(one, two):
@@ -318,7 +321,7 @@ def test_tensorboard_is_written_where_installed(tmp_path: Path) -> None:
 def test_mixed_precision_learns_on_cuda_and_is_deterministic(tmp_path: Path) -> None:
     curves = []
     for name in ("a", "b"):
-        trained = run(tmp_path / name, recipe("majority", updates=200), device="cuda")
+        trained = run(tmp_path / name, replace(recipe("majority"), updates=200), device="cuda")
         curves.append((tmp_path / name / "log.jsonl").read_bytes())
     assert curves[0] == curves[1]
     assert trained.summary["accuracy"] > 0.5
@@ -342,12 +345,12 @@ def test_a_small_version_of_each_task_is_learned(task: str, tmp_path: Path) -> N
     (tmp_path / "a.txt").write_text("abcdefghij" * 200)
     common = {"step": "euler", "steps": 1, "batch": 32, "lr": 0.02, "warmup": 10}
     file = str(tmp_path / "a.txt") if task == "masked" else None
-    trained = run(None, recipe(task, **{**common, **TINY[task]}, file=file))
+    trained = run(None, replace(recipe(task), **{**common, **TINY[task]}, file=file))
     assert trained.summary["accuracy"] > 0.9 > trained.task.chance
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["majority", "recall", "clusters", "parity", "masked"])
 def test_stated_accuracies(task: str) -> None:
-    summary = train(recipe(task)).summary
+    summary = train_stack(recipe(task)).summary
     assert summary["accuracy"] >= summary["stated_accuracy"] > summary["chance"]
