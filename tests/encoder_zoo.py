@@ -115,6 +115,15 @@ def output(model: nn.Module, x: dict[str, Tensor], **options: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out.last_hidden_state
 
 
+def fingerprint(model: nn.Module) -> list:
+    """All that a hook could leave behind."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+    return [
+        (path, m.training, "forward" in m.__dict__, *(len(getattr(m, h)) for h in hooks), sorted(m.__dict__))
+        for path, m in model.named_modules()
+    ] + [str(getattr(model, "config", ""))]
+
+
 def without_positions(name: str, model: nn.Module, x: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same model made blind to positions inside its attention, and its inputs, so that contents decide alone."""
     with torch.no_grad():

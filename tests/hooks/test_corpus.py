@@ -137,29 +137,13 @@ def test_a_broken_run_resumes_to_the_same_bits(tmp_path: Path, stop: int) -> Non
     assert equal(again, whole)
 
 
-SCRIPT = """
-import sys, time, torch
-sys.path[:0] = [{tests!r}, {tests!r} + "/.."]
-torch.set_num_threads(1)
-from test_hooks_stream import TEXTS, OPTIONS, Statistics, record, tiny, tokenizer
-
-def slowly():
-    for i, text in enumerate(TEXTS):
-        time.sleep({pause})
-        yield text
-
-options = dict(OPTIONS)
-sink = Statistics(sys.argv[1], reservoir=40, every=0, states={states})
-record(tiny("BERT"), tokenizer(), slowly(), sink=sink, **options)
-sys.stdout.write("n %d\\n" % sink.n)  # in one piece: two processes write to one pipe
-"""
-
-
 def launch(folder: Path, pause: float, states: bool, *launcher: str) -> subprocess.Popen:
-    script = folder.parent / f"run-{pause}-{states}.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), pause=pause, states=states))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *launcher, str(script), str(folder)]
+    """corpus(...) in another process, which waits `pause` seconds before each text."""
+    here = Path(__file__).parent
+    given = {"folder": str(folder), "pause": pause, "states": states, "texts": TEXTS, "options": OPTIONS}
+    path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    command = [sys.executable, *launcher, str(here / "worker.py"), json.dumps(given)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 

@@ -8,8 +8,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from encoder_zoo import CAUSAL, every_architecture, inputs, mask, output, tiny
-from test_hooks_record import fingerprint
+from encoder_zoo import CAUSAL, every_architecture, fingerprint, inputs, mask, output, tiny
 from torch import Tensor, nn
 
 from attn_flow import Sphere, dopri5, euler, rk4

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import transformers
-from encoder_zoo import CAUSAL, IMAGES, ZOO, every_architecture, inputs, output, tiny, tokenizer, words
+from encoder_zoo import CAUSAL, IMAGES, ZOO, every_architecture, fingerprint, inputs, output, tiny, tokenizer, words
 from torch import nn
 
 from attn_flow.hooks import blocks, demo, load_encoder, record, recording
@@ -22,15 +22,6 @@ FINAL = {
     "Llama": "norm",
     "T5 encoder": "encoder.final_layer_norm",
 }
-
-
-def fingerprint(model: nn.Module) -> list:
-    """All that a hook could leave behind."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
-    return [
-        (path, m.training, "forward" in m.__dict__, *(len(getattr(m, h)) for h in hooks), sorted(m.__dict__))
-        for path, m in model.named_modules()
-    ] + [str(getattr(model, "config", ""))]
 
 
 @every_architecture

@@ -1,0 +1,25 @@
+"""What test_corpus.py starts in other processes: statistics of texts, slowly. The one argument is JSON."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+from encoder_zoo import tiny, tokenizer
+
+from attn_flow.hooks import Statistics, record
+
+torch.set_num_threads(1)
+given = json.loads(sys.argv[1])
+
+
+def slowly() -> Iterator[str]:
+    for text in given["texts"]:
+        time.sleep(given["pause"])
+        yield text
+
+
+sink = Statistics(given["folder"], reservoir=40, every=0, states=given["states"])
+record(tiny("BERT"), tokenizer(), slowly(), sink=sink, **given["options"])
+sys.stdout.write(f"n {sink.n}\n")  # in one piece: two processes write to one pipe
