@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+DIGEST = "sha256"  # the word of a tensor file that holds the digest of the rest
 PACKAGES = ("attn-flow", "torch", "transformers", "numpy", "scipy", "POT", "geomloss")
 
 
@@ -46,28 +50,75 @@ def plain(value: Any) -> Any:
 
 
 def write_json(content: Any, path: str | os.PathLike[str]) -> None:
+    """A JSON file of plain values; NaN and infinities become strings."""
     text = json.dumps(plain(content), indent=1, allow_nan=False)
-    _in_one_step(path, lambda beside: Path(beside).write_text(text + "\n"))
+    in_one_step(path, lambda beside: Path(beside).write_text(text + "\n"))
 
 
 def write_tensors(tensors: dict[str, Tensor], path: str | os.PathLike[str], words: dict[str, str]) -> None:
-    """A safetensors file with `words` as its metadata."""
+    """A safetensors file with `words` as its metadata, and a digest of all of it, which `read_tensors` compares."""
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    _in_one_step(path, lambda beside: save_file(contiguous, beside, metadata=words))
+    signed = {**words, DIGEST: digest(contiguous, words)}
+    in_one_step(path, lambda beside: save_file(contiguous, beside, metadata=signed))
 
 
-def _in_one_step(path: str | os.PathLike[str], write: Callable[[str], Any]) -> None:
-    """Write beside the place and move there."""
+def read_tensors(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and words of a file that `write_tensors` wrote; a file that changed since is refused.
+
+    Returns (tensors on `device`, words). ValueError in one sentence if the file is missing, cut short or damaged; a
+    safetensors file without words, written by another program, is read as it is.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
+    if not path.is_file():
+        raise ValueError(f"no file {path}.")
     try:
+        with safe_open(path, framework="pt") as file:
+            words = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged or no safetensors file ({error}); move it away to start over.") from None
+    expected = words.pop(DIGEST, None)
+    if expected is None and words not in ({}, {"format": "pt"}):
+        raise ValueError(
+            f"{path} has no digest: it is damaged, or of a version before 0.2; move it away to start over."
+        )
+    if expected is not None and expected != digest(tensors, words):
+        raise ValueError(f"{path} is damaged: its content is not what was written; move it away to start over.")
+    return {name: tensor.to(device) for name, tensor in tensors.items()}, words
+
+
+def digest(tensors: Mapping[str, Tensor], words: Mapping[str, str] | None = None) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes of tensors, and of words, whatever their order."""
+    total = hashlib.sha256(json.dumps(words or {}, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        total.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        total.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def in_one_step(path: str | os.PathLike[str], write: Callable[[str], Any]) -> None:
+    """Write beside the place and move there: a reader, or the next run after a kill, sees the old file or the new.
+
+    write: writes to the file whose name it is given. A full disk is an OSError of one sentence; the old file stays.
+    """
+    path = Path(path)
+    beside = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
         write(beside)
         os.chmod(beside, 0o666 & ~_umask())
         os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
+    except BaseException as error:
+        if beside:
+            Path(beside).unlink(missing_ok=True)
+        if isinstance(error, OSError | SafetensorError):
+            reason = getattr(error, "strerror", None) or error
+            raise OSError(f"{path} could not be written ({reason}); what was there before is unchanged.") from None
         raise
 
 

@@ -8,11 +8,14 @@ import os
 import zlib
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,14 @@ class Processes:
         if self.count == 1:
             return parts.copy_(x)
         dist.all_gather(list(parts), x.contiguous())
+        return parts
+
+    def gathered_objects(self, value: T) -> list[T]:
+        """A picklable value of every process, in the order of their ranks."""
+        if self.count == 1:
+            return [value]
+        parts: list[Any] = [None] * self.count
+        dist.all_gather_object(parts, value)
         return parts
 
     def same(self, tensors: dict[str, Tensor | None]) -> None:

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from attn_flow.base import checks
-from attn_flow.base.files import write_tensors
+from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.measures import Cloud
 
 
@@ -67,9 +66,8 @@ class Trajectory:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Trajectory:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            words = file.metadata() or {}
-            if words.get("format") != "attn_flow.Trajectory":
-                raise ValueError(f"{path} is no saved Trajectory; expected a file written by Trajectory.save.")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        """A saved path on `device`; a damaged file, or another kind of file, is a ValueError."""
+        tensors, words = read_tensors(path, device)
+        if words.get("format") != "attn_flow.Trajectory":
+            raise ValueError(f"{path} is no saved Trajectory; expected a file written by Trajectory.save.")
         return cls(**tensors, about=json.loads(words["about"]), labels=json.loads(words["labels"]))

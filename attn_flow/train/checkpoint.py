@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from attn_flow.base.files import versions, write_tensors
+from attn_flow.base.files import read_tensors, versions, write_tensors
 from attn_flow.nn.stack import DeepStack
 from attn_flow.train.recipes import Recipe
 from attn_flow.train.tasks import Task
@@ -81,14 +80,7 @@ def read(path: str | Path) -> Saved:
     path = path / CHECKPOINT if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"no checkpoint {path}; expected a run's folder or its {CHECKPOINT}.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            words = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); move it away to start over. attn-flow itself never leaves half a file."
-        ) from None
+    tensors, words = read_tensors(path)
     if words.get("format") != FORMAT:
         raise ValueError(f"{path} is no checkpoint of attn-flow train; use another --out.")
     loaded = {name: json.loads(words[name]) for name in ("update", "recipe", "decided", "scaler")}
