@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from attn_flow.base import checks
+from attn_flow.base.words import introduce
 
 
 class Geometry(Protocol):
+    """What an integrator asks of the set that tokens live on; your own class with these four methods is one too."""
+
     def tangent(self, x: Tensor, u: Tensor) -> Tensor:
         """The part of the drift u that moves along the set at x."""
         ...
@@ -55,7 +58,21 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sphere:
-    """{|x| = radius}: P_x u = u - <x,u> x / radius^2, retraction radius x / |x|."""
+    """{|x| = radius}: P_x u = u - <x,u> x / radius^2, retraction radius x / |x|.
+
+    radius: in the units of the tokens. Distances are arc lengths, radius times an angle.
+
+    >>> import torch
+    >>> sphere = Sphere()
+    >>> x = sphere.retract(torch.tensor([[3.0, 0.0], [0.0, 0.1]]))
+    >>> sphere.distance(x[:1], x[1:])  # a quarter turn
+    tensor([1.5708])
+    >>> sphere.tangent(x, torch.ones(2, 2))
+    tensor([[0., 1.],
+            [1., 0.]])
+    >>> sphere.uniform(100, 3).shape
+    torch.Size([100, 3])
+    """
 
     radius: float = 1.0
 
@@ -63,12 +80,15 @@ class Sphere:
         checks.positive("radius", self.radius)
 
     def tangent(self, x: Tensor, u: Tensor) -> Tensor:
+        """The part of the drift u (..., n, d) that moves along the set at x (..., n, d)."""
         return torch.addcmul(u, (x * u).sum(-1, keepdim=True), x, value=-1 / self.radius**2)
 
     def retract(self, x: Tensor) -> Tensor:
+        """The point of the set that each token of x (..., n, d) stands for."""
         return x * (self.radius / torch.linalg.vector_norm(x, dim=-1, keepdim=True))
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """Distance of x_i and y_i, (..., n, d) x (..., n, d) -> (..., n)."""
         return self.radius * angle(x / self.radius, y / self.radius)
 
     def uniform(
@@ -80,20 +100,29 @@ class Sphere:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
+        """n random tokens, (n, d); a tuple n = (batch, n) gives (batch, n, d)."""
         return self.retract(torch.randn(_shape(n, d), generator=generator, dtype=dtype, device=device))
 
 
 @dataclass(frozen=True)
 class Euclidean:
-    """R^d: every direction is tangent. It has no uniform law; `uniform` draws from the cube [-1, 1]^d."""
+    """R^d: every direction is tangent. It has no uniform law; `uniform` draws from the cube [-1, 1]^d.
+
+    >>> import torch
+    >>> Euclidean().distance(torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]))
+    tensor([5.])
+    """
 
     def tangent(self, x: Tensor, u: Tensor) -> Tensor:
+        """The part of the drift u (..., n, d) that moves along the set at x (..., n, d)."""
         return u
 
     def retract(self, x: Tensor) -> Tensor:
+        """The point of the set that each token of x (..., n, d) stands for."""
         return x
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """Distance of x_i and y_i, (..., n, d) x (..., n, d) -> (..., n)."""
         return (x - y).norm(dim=-1)
 
     def uniform(
@@ -105,22 +134,36 @@ class Euclidean:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
+        """n random tokens, (n, d); a tuple n = (batch, n) gives (batch, n, d)."""
         return 2 * torch.rand(_shape(n, d), generator=generator, dtype=dtype, device=device) - 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Ellipsoid:
     """{centre + A z : |z| = 1}, A = axes (d, k) of full column rank: the affine image of the unit sphere of R^k.
 
     Its geometry is the sphere's, carried along by A: with z = A^+ (x - centre), the tangent projection is
     A P_z A^+ u, the retraction centre + A z/|z|, the distance the angle between the z. A layer norm with gain
     and bias puts tokens on such a set, of dimension d - 2 inside the hyperplane image of 1^perp.
-    `axes` may also be the d semi-axes of an axis-aligned ellipsoid.
+
+    centre: (d,). axes: A, (d, k), or the d semi-axes of an axis-aligned ellipsoid. inverse: A^+, computed.
+
+    >>> import torch
+    >>> ellipsoid = Ellipsoid(centre=torch.zeros(2), axes=torch.tensor([2.0, 1.0]))
+    >>> ellipsoid
+    Ellipsoid(centre=float32 (2,), axes=float32 (2, 2))
+    >>> ellipsoid.retract(torch.tensor([[10.0, 0.0]]))
+    tensor([[2., 0.]])
+    >>> Ellipsoid.from_layer_norm(gain=torch.ones(4)).axes.shape  # inside the hyperplane orthogonal to 1
+    torch.Size([4, 3])
     """
 
     centre: Tensor
     axes: Tensor
-    inverse: Tensor = field(init=False, repr=False)  # A^+
+    inverse: Tensor = field(init=False)  # A^+
+
+    def __repr__(self) -> str:
+        return introduce(self, "centre", "axes")
 
     def __post_init__(self) -> None:
         for name in ("centre", "axes"):
@@ -154,13 +197,16 @@ class Ellipsoid:
         return (x - self.centre.to(x)) @ self.inverse.to(x).T
 
     def tangent(self, x: Tensor, u: Tensor) -> Tensor:
+        """The part of the drift u (..., n, d) that moves along the set at x (..., n, d)."""
         z = self.sphere_coordinates(x)
         return Sphere().tangent(z, u @ self.inverse.to(u).T) @ self.axes.to(u).T
 
     def retract(self, x: Tensor) -> Tensor:
+        """The point of the set that each token of x (..., n, d) stands for."""
         return self.centre.to(x) + Sphere().retract(self.sphere_coordinates(x)) @ self.axes.to(x).T
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """Distance of x_i and y_i, (..., n, d) x (..., n, d) -> (..., n)."""
         return angle(self.sphere_coordinates(x), self.sphere_coordinates(y))
 
     def uniform(
@@ -172,6 +218,7 @@ class Ellipsoid:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
+        """n random tokens, (n, d); a tuple n = (batch, n) gives (batch, n, d)."""
         if d != self.centre.shape[0]:
             raise ValueError(f"d = {d}, expected {self.centre.shape[0]}, the dimension of this ellipsoid.")
         dtype, device = dtype or self.axes.dtype, device or self.axes.device

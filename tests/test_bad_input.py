@@ -281,7 +281,7 @@ MEASURES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "mixture mass": (
         lambda: Mixture([UniformSphere(3)], torch.zeros(1)),
-        r"mixture weights must be nonnegative with some mass",
+        r"weights of a mixture are all zero; expected some mass in every mixture",
     ),
 }
 CASES = {

@@ -35,6 +35,8 @@ def tensor(name: str, x: Tensor, shape: str) -> None:
 
 def floating(name: str, x: Tensor, shape: str) -> None:
     tensor(name, x, shape)
+    if x.is_complex():
+        raise ValueError(f"{name} has dtype {x.dtype}, expected real numbers; its imaginary part has no meaning here.")
     if not x.is_floating_point():
         raise ValueError(f"{name} has dtype {x.dtype}, expected a floating dtype; use {name}.float().")
 
@@ -69,13 +71,62 @@ def token_weights(weights: Tensor, x: Tensor, mask: Tensor | None = None) -> Non
             f"weights have shape {tuple(weights.shape)}, expected (..., n) = {tuple(x.shape[:-1])} to match x."
         )
     same_device("weights", weights, "x", x)
+    masses(weights, mask)
+
+
+def masses(weights: Tensor, mask: Tensor | None = None, of: str = "cloud") -> None:
+    """Real, finite, nonnegative, and some of them positive (where the mask is True) in every cloud."""
+    if weights.is_complex() or weights.dtype == torch.bool:
+        raise ValueError(f"weights have dtype {weights.dtype}, expected real masses; a choice of tokens is a mask.")
     finite("weights", weights)
     if can_look(weights):
         if bool((weights < 0).any()):
             raise ValueError(f"weights reach {float(weights.min()):.3g}, expected nonnegative masses.")
-        seen = weights if mask is None else torch.where(mask, weights, 0.0)
-        if not bool((seen.sum(-1) > 0).all()):
-            raise ValueError("weights of a cloud are all zero; expected some mass in every cloud.")
+        seen = weights if mask is None else torch.where(mask, weights, 0)
+        if not bool((seen > 0).any(-1).all()):
+            raise ValueError(f"weights of a {of} are all zero; expected some mass in every {of}.")
+
+
+def queries(g: Tensor, d: int) -> None:
+    """Directions in which a measure of dimension d is tilted: floating point, (..., m, d)."""
+    floating("g", g, f"(..., m, {d})")
+    if g.ndim < 2 or g.shape[-1] != d:
+        raise ValueError(f"g has shape {tuple(g.shape)}, expected (..., m, {d}): queries as wide as the measure.")
+
+
+def covariance(name: str, cov: Tensor) -> None:
+    """(..., d, d), finite, symmetric and nonnegative to rounding."""
+    floating(name, cov, "(..., d, d)")
+    if cov.ndim < 2 or cov.shape[-1] != cov.shape[-2]:
+        raise ValueError(f"{name} has shape {tuple(cov.shape)}, expected (..., d, d).")
+    finite(name, cov)
+    if not can_look(cov):
+        return
+    S = cov.detach()
+    spread = S.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
+    rounding = 100 * S.shape[-1] * torch.finfo(S.dtype).eps
+    if bool(((S - S.mT).abs() > rounding * S.abs().amax((-2, -1), keepdim=True)).any()):
+        raise ValueError(f"{name} is not symmetric, expected a covariance; symmetrise it, ({name} + {name}.mT)/2.")
+    # A Cholesky factor of S + rounding exists unless an eigenvalue is negative; S = 0 is a point.
+    unit = torch.where(spread > 0, spread, 1.0)
+    eye = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
+    shifted = S / unit + rounding * eye
+    if bool(torch.linalg.cholesky_ex(shifted if S.dtype.itemsize > 2 else shifted.float())[1].any()):
+        least = float(torch.linalg.eigvalsh(S.double()).min())
+        raise ValueError(f"{name} has the eigenvalue {least:.3g} < 0, expected a covariance.")
+
+
+def times(t: Tensor) -> None:
+    """Times of a path: (T,), at least one, finite, increasing strictly."""
+    tensor("t", t, "(T,)")
+    if t.ndim != 1 or len(t) == 0:
+        raise ValueError(f"t has shape {tuple(t.shape)}, expected (T,) with at least one time.")
+    if not can_look(t):
+        return
+    if not all_finite(t):
+        raise ValueError("t has NaN or infinite times, expected finite ones.")
+    if bool((t[1:] <= t[:-1]).any()):
+        raise ValueError(f"t must increase strictly, got {[round(v, 6) for v in t.tolist()[:6]]}...; sort it.")
 
 
 def inverse_temperature(beta: float | Tensor) -> None:

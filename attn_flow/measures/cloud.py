@@ -10,12 +10,27 @@ from torch import Tensor
 
 from attn_flow.averages import dense
 from attn_flow.base import checks
+from attn_flow.base.words import introduce
 from attn_flow.measures.measure import by_temperature
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Cloud:
-    """Weighted tokens sum_j w_j delta_{x_j} / sum_j w_j: x (..., n, d), weights (..., n), mask True for tokens."""
+    """Weighted tokens sum_j w_j delta_{x_j} / sum_j w_j.
+
+    x: tokens (..., n, d); leading axes are a batch of clouds.
+    weights: masses (..., n), nonnegative, of any total; equal ones if not given.
+    mask: (..., n), True for tokens and False for padding, which has no mass and may hold any finite numbers.
+
+    >>> import torch
+    >>> cloud = Cloud(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), weights=torch.tensor([3.0, 1.0]))
+    >>> cloud
+    Cloud(x=float32 (2, 2), weights=float32 (2,))
+    >>> cloud.mean
+    tensor([0.7500, 0.2500])
+    >>> cloud.tilted_mean(torch.tensor([[0.0, 1.0]]), beta=float("inf"))  # the token that scores highest
+    tensor([[0., 1.]])
+    """
 
     x: Tensor
     weights: Tensor | None = None
@@ -28,22 +43,35 @@ class Cloud:
         if self.weights is not None:
             checks.token_weights(self.weights, self.x, self.mask)
 
-    @property
-    def probabilities(self) -> Tensor:
-        """w_j, zero where masked, summing to one, (..., n)."""
-        w = torch.ones_like(self.x[..., 0]) if self.weights is None else self.weights.to(self.x.dtype)
+    def __repr__(self) -> str:
+        return introduce(self, "x", "weights", "mask")
+
+    def _masses(self) -> Tensor:
+        """w_j / max w, zero where masked, (..., n), as precise as the weights: their sum may overflow."""
+        w = torch.ones_like(self.x[..., 0]) if self.weights is None else self.weights
+        w = w.to(torch.promote_types(w.dtype, self.x.dtype))
         w = w.expand(torch.broadcast_shapes(w.shape, self.x.shape[:-1]))
         if self.mask is not None:
             w = torch.where(self.mask, w, 0.0)
-        return w / w.sum(-1, keepdim=True)
+        return w if self.weights is None else w / w.detach().amax(-1, keepdim=True)
+
+    @property
+    def probabilities(self) -> Tensor:
+        """w_j, zero where masked, summing to one, (..., n)."""
+        w = self._masses()
+        return (w / w.sum(-1, keepdim=True)).to(self.x.dtype)
 
     @property
     def log_weights(self) -> Tensor | None:
-        """log w_j (..., n), or None when all weights are equal (the softmax then cancels them)."""
-        return None if self.weights is None and self.mask is None else self.probabilities.log()
+        """log w_j of the probabilities (..., n), or None when all are equal (the softmax then cancels them)."""
+        if self.weights is None and self.mask is None:
+            return None
+        w = self._masses()
+        return (w.log() - w.sum(-1, keepdim=True).log()).to(self.x.dtype)
 
     @property
     def mean(self) -> Tensor:
+        """sum_j w_j x_j, (..., d)."""
         return torch.einsum("...j,...jd->...d", self.probabilities, self.x)
 
     def moments(self) -> tuple[Tensor, Tensor]:
@@ -52,11 +80,17 @@ class Cloud:
         return self.mean, torch.einsum("...j,...jd,...je->...de", self.probabilities, centred, centred)
 
     def to(self, *args: Any, **kwargs: Any) -> Cloud:
+        """The same cloud with its tensors moved or cast, as `Tensor.to`."""
         x = self.x.to(*args, **kwargs)
-        weights = None if self.weights is None else self.weights.to(x)
+        weights = self.weights
+        if weights is not None:
+            # Another precision may not hold the masses as they are.
+            weights = (weights if weights.dtype == x.dtype else self._masses()).to(x)
         return Cloud(x, weights, None if self.mask is None else self.mask.to(x.device))
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """L_beta(g) = (1/beta) log sum_j w_j e^{beta <g, x_j>}, (..., m), for queries g (..., m, d)."""
+        checks.queries(g, self.x.shape[-1])
         if dense.loses_digits(g, self.x, beta):
             return self.to(torch.float64).log_partition(g.double(), beta).to(g.dtype)
 
@@ -73,6 +107,8 @@ class Cloud:
         return by_temperature(beta, g, hot, warm, cold)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """m_beta(g) = sum_j softmax_j(beta <g, x_j> + log w_j) x_j, (..., m, d); ties are averaged at beta = inf."""
+        checks.queries(g, self.x.shape[-1])
         if dense.loses_digits(g, self.x, beta):
             return self.to(torch.float64).tilted_mean(g.double(), beta).to(g.dtype)
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from attn_flow.base import checks
+from attn_flow.base.words import introduce
 from attn_flow.measures.cloud import Cloud
 from attn_flow.measures.measure import by_temperature
 from attn_flow.measures.sphere import UniformSphere, sqrt_or_zero
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Gaussian:
     """N(mean, cov), its pull saturated at `cap` standard deviations of the logits.
 
@@ -23,6 +24,16 @@ class Gaussian:
     beyond (Huber's function). cap = inf is the plain Gaussian, m_beta(g) = m + beta S g. n tokens drawn from it
     are a random-energy model with cap = sqrt(2 log n): `Gaussian.bulk`. With a finite cap, beta = inf is the
     ellipsoid of radius cap.
+
+    mean: m, (..., d). cov: S, (..., d, d), symmetric and nonnegative. cap: > 0, in standard deviations of the logits.
+
+    >>> import torch
+    >>> g = torch.tensor([[1.0, 0.0]])
+    >>> mu = Gaussian(mean=torch.zeros(2), cov=torch.diag(torch.tensor([4.0, 1.0])))
+    >>> mu.tilted_mean(g, beta=3.0)  # m + beta S g
+    tensor([[12.,  0.]])
+    >>> mu.bulk(mu.mean, mu.cov, n=100).tilted_mean(g, beta=3.0)  # two standard deviations times sqrt(2 log 100)
+    tensor([[6.0697, 0.0000]])
     """
 
     mean: Tensor
@@ -33,6 +44,9 @@ class Gaussian:
         _check_moments(self.mean, self.cov)
         checks.positive("cap", self.cap)
 
+    def __repr__(self) -> str:
+        return introduce(self, "mean", "cov", "cap")
+
     @classmethod
     def bulk(cls, mean: Tensor, cov: Tensor, n: float) -> Gaussian:
         """The Gaussian as n tokens show it: beyond s = sqrt(2 log n) a few of them win."""
@@ -42,14 +56,16 @@ class Gaussian:
 
     @classmethod
     def fit(cls, cloud: Cloud, *, shrinkage: float | None = None, cap: float = math.inf) -> Gaussian:
-        """Mean and covariance of a cloud; see `shrunk` for shrinkage."""
+        """Mean and covariance of a cloud; shrinkage in [0, 1] as in `shrunk`, cap as of the class."""
         mean, cov = cloud.moments()
         return cls(mean, shrunk(cov, cloud, shrinkage), cap)
 
     def to(self, *args: Any, **kwargs: Any) -> Gaussian:
+        """The same law with its tensors moved or cast, as `Tensor.to`."""
         return Gaussian(self.mean.to(*args, **kwargs), self.cov.to(*args, **kwargs), self.cap)
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """L_beta(g), (..., m), for queries g (..., m, d)."""
         along, Sg, deviation = _along_and_across(g, self.mean, self.cov)
 
         def warm(b: Tensor) -> Tensor:
@@ -62,6 +78,7 @@ class Gaussian:
         return by_temperature(beta, g, lambda: along, warm, lambda: along + self._farthest() * deviation)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """m_beta(g) = grad L_beta(g), (..., m, d)."""
         _, Sg, deviation = _along_and_across(g, self.mean, self.cov)
         m = self.mean[..., None, :]
 
@@ -81,13 +98,20 @@ class Gaussian:
         return self.cap
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class EllipsoidSupport:
     """A law whose support is {(y-m)^T S^{-1} (y-m) <= rho^2}, the image of a uniform law on a sphere.
 
     It is y = m + rho S^{1/2} u with u uniform on the unit sphere of R^k, k = rank S, so that
     m_beta(g) = m + rho A_k(beta rho |S^{1/2} g|) S g / |S^{1/2} g|, and m + rho S g / sqrt(g^T S g) at beta = inf.
     rho = sqrt(k) gives it the covariance S.
+
+    mean: m, (..., d). cov: S, (..., d, d), symmetric and nonnegative. rho: > 0. rank: k, measured if not given.
+
+    >>> import torch
+    >>> mu = EllipsoidSupport(torch.zeros(2), torch.diag(torch.tensor([4.0, 1.0])), rho=1.0)
+    >>> mu.tilted_mean(torch.tensor([[1.0, 1.0]]), beta=float("inf"))  # where <g, y> is largest: (4, 1)/sqrt(5)
+    tensor([[1.7889, 0.4472]])
     """
 
     mean: Tensor
@@ -100,6 +124,9 @@ class EllipsoidSupport:
         checks.positive("rho", self.rho)
         if self.rank is None:
             object.__setattr__(self, "rank", _rank(self.cov))
+
+    def __repr__(self) -> str:
+        return introduce(self, "mean", "cov", "rho", "rank")
 
     @classmethod
     def fit(cls, cloud: Cloud, *, shrinkage: float | None = None, rho: float | None = None) -> EllipsoidSupport:
@@ -115,20 +142,24 @@ class EllipsoidSupport:
         return UniformSphere(self.rank, self.rho)
 
     def to(self, *args: Any, **kwargs: Any) -> EllipsoidSupport:
+        """The same law with its tensors moved or cast, as `Tensor.to`."""
         return EllipsoidSupport(self.mean.to(*args, **kwargs), self.cov.to(*args, **kwargs), self.rho, self.rank)
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """L_beta(g), (..., m), for queries g (..., m, d)."""
         along, _, deviation = _along_and_across(g, self.mean, self.cov)
-        return along + self._sphere.log_partition(deviation[..., None], beta)
+        return along + self._sphere.log_partition_along(deviation, g, beta)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """m_beta(g) = grad L_beta(g), (..., m, d)."""
         _, Sg, deviation = _along_and_across(g, self.mean, self.cov)
-        pull = self._sphere.tilted_mean(deviation[..., None], beta)
+        pull = self._sphere.pull(deviation[..., None], g, beta)
         return self.mean[..., None, :] + pull * _ratio(Sg, deviation)
 
 
 def _along_and_across(g: Tensor, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """<g,m> (..., m), S g (..., m, d) and sqrt(g^T S g) (..., m)."""
+    checks.queries(g, mean.shape[-1])
     Sg = g @ cov.mT
     return (g * mean[..., None, :]).sum(-1), Sg, sqrt_or_zero((g * Sg).sum(-1))
 
@@ -166,9 +197,11 @@ def _rank(cov: Tensor) -> int:
 
 
 def _check_moments(mean: Tensor, cov: Tensor) -> None:
+    checks.floating("mean", mean, "(..., d)")
+    checks.floating("cov", cov, "(..., d, d)")
     if cov.shape[-2:] != (*mean.shape[-1:], *mean.shape[-1:]):
         raise ValueError(
             f"cov has shape {tuple(cov.shape)}, expected (..., d, d) to match a mean of shape {tuple(mean.shape)}."
         )
     checks.finite("mean", mean)
-    checks.finite("cov", cov)
+    checks.covariance("cov", cov)

@@ -20,6 +20,8 @@ from attn_flow.base import checks
 
 
 class Measure(Protocol):
+    """What a law of tokens must answer: any object with these three methods may be attended to."""
+
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m)."""
         ...

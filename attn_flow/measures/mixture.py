@@ -11,33 +11,49 @@ from torch import Tensor
 
 from attn_flow.averages import dense
 from attn_flow.base import checks
+from attn_flow.base.words import brief
 from attn_flow.measures.measure import Measure, by_temperature
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Mixture:
     """sum_c pi_c mu_c: tilted weights softmax_c(log pi_c + beta L_c(g)), mean their mean of the m_c(g).
 
-    Weights need not sum to one (they are normalised); they are (components,) or (..., components).
+    components: measures of one dimension d. weights: pi, (components,) or (..., components), nonnegative, of any total.
+
+    >>> import torch
+    >>> from attn_flow import Cloud, UniformSphere
+    >>> sink = Cloud(torch.tensor([[0.0, 0.0, 5.0]]))
+    >>> mu, g = Mixture([sink, UniformSphere(3)], weights=torch.tensor([0.1, 0.9])), torch.tensor([[0.0, 0.0, 1.0]])
+    >>> mu
+    Mixture(2 components: Cloud, UniformSphere; weights=float32 (2,))
+    >>> mu.responsibilities(g, beta=1.0)  # the sink takes nearly all of this query's attention
+    tensor([[0.9335, 0.0665]])
     """
 
     components: Sequence[Measure]
     weights: Tensor
 
     def __post_init__(self) -> None:
+        checks.tensor("weights", self.weights, "(..., components)")
         if len(self.components) == 0 or self.weights.shape[-1] != len(self.components):
             raise ValueError(
                 f"weights have shape {tuple(self.weights.shape)} for {len(self.components)} components, "
                 "expected one weight per component and at least one component."
             )
-        checks.finite("weights", self.weights)
-        if checks.can_look(self.weights) and bool((self.weights < 0).any() | (self.weights.sum(-1) <= 0).any()):
-            raise ValueError("mixture weights must be nonnegative with some mass.")
+        checks.masses(self.weights, of="mixture")
+
+    def __repr__(self) -> str:
+        names = [type(mu).__name__ for mu in self.components]
+        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+        return f"Mixture({len(names)} components: {shown}; weights={brief(self.weights)})"
 
     def to(self, *args: Any, **kwargs: Any) -> Mixture:
+        """The same law with its tensors moved or cast, as `Tensor.to`."""
         return Mixture([mu.to(*args, **kwargs) for mu in self.components], self.weights.to(*args, **kwargs))
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """L_beta(g) = (1/beta) log sum_c pi_c e^{beta L_c(g)}, (..., m), for queries g (..., m, d)."""
         L, log_pi = self._tilt(g, beta)
         log_partition = by_temperature(
             beta,
@@ -49,6 +65,7 @@ class Mixture:
         return log_partition.to(g.dtype)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """m_beta(g), the mean of the components' under their tilted weights, (..., m, d)."""
         means = torch.stack([mu.tilted_mean(g, beta) for mu in self.components], dim=-1)
         return (means * self.responsibilities(g, beta)[..., None, :]).sum(-1)
 
@@ -71,7 +88,9 @@ class Mixture:
         """
         g = g.double()
         L = torch.stack([mu.to(torch.float64).log_partition(g, beta) for mu in self.components], dim=-1)
-        pi = self.weights.to(g) / self.weights.to(g).sum(-1, keepdim=True)
+        pi = self.weights.to(g)
+        pi = pi / pi.detach().amax(-1, keepdim=True)  # whose sum may overflow
+        pi = pi / pi.sum(-1, keepdim=True)
         return L, pi.log()[..., None, :].expand(L.shape)
 
 

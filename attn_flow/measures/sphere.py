@@ -15,7 +15,17 @@ from attn_flow.measures.measure import by_temperature
 
 @dataclass(frozen=True)
 class UniformSphere:
-    """The uniform law on the sphere of radius r: m_beta(g) = r A_d(beta r |g|) g/|g|, A_d = I_{d/2}/I_{d/2-1}."""
+    """The uniform law on the sphere of radius r: m_beta(g) = r A_d(beta r |g|) g/|g|, A_d = I_{d/2}/I_{d/2-1}.
+
+    d: dimension of the space the sphere lies in. radius: r, in the units of the tokens.
+
+    >>> import torch
+    >>> mu, g = UniformSphere(3), torch.tensor([[0.0, 0.0, 2.0]])
+    >>> mu.tilted_mean(g, beta=1.0)  # A_3(z) = coth(z) - 1/z
+    tensor([[0.0000, 0.0000, 0.5373]])
+    >>> mu.log_partition(g, beta=float("inf"))  # the maximum of <g, y>
+    tensor([2.])
+    """
 
     d: int
     radius: float = 1.0
@@ -26,28 +36,39 @@ class UniformSphere:
         checks.positive("radius", self.radius)
 
     def to(self, *args: Any, **kwargs: Any) -> UniformSphere:
+        """Itself: it holds no tensors."""
         return self
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
-        size = self.radius * length(g)
+        """L_beta(g), (..., m), for queries g (..., m, d)."""
+        checks.queries(g, self.d)
+        return self.log_partition_along(length(g), g, beta)
+
+    def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """m_beta(g), (..., m, d); zero at g = 0, where there is no direction."""
+        checks.queries(g, self.d)
+        size = length(g)[..., None]
+        direction = torch.where(size > 0, g / torch.where(size > 0, size, 1.0), 0.0)
+        return self.pull(size, g, beta) * direction
+
+    def log_partition_along(self, size: Tensor, g: Tensor, beta: float | Tensor) -> Tensor:
+        """L_beta of a query of length size (..., m)."""
         return by_temperature(
             beta,
             g,
             hot=lambda: torch.zeros_like(size),
-            warm=lambda b: bessel.log_i(self.d / 2 - 1, b * size) / b,
-            cold=lambda: size,
+            warm=lambda b: bessel.log_i(self.d / 2 - 1, b * self.radius * size) / b,
+            cold=lambda: self.radius * size,
         )
 
-    def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
-        size = length(g)[..., None]
-        # At g = 0 the direction g/|g| is undefined and the mean is zero.
-        direction = torch.where(size > 0, g / torch.where(size > 0, size, 1.0), 0.0)
+    def pull(self, size: Tensor, g: Tensor, beta: float | Tensor) -> Tensor:
+        """r A_d(beta r size), the length of the tilted mean of a query of length size (..., m, 1)."""
         return by_temperature(
             beta,
             g,
-            hot=lambda: torch.zeros_like(g),
-            warm=lambda b: self.radius * bessel.ratio(self.d / 2 - 1, b[..., None] * self.radius * size) * direction,
-            cold=lambda: self.radius * direction,
+            hot=lambda: torch.zeros_like(size),
+            warm=lambda b: self.radius * bessel.ratio(self.d / 2 - 1, b[..., None] * self.radius * size),
+            cold=lambda: self.radius * (size > 0).to(size.dtype),
         )
 
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from attn_flow.attention.multihead import Attention
 from attn_flow.averages import dense
 from attn_flow.base import checks
+from attn_flow.base.words import introduce
 from attn_flow.geometry import Geometry
 from attn_flow.measures import Cloud
 
-BLOCK = 2**21  # entries of pairwise tensors held at once
+ENTRIES = 2**21  # of pairwise tensors held at once
 
 
 def log_energy(
@@ -35,6 +36,9 @@ def log_energy(
     G: None (the identity), (d, d), or (heads, d, d). Never decreases along the unnormalised flow with V_h = G_h
     symmetric, nor along the softmax flow of one head (arXiv 2312.10794, 2605.04279). e^beta overflows float64 beyond
     beta = 709: the logarithm does not. Differentiable.
+
+    >>> float(log_energy(torch.eye(2, dtype=torch.float64), 1000.0))  # log(e^1000/4000): the tokens see only themselves
+    991.705...
     """
     if not 0 < beta < math.inf:
         raise ValueError(f"beta = {beta}, expected 0 < beta < inf; at beta = 0 the energy is infinite.")
@@ -52,20 +56,37 @@ def log_energy(
     return torch.logsumexp((row + log_w[..., None, :]).flatten(-2), dim=-1) - math.log(2 * beta)
 
 
-def energy(x: Tensor, beta: float, G: Tensor | None = None, **cloud: Tensor | None) -> Tensor:
-    """E_beta itself (see `log_energy`); raises where it overflows."""
-    value = log_energy(x, beta, G, **cloud).exp()
+def energy(
+    x: Tensor,
+    beta: float,
+    G: Tensor | None = None,
+    *,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """E_beta itself, (...,), with the arguments of `log_energy`; raises where it overflows.
+
+    >>> energy(torch.ones(3, 1), beta=1.0)  # e/2
+    tensor(1.3591)
+    """
+    value = log_energy(x, beta, G, weights=weights, mask=mask).exp()
     if checks.can_look(value) and not bool(torch.isfinite(value).all()):
         raise ValueError(f"the energy at beta = {beta:g} overflows {x.dtype}; use log_energy.")
     return value
 
 
-def diameter(x: Tensor, *, mask: Tensor | None = None, geometry: Geometry | None = None) -> Tensor:
-    """The largest distance between two tokens, (...,): straight, or along a geometry."""
+def diameter(
+    x: Tensor, *, mask: Tensor | None = None, geometry: Geometry | None = None, entries: int = ENTRIES
+) -> Tensor:
+    """The largest distance between two tokens, (...,): straight, or along a geometry.
+
+    >>> diameter(torch.tensor([[0.0, 0.0], [3.0, 4.0], [9.0, 9.0]]), mask=torch.tensor([True, True, False]))
+    tensor(5.)
+    """
     checks.tokens("x", x)
     shown = _shown(x, mask)
     widest = torch.zeros(x.shape[:-2], dtype=x.dtype, device=x.device)
-    for rows in _rows(x, x.shape[-1]):
+    for rows in _rows(x, x.shape[-1], entries):
         a, b = x[..., rows, None, :], x[..., None, :, :]
         distance = (a - b).norm(dim=-1) if geometry is None else geometry.distance(a, b)
         both = shown[..., rows, None] & shown[..., None, :]
@@ -91,17 +112,22 @@ def clusters(
     weights: Tensor | None = None,
     mask: Tensor | None = None,
     velocity: Tensor | None = None,
+    entries: int = ENTRIES,
 ) -> Clusters:
     """Single-linkage clusters of every cloud: connected components of |x_i - x_j| <= tol.
 
-    velocity (..., n, d), if given, is reported as the largest speed beside the counts.
+    tol: a distance, in the units of x. velocity (..., n, d), if given, is reported as the largest speed beside the
+    counts. entries: pairs held at once.
+
+    >>> clusters(torch.tensor([[0.0], [0.1], [5.0]]), tol=0.2).labels
+    tensor([0, 0, 1])
     """
     checks.positive("tol", tol)
     cloud = Cloud(x, weights, mask)
     shown = _shown(x, mask)
     n = x.shape[-2]
     root = torch.arange(n, device=x.device).expand(x.shape[:-1]).contiguous()
-    blocks = list(_rows(x, 1))
+    blocks = list(_rows(x, 1, entries))
     held = _near(x, shown, blocks[0], tol) if len(blocks) == 1 else None  # one block is kept, several are recomputed
     while True:
         # Every token takes the smallest root in reach, roots follow their roots; chains collapse in few rounds.
@@ -135,9 +161,18 @@ def _near(x: Tensor, shown: Tensor, rows: slice, tol: float) -> Tensor:
 
 
 def pairwise_cosines(
-    x: Tensor, bins: int = 100, *, weights: Tensor | None = None, mask: Tensor | None = None
+    x: Tensor,
+    bins: int = 100,
+    *,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    entries: int = ENTRIES,
 ) -> tuple[Tensor, Tensor]:
-    """Histogram of cos(x_i, x_j) over pairs i != j: masses (..., bins) summing to one, and edges (bins + 1,)."""
+    """Histogram of cos(x_i, x_j) over pairs i != j: masses (..., bins) summing to one, and edges (bins + 1,).
+
+    >>> pairwise_cosines(torch.tensor([[1.0, 0.0], [2.0, 0.0], [-1.0, 0.0]]), bins=2)[0]  # one of three pairs agrees
+    tensor([0.6667, 0.3333])
+    """
     if bins < 1:
         raise ValueError(f"bins = {bins}, expected at least one.")
     edges = torch.linspace(-1, 1, bins + 1, dtype=x.dtype, device=x.device)
@@ -147,18 +182,22 @@ def pairwise_cosines(
         histogram = torch.zeros(*x.shape[:-2], bins, dtype=x.dtype, device=x.device)
         return histogram.scatter_add(-1, place.flatten(-2), mass.flatten(-2))
 
-    return _over_pairs(x, weights, mask, count), edges
+    return _over_pairs(x, weights, mask, count, entries), edges
 
 
 def close_pairs(
     x: Tensor, cosine: float = 0.999, *, weights: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
-    """Fraction of pairs i != j with cos(x_i, x_j) > cosine, (...,): the phase diagram of arXiv 2312.10794."""
-    return _over_pairs(x, weights, mask, lambda c, mass: (mass * (c > cosine)).sum((-2, -1)))
+    """Fraction of pairs i != j with cos(x_i, x_j) > cosine, (...,): the phase diagram of arXiv 2312.10794.
+
+    >>> close_pairs(torch.tensor([[1.0, 0.0], [2.0, 0.0], [-1.0, 0.0]]))
+    tensor(0.3333)
+    """
+    return _over_pairs(x, weights, mask, lambda c, mass: (mass * (c > cosine)).sum((-2, -1)), ENTRIES)
 
 
 def _over_pairs(
-    x: Tensor, weights: Tensor | None, mask: Tensor | None, measure: Callable[[Tensor, Tensor], Tensor]
+    x: Tensor, weights: Tensor | None, mask: Tensor | None, measure: Callable[[Tensor, Tensor], Tensor], entries: int
 ) -> Tensor:
     """sum over blocks of measure(cosines, masses w_i w_j), the diagonal left out and masses summing to one."""
     p = Cloud(x, weights, mask).probabilities
@@ -171,7 +210,7 @@ def _over_pairs(
     if bool((pairs <= 0).any()):
         raise ValueError("a cloud has one token only: no pair to compare; expected two or more.")
     total: Tensor | None = None
-    for rows in _rows(x, 1):
+    for rows in _rows(x, 1, entries):
         mass = p[..., rows, None] * p[..., None, :]
         i = torch.arange(x.shape[-2], device=x.device)
         mass = torch.where(i[rows, None] == i, 0.0, mass)
@@ -184,7 +223,13 @@ def _over_pairs(
 def effective_rank(
     x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None, centred: bool = False
 ) -> Tensor:
-    """exp of the entropy of the normalised singular values of the cloud, (...,) (Roy and Vetterli, 2007)."""
+    """exp of the entropy of the normalised singular values of the cloud, (...,) (Roy and Vetterli, 2007).
+
+    centred: of the cloud less its mean.
+
+    >>> effective_rank(torch.eye(5))
+    tensor(5.)
+    """
     cloud = Cloud(x, weights, mask)
     y = x - cloud.mean[..., None, :] if centred else x
     sigma = torch.linalg.svdvals(cloud.probabilities.sqrt()[..., None] * y)
@@ -195,63 +240,99 @@ def effective_rank(
 
 
 def alignment(x: Tensor, basis: Tensor) -> Tensor:
-    """|P_E x|^2 / |x|^2 of every token, (..., n), E spanned by the columns of basis (d, k)."""
+    """|P_E x|^2 / |x|^2 of every token, (..., n), E spanned by the columns of basis (d, k), which must be independent.
+
+    >>> alignment(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0], [0.0]]))
+    tensor([0.3600])
+    """
     checks.tokens("x", x)
-    if basis.ndim != 2 or basis.shape[0] != x.shape[-1]:
-        raise ValueError(f"basis has shape {tuple(basis.shape)}, expected (d, k) with d = {x.shape[-1]} to match x.")
+    checks.floating("basis", basis, "(d, k)")
+    if basis.ndim != 2 or basis.shape[0] != x.shape[-1] or not 1 <= basis.shape[1] <= basis.shape[0]:
+        raise ValueError(
+            f"basis has shape {tuple(basis.shape)}, expected (d, k) with d = {x.shape[-1]} to match x and 1 <= k <= d."
+        )
+    checks.finite("basis", basis)
+    if int(torch.linalg.matrix_rank(basis)) < basis.shape[1]:
+        raise ValueError("basis has dependent columns, expected a basis of E; drop those that add no direction.")
     E = torch.linalg.qr(basis.to(x))[0]
     return (x @ E).square().sum(-1) / x.square().sum(-1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AttentionStatistics:
-    """What the softmax of every head does to a cloud."""
+    """What the softmax of every head does to a cloud; NaN for the queries of padding."""
 
     entropy: Tensor  # (..., heads, n) nats, of the weights of every query
     largest_weight: Tensor  # (..., heads, n)
     logit_std: Tensor  # (..., heads, n) standard deviation of a query's logits under the cloud: s of THEORY 11
+    self_argmax: Tensor  # (..., heads, n) 1 where a token attends most to itself, 0 elsewhere
     effective_beta: Tensor  # (..., heads) beta mean|G x| mean|y|: the beta of the unit sphere with G = I
+
+    def __repr__(self) -> str:
+        return introduce(self, "entropy", "largest_weight", "logit_std", "self_argmax", "effective_beta")
 
 
 def attention_statistics(
-    attention: Attention, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None
+    attention: Attention,
+    x: Tensor,
+    *,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    entries: int = ENTRIES,
 ) -> AttentionStatistics:
-    """Entropy, largest weight and logit spread of every query, effective beta of every head, in linear memory.
+    """Entropy, largest weight, logit spread and self-attention of every query, effective beta of every head.
 
-    Padding queries get NaN. Scaling G by c and beta by 1/c changes nothing.
+    attention: softmax at a finite beta. x: (..., n, d), with weights and mask (..., n) as in `Cloud`. In memory linear
+    in n (`entries` pairs at once). Scaling G by c and beta by 1/c changes nothing.
+
+    >>> found = attention_statistics(Attention.identity(2, beta=0.0), torch.eye(2))
+    >>> found.entropy  # log 2: both tokens get the same
+    tensor([[0.6931, 0.6931]])
+    >>> attention_statistics(Attention.identity(2, beta=5.0), torch.eye(2)).self_argmax
+    tensor([[1., 1.]])
     """
     cloud = Cloud(x, weights, mask)
-    if attention.cold or attention.kind == "sinkhorn":
-        raise ValueError(f"kind {attention.kind!r} at beta = {attention.beta}; expected a softmax at finite beta.")
+    if attention.cold or attention.kind != "softmax":
+        raise ValueError(
+            f"attention of kind {attention.kind!r}{' at beta = inf' if attention.cold else ''}; expected a softmax at "
+            "finite beta, whose weights are a law over tokens."
+        )
+    part = attention.to(torch.float64)
     p, shown, y = cloud.probabilities.double(), _shown(x, mask), x.double()
-    g = y[..., None, :, :] @ attention.G.double().mT  # (..., heads, n, d)
-    if attention.G_bias is not None:
-        g = g + attention.G_bias.double()[..., None, :]
-    beta = torch.as_tensor(attention.beta, dtype=y.dtype, device=y.device)
-    g = g * (beta[..., None, None] if beta.ndim else beta)
-    mass = p[..., None, None, :]
+    beta = torch.as_tensor(part.beta, dtype=y.dtype, device=y.device)
+    beta = beta[..., None, None] if beta.ndim else beta
+    y = y[..., None, :, :]
+    queries = y @ part.Q.mT if part.query_bias is None else y @ part.Q.mT + part.query_bias[..., None, :]
+    keys = y if part.K is None else y @ part.K.mT  # (..., heads, n, k): k numbers a key, not d
+    mass, log_mass = p[..., None, None, :], p.log()[..., None, None, :]
     i = torch.arange(x.shape[-2], device=x.device)
     parts = []
-    for rows in _rows(x, attention.heads):
-        scores = g[..., rows, :] @ y[..., None, :, :].mT  # (..., heads, rows, n)
+    for rows in _rows(x, attention.heads, entries):
+        scores = beta * (queries[..., rows, :] @ keys.mT)  # (..., heads, rows, n)
         hidden = (i > i[rows, None]) if attention.causal else torch.zeros_like(i > i[rows, None])
         hidden = hidden if attention.self_attention else hidden | (i == i[rows, None])
-        A = (scores + mass.log()).masked_fill(hidden, -math.inf).softmax(-1)
+        A = (scores + log_mass).masked_fill(hidden, -math.inf).softmax(-1)
         centred = scores - (mass * scores).sum(-1, keepdim=True)
-        parts.append((torch.special.entr(A).sum(-1), A.amax(-1), (mass * centred.square()).sum(-1).sqrt()))
+        own = A.diagonal(rows.start, dim1=-2, dim2=-1) >= A.amax(-1)
+        parts.append((torch.special.entr(A).sum(-1), A.amax(-1), (mass * centred.square()).sum(-1).sqrt(), own))
     found = [torch.cat(part, dim=-1) for part in zip(*parts)]
-    entropy, largest, spread = (torch.where(shown[..., None, :], f, math.nan).to(x.dtype) for f in found)
-    size = (p[..., None, :] * g.norm(dim=-1)).sum(-1) * (p * y.norm(dim=-1)).sum(-1)[..., None]
-    return AttentionStatistics(entropy, largest, spread, size.to(x.dtype))
+    entropy, largest, spread, own = (torch.where(shown[..., None, :], f.to(x.dtype), math.nan) for f in found)
+    reach = (queries if part.K is None else queries @ part.K).norm(dim=-1)  # |G x + b|
+    size = beta[..., 0, 0] if beta.ndim else beta
+    size = size * (p[..., None, :] * reach).sum(-1) * (p * x.double().norm(dim=-1)).sum(-1)[..., None]
+    return AttentionStatistics(entropy, largest, spread, own, size.to(x.dtype))
 
 
 def _shown(x: Tensor, mask: Tensor | None) -> Tensor:
     shown = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
-    return shown if mask is None else shown & mask
+    if mask is None:
+        return shown
+    checks.token_mask(mask, x)
+    return shown & mask
 
 
-def _rows(x: Tensor, width: int) -> Iterator[slice]:
-    """Blocks of rows i such that all pairs (i, j) of all clouds, `width` numbers each, fit into BLOCK entries."""
+def _rows(x: Tensor, width: int, entries: int) -> Iterator[slice]:
+    """Blocks of rows i such that all pairs (i, j) of all clouds, `width` numbers each, are at most `entries`."""
     n = x.shape[-2]
-    step = max(1, BLOCK // (n * math.prod(x.shape[:-2]) * width))
+    step = max(1, entries // (n * math.prod(x.shape[:-2]) * width))
     return (slice(first, min(first + step, n)) for first in range(0, n, step))

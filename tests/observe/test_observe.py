@@ -11,7 +11,6 @@ from attn_flow.attention.multihead import Attention
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
-from attn_flow.observe import quantities
 from attn_flow.observe.quantities import (
     alignment,
     attention_statistics,
@@ -115,12 +114,11 @@ def test_clusters_are_connected_components(seed: int, n: int, tol: float) -> Non
     assert torch.allclose(found.mass, same.double().sum(-1) / n)
 
 
-def test_clusters_follow_long_chains_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_follow_long_chains_in_blocks() -> None:
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
     chain = torch.stack([torch.arange(200.0), torch.zeros(200)], -1)[order]
     whole = clusters(chain, 1.0)
-    monkeypatch.setattr(quantities, "BLOCK", 1000)
-    assert int(clusters(chain, 1.0).counts) == int(whole.counts) == 1
+    assert int(clusters(chain, 1.0, entries=1000).counts) == int(whole.counts) == 1
     assert int(clusters(chain, 0.5).counts) == 200
 
 
@@ -139,26 +137,24 @@ def test_clusters_of_batches_masks_and_weights() -> None:
         clusters(x, 0.0)
 
 
-def test_diameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diameter() -> None:
     x = uniform(3, 11, 4)
     distance = (x[:, :, None] - x[:, None]).norm(dim=-1)
     assert torch.allclose(diameter(x), distance.amax((-2, -1)))
     assert torch.allclose(diameter(x, geometry=Sphere()), 2 * torch.asin(distance / 2).amax((-2, -1)))
-    monkeypatch.setattr(quantities, "BLOCK", 50)
     y, mask = padded(x, 2)
-    assert torch.allclose(diameter(y, mask=mask), distance.amax((-2, -1)))
+    assert torch.allclose(diameter(y, mask=mask, entries=50), distance.amax((-2, -1)))
     assert float(diameter(x[:, :1]).max()) == 0
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------
 
 
-def test_pairwise_cosines_leave_out_the_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairwise_cosines_leave_out_the_diagonal() -> None:
     x = 3 * uniform(2, 30, 3)
     u = x / 3
     off = ~torch.eye(30, dtype=torch.bool)
-    monkeypatch.setattr(quantities, "BLOCK", 500)
-    histogram, edges = pairwise_cosines(x, 20)
+    histogram, edges = pairwise_cosines(x, 20, entries=500)
     for b in range(2):
         expected = torch.histogram((u[b] @ u[b].mT)[off].clamp(-1, 1), edges).hist / (30 * 29)
         assert torch.allclose(histogram[b], expected, atol=1e-12)
@@ -203,16 +199,17 @@ def test_alignment_does_not_depend_on_the_basis() -> None:
     assert torch.allclose(alignment(x, skew), 1 - x[..., 2] ** 2 / 4)
     with pytest.raises(ValueError, match=r"expected \(d, k\) with d = 3"):
         alignment(x, torch.ones(2, 1))
+    with pytest.raises(ValueError, match="dependent columns, expected a basis of E"):
+        alignment(x, torch.ones(3, 2, dtype=f64))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"self_attention": False}])
-def test_attention_statistics_from_the_dense_matrix(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_statistics_from_the_dense_matrix(options: dict) -> None:
     A = Attention.random(4, heads=2, head_dim=3, beta=torch.tensor([1.0, 5.0], dtype=f64), dtype=f64, **options)
     A = Attention(A.Q, A.K, A.V, A.O, A.beta, query_bias=torch.randn(2, 3, dtype=f64), **options)
     x = uniform(3, 10, 4)
     weights = torch.rand(3, 10, dtype=f64) + 0.1
-    monkeypatch.setattr(quantities, "BLOCK", 100)
-    found = attention_statistics(A, x, weights=weights)
+    found = attention_statistics(A, x, weights=weights, entries=100)
     dense = A.weights(x, weights=weights)
     first = 1 if options.get("self_attention") is False and options.get("causal") else 0
     assert torch.allclose(found.entropy[..., first:], torch.special.entr(dense).sum(-1)[..., first:])
@@ -222,6 +219,12 @@ def test_attention_statistics_from_the_dense_matrix(options: dict, monkeypatch: 
     p = (weights / weights.sum(-1, keepdim=True))[:, None, None]
     std = ((p * logits**2).sum(-1) - (p * logits).sum(-1) ** 2).sqrt()
     assert torch.allclose(found.logit_std, std)
+    own = (dense.argmax(-1) == torch.arange(10)).double()
+    assert torch.equal(found.self_argmax[..., first:], own[..., first:])
+    assert 0 <= float(own.mean()) < 1
+    size = A.beta * (p[:, :, 0] * g.norm(dim=-1)).sum(-1) * (p[:, 0, 0] * x.norm(dim=-1)).sum(-1)[:, None]
+    assert torch.allclose(found.effective_beta, size)
+    assert len(repr(found)) < 300
 
 
 def test_entropy_of_the_equiangular_cloud_and_the_effective_beta() -> None:
@@ -236,6 +239,8 @@ def test_entropy_of_the_equiangular_cloud_and_the_effective_beta() -> None:
     assert float(scaled.effective_beta) == pytest.approx(beta)
     with pytest.raises(ValueError, match="finite beta"):
         attention_statistics(Attention.identity(n, math.inf, dtype=f64), x)
+    with pytest.raises(ValueError, match="kind 'unnormalised'; expected a softmax at finite beta"):
+        attention_statistics(Attention.identity(n, beta, dtype=f64, kind="unnormalised"), x)
 
 
 # --- tracking ---------------------------------------------------------------------------------------------------
