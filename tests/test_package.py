@@ -29,18 +29,43 @@ def test_version_is_stated_once():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory) -> Path:
+    """A clone: the tracked files, links as links."""
     copy = tmp_path_factory.mktemp("source") / "attn_flow"
     tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     for name in tracked.stdout.split():
         if (ROOT / name).exists():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy)]
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    shutil.rmtree(source / "build", ignore_errors=True)
     return next(out.glob("*.whl"))
+
+
+ELSEWHERE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@pytest.fixture(scope="module", params=["wheel", "editable"])
+def python(request, source, wheel, tmp_path_factory) -> Path:
+    """The interpreter of an environment with attn_flow installed, from the wheel or as a link to the clone."""
+    home = tmp_path_factory.mktemp(request.param)
+    venv.create(home)
+    # The dependencies of this environment, without the editable install that lives beside them.
+    site = next((home / "lib").glob("python*/site-packages"))
+    (site / "dependencies.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
+    what = [str(wheel)] if request.param == "wheel" else ["--no-build-isolation", "-e", str(source)]
+    pip = [sys.executable, "-m", "pip", "--python", home / "bin/python", "install", "-q", "--no-deps"]
+    done = subprocess.run([*pip, *what], env=ELSEWHERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return home / "bin/python"
 
 
 def test_wheel_holds_every_module_and_nothing_else(wheel):
@@ -52,19 +77,49 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     assert held == expected
 
 
-def test_wheel_in_a_clean_environment(wheel, tmp_path):
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", str(wheel)], check=True)
-    # The dependencies of this environment, without the editable install that lives beside them.
-    site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
-    (site / "dependencies.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
-    code = "import attn_flow, attn_flow.hooks, attn_flow.experiments; print(attn_flow.hooks.__file__)"
-    run = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert str(site) in run.stdout
-    command = tmp_path / "venv" / "bin" / "attn-flow"
-    version = subprocess.run([command, "--version"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert version.stdout.strip() == "0.1.0"
+def test_installed_it_imports_anywhere_and_in_the_clone(python, source, tmp_path):
+    import attn_flow
+
+    code = "import attn_flow.hooks, attn_flow.experiments; print(attn_flow.hooks.__file__)"
+    for place in (tmp_path, source):
+        done = subprocess.run([python, "-c", code], cwd=place, env=ELSEWHERE, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        home = source if place == source or "editable" in str(python) else python.parent.parent
+        assert done.stdout.startswith(str(home))
+    version = [python.parent / "attn-flow", "--version"]
+    done = subprocess.run(version, cwd=tmp_path, env=ELSEWHERE, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == attn_flow.__version__
+
+
+USER = """
+from attn_flow import Attention
+from attn_flow.hooks import record
+
+reveal_type(record)
+reveal_type(Attention.identity(3))
+Attention.identity("three")
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("mypy")  # torch is read once
+
+
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_a_users_type_checker_sees_the_types(python, checker, cache, tmp_path):
+    """Both names are resolved to their signatures, and a wrong argument is found."""
+    (tmp_path / "user.py").write_text(USER)
+    options = {"mypy": ["--cache-dir", str(cache), "--python-executable"], "pyright": ["--pythonpath"]}[checker]
+    command = [sys.executable, "-m", checker, *options, str(python), "user.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=ELSEWHERE, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert re.search(r"user.py:5.*\(model: [\w.]*Module", said), said
+    assert re.search(r"user.py:6.*Attention", said), said
+    wrong = [line for line in said.splitlines() if "error" in line and "user.py" in line]
+    assert len(wrong) == 1, said
+    assert ":7:" in wrong[0]
 
 
 def readme_blocks() -> list[str]:
