@@ -151,6 +151,43 @@ def test_readme_names_only_modules_and_pictures_that_exist():
         assert (ROOT / picture).exists(), picture
 
 
+def test_readmes_rooms_are_the_tree():
+    table = (ROOT / "README.md").read_text().split("## Where things are")[1].split("\n\n")[1]
+    named = [re.match(r"\| `([\w./]+)` \|", line) for line in table.splitlines()[2:]]
+    rooms = [f"attn_flow/{p.name}" + "/" * p.is_dir() for p in sorted((ROOT / "attn_flow").iterdir())]
+    rooms = [room for room in rooms if not re.search(r"__|py\.typed|attn_flow/(hooks|experiments)/", room)]
+    assert [match and match[1] for match in named] == [*rooms, "hooks/", "experiments/"]
+
+
+def test_the_hosted_workflow_calls_make_on_the_claimed_versions():
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    claimed = [line.rpartition(" ")[2] for line in classifiers if line.startswith("Programming Language")]
+    assert jobs["test"]["strategy"]["matrix"]["python"] == claimed
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    commands = [step["run"].split() for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert all(words[0] == "make" and words[1] in targets for words in commands)
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    lint = (ROOT / "Makefile").read_text().split("\nlint:")[1]
+    assert all(hook["entry"].split()[0] == ".venv/bin/ruff" for hook in hooks)
+    assert lint.count("/ruff") == len(hooks)
+
+
+def test_the_citation_is_of_this_version():
+    import attn_flow
+
+    yaml = pytest.importorskip("yaml")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == attn_flow.__version__
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
+    for paper in cited["references"]:
+        assert {"type", "title", "authors", "url"} <= paper.keys()
+        number = paper["url"].rpartition("/")[2]
+        sources = [*(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").glob("*.py"), ROOT / "README.md"]
+        assert any(number in path.read_text() for path in sources), number
+
+
 def test_no_foreign_paths():
     """Nothing of the machine it was written on."""
     for path in ROOT.rglob("*"):
