@@ -1,6 +1,6 @@
 """Self-attention as a flow of interacting particles: simulate it, predict where it goes, measure how far it is."""
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.dynamics.particles import consensus, flow, push_forward
 from attn_flow.dynamics.steppers import Adaptive, dopri5, euler, rk4
 from attn_flow.dynamics.trajectory import Trajectory

@@ -7,7 +7,8 @@ onto the set, the geodesic distance, and the uniform law. Integrators call them 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,12 @@ from attn_flow.base.words import introduce
 
 
 class Geometry(Protocol):
-    """What an integrator asks of the set that tokens live on; your own class with these four methods is one too."""
+    """What an integrator asks of the set that tokens live on; your own class with these methods is one too."""
+
+    @property
+    def longest(self) -> float | None:
+        """No token of the set is longer; None if there is no such bound."""
+        ...
 
     def tangent(self, x: Tensor, u: Tensor) -> Tensor:
         """The part of the drift u that moves along the set at x."""
@@ -79,6 +85,10 @@ class Sphere:
     def __post_init__(self) -> None:
         checks.positive("radius", self.radius)
 
+    @property
+    def longest(self) -> float:
+        return self.radius
+
     def tangent(self, x: Tensor, u: Tensor) -> Tensor:
         """The part of the drift u (..., n, d) that moves along the set at x (..., n, d)."""
         return torch.addcmul(u, (x * u).sum(-1, keepdim=True), x, value=-1 / self.radius**2)
@@ -112,6 +122,8 @@ class Euclidean:
     >>> Euclidean().distance(torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]))
     tensor([5.])
     """
+
+    longest: ClassVar[None] = None
 
     def tangent(self, x: Tensor, u: Tensor) -> Tensor:
         """The part of the drift u (..., n, d) that moves along the set at x (..., n, d)."""
@@ -192,6 +204,10 @@ class Ellipsoid:
             basis = torch.linalg.qr(torch.cat([torch.ones_like(basis[:, :1]), basis[:, :-1]], dim=1))[0][:, 1:]
         return cls(torch.zeros_like(gain) if bias is None else bias, gain[:, None] * basis * d**0.5)
 
+    @cached_property
+    def longest(self) -> float:
+        return float(self.centre.norm() + torch.linalg.matrix_norm(self.axes, ord=2))
+
     def sphere_coordinates(self, x: Tensor) -> Tensor:
         """z = A^+ (x - centre), (..., n, k)."""
         return (x - self.centre.to(x)) @ self.inverse.to(x).T
@@ -224,3 +240,18 @@ class Ellipsoid:
         dtype, device = dtype or self.axes.dtype, device or self.axes.device
         z = Sphere().uniform(n, self.axes.shape[1], generator=generator, dtype=dtype, device=device)
         return self.centre.to(z) + z @ self.axes.to(z).T
+
+
+def placed(name: str, x: Tensor, mask: Tensor | None, geometry: Geometry) -> Tensor:
+    """x retracted. Padding goes to the first token of its cloud: a point of the geometry, and nobody sees it there."""
+    if mask is not None:
+        shape = torch.broadcast_shapes(mask.shape, x.shape[:-1])
+        first = mask.expand(shape).to(torch.uint8).argmax(-1)[..., None, None].expand(*shape[:-1], 1, x.shape[-1])
+        x = torch.where(mask[..., None], x, torch.gather(x.expand(*shape, x.shape[-1]), -2, first))
+    x = geometry.retract(x)
+    if checks.can_look(x) and not checks.all_finite(x):
+        raise ValueError(
+            f"{name} has a row that {type(geometry).__name__} cannot place (a zero row has no direction); remove it, "
+            "hide it with mask, or use geometry=Euclidean()."
+        )
+    return x

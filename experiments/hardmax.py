@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.placement import Placement

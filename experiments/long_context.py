@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.geometry import Sphere
 from attn_flow.theory import long_context as theory
@@ -108,7 +108,7 @@ def one_layer(n: int, gamma: float) -> float:
 def weights(d: int, n: int, beta: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Attention rows (betas, 100, n) of 100 of n uniform tokens, by the library's dense attention matrix."""
     x = Sphere().uniform(n, d, generator=generator, dtype=torch.float64)
-    rows = [Attention.identity(d, float(value), dtype=torch.float64).weights(x)[0, :100] for value in beta]
+    rows = [Attention.identity(d, float(value), dtype=torch.float64).matrix(x)[0, :100] for value in beta]
     return torch.stack(rows)
 
 

@@ -15,7 +15,7 @@ import torch
 from scipy.linalg import expm
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.placement import Placement

@@ -16,7 +16,7 @@ import torch
 from scipy.special import eval_gegenbauer, roots_jacobi
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.particles import flow
 from attn_flow.measures import Cloud, Mixture, UniformSphere

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics import kicks
 from attn_flow.dynamics.particles import flow
@@ -126,7 +126,7 @@ def exponent(name: str, d: int, a: float, h: float, pairs: int, generator: torch
     }
 
 
-def random_values(beta: Tensor, d: int) -> kicks.Noise:
+def random_values(beta: Tensor, d: int) -> kicks.Kick:
     """xi(x_i) = W m_i, with m_i the softmax mean at beta and W Gaussian, fresh in every layer and pair."""
     attention = Attention.identity(d, beta, dtype=torch.float64)
 

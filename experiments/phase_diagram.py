@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.particles import flow
 from attn_flow.geometry import Sphere

@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.geometry import Ellipsoid, Euclidean, Geometry, Sphere
 from attn_flow.hooks.architectures import has
 from attn_flow.hooks.layout import Block, blocks

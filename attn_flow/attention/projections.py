@@ -1,108 +1,197 @@
-"""Queries, keys and values of every head, and what the heads' averages add up to.
+"""The heads' weights as a drift wants them: prepared once, used at every stage of a flow.
 
 Low-rank factors are never multiplied out. What has full rank acts where it is cheapest: K on the queries, V after the
-average, so that keys and values are the tokens themselves. beta is applied once, as the kernels' scale if it is a
-number and to the queries if it is a tensor.
+average, so that keys and values are the tokens themselves. beta is applied once, as the averages' scale where it is one
+number and in the queries where it is not.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from attn_flow.attention.heads import Heads
 from attn_flow.averages import dense, sinkhorn
+from attn_flow.base import checks
 
+Kind = Literal["softmax", "unnormalised", "hardmax", "sinkhorn"]
 ALL = slice(None)
+NO_BATCH = torch.Size(())
 
 
-def queries(a: Heads, x: Tensor, heads: slice = ALL) -> Tensor:
-    """Q x + b in the space where keys live, times beta if that is a tensor, (..., heads, n, k or d)."""
-    if a._Q_is_identity:
-        q = x[..., None, :, :].expand(*x.shape[:-2], len(range(a.heads)[heads]), *x.shape[-2:])
-    else:
-        q = _per_head(x, a.Q[..., heads, :, :])
-    if a.query_bias is not None:
-        q = q + a.query_bias[..., heads, None, :]
-    if a.K is not None and keys_stay(a):
-        q = q @ a.K[..., heads, :, :]
-    return q * head_beta(a, heads, x)[..., None, None] if isinstance(a.beta, Tensor) else q
+@dataclass(frozen=True, eq=False)
+class Projections:
+    """Maps from tokens to queries, keys and values of every head, and from the heads' averages to the drift.
 
+    None stands for the identity. `precise`: whether float32 is too coarse for the logits; None: each drift looks.
+    """
 
-def keys(a: Heads, y: Tensor, heads: slice = ALL) -> Tensor:
-    """K y, or y itself where K acts on the queries, (..., heads or 1, n, k or d)."""
-    if a.K is None or keys_stay(a):
-        return y[..., None, :, :]
-    return _per_head(y, a.K[..., heads, :, :])
+    query: Tensor | None  # (..., heads, k, d)
+    query_bias: Tensor | None  # (..., heads, 1, k)
+    query_scale: Tensor | None  # (..., heads, 1, 1): beta where it is no number and the queries are the tokens
+    key: Tensor | None  # (..., heads, k, d)
+    value: Tensor | None  # (..., heads, v, d)
+    output: Tensor | None  # (..., heads, d, v)
+    constant: Tensor | None  # (..., 1, d)
+    scale: float
+    heads: int
+    dim: int
+    kind: Kind
+    causal: bool
+    self_attention: bool
+    cold: bool
+    truncation: float | None
+    batch: torch.Size
+    given: Mapping[str, Any] = field(repr=False)
+    precise: bool | None = None
 
+    @classmethod
+    def of(
+        cls,
+        Q: Tensor,
+        K: Tensor | None,
+        V: Tensor | None,
+        O: Tensor | None,
+        beta: float | Tensor,
+        query_bias: Tensor | None = None,
+        value_bias: Tensor | None = None,
+        *,
+        kind: Kind = "softmax",
+        causal: bool = False,
+        self_attention: bool = True,
+        truncation: float | None = None,
+        identity_query: bool = False,
+        batch: torch.Size = NO_BATCH,
+    ) -> Projections:
+        """Of weights (..., heads, k, d), (..., heads, d, v) and beta, a number or (..., heads), all unchecked."""
+        given = {name: z for name, z in locals().items() if name != "cls"}
+        heads, k, d = Q.shape[-3:]
+        keys_stay = K is None or k >= d
+        values_stay = V is None or O is None or V.shape[-2] >= d
+        query, bias = (None if identity_query else Q), query_bias
+        if K is not None and keys_stay:
+            query = K.mT @ Q
+            bias = None if bias is None else (K.mT @ bias[..., None])[..., 0]
+        query_scale, cold = None, not isinstance(beta, Tensor) and math.isinf(beta)
+        if isinstance(beta, Tensor):
+            per_head = beta.to(Q.dtype)[..., None]
+            bias = None if bias is None else per_head * bias
+            if query is None:
+                query_scale = per_head[..., None]
+            else:
+                query = per_head[..., None] * query
+        output = O
+        if V is not None and values_stay:
+            output = V if O is None else O @ V
+        return cls(
+            query=query,
+            query_bias=None if bias is None else bias[..., None, :],
+            query_scale=query_scale,
+            key=None if keys_stay else K,
+            value=None if values_stay else V,
+            output=output,
+            constant=None if value_bias is None else value_bias[..., None, :],
+            scale=1.0 if isinstance(beta, Tensor) or cold else float(beta),
+            heads=heads,
+            dim=d,
+            kind=kind,
+            causal=causal,
+            self_attention=self_attention,
+            cold=cold,
+            truncation=truncation,
+            batch=batch,
+            given=given,
+        )
 
-def values(a: Heads, y: Tensor, heads: slice = ALL) -> Tensor:
-    """V y, or y itself where V acts on the average, (..., heads or 1, n, v or d)."""
-    if a.V is None or values_stay(a):
-        return y[..., None, :, :]
-    return _per_head(y, a.V[..., heads, :, :])
+    @cached_property
+    def double(self) -> Projections:
+        """The same in float64, from the weights as they were given: a product rounded to float32 is too coarse."""
+        cast: dict[str, Any] = {name: z.double() if isinstance(z, Tensor) else z for name, z in self.given.items()}
+        return replace(Projections.of(**cast), precise=False)
 
+    def within(self, radius: float | None) -> Projections:
+        """These, with the precision chosen once for tokens of at most this length, if one is known."""
+        if radius is None or self.cold or not checks.can_look(*self.tensors):
+            return self
+        with torch.no_grad():
+            q, k = (radius if z is None else radius * _norm(z) for z in (self.query, self.key))
+            q = q if self.query_scale is None else q * self.query_scale.amax()
+            q = q if self.query_bias is None else q + self.query_bias.norm(dim=-1).amax()
+            return replace(self, precise=float(self.scale * q * k) > dense.LOGIT_RANGE)
 
-def key_bias(a: Heads, y: Tensor, log_weights: Tensor | None) -> Tensor | None:
-    """Log weights of the keys (..., 1, n); with Sinkhorn's potential added, (..., heads, n)."""
-    log_w = None if log_weights is None else log_weights[..., None, :]
-    if a.kind != "sinkhorn":
-        return log_w
-    if log_w is None:
-        log_w = torch.full_like(y[..., 0], -math.log(y.shape[-2]))[..., None, :]
-    q, k = queries(a, y) * scale(a), keys(a, y)
-    if dense.loses_digits(q, k):
-        return key_bias(a.to(torch.float64), y.double(), log_w[..., 0, :].double())
-    return sinkhorn.potential(q, k, log_w) + log_w
+    @property
+    def tensors(self) -> list[Tensor]:
+        queries = (self.query, self.query_bias, self.query_scale)
+        return [z for z in (*queries, self.key, self.value, self.output, self.constant) if z is not None]
 
+    @property
+    def same_queries_and_keys(self) -> bool:
+        """Whether a token is its own query and key, up to the scale."""
+        return all(z is None for z in (self.query, self.query_bias, self.query_scale, self.key))
 
-def scale(a: Heads) -> float:
-    """beta, if it is a finite number; the queries of a tensor beta hold it, and hardmax needs none."""
-    return 1.0 if isinstance(a.beta, Tensor) or a.cold else float(a.beta)
+    @property
+    def key_width(self) -> int:
+        return self.dim if self.key is None else self.key.shape[-2]
 
+    @property
+    def value_width(self) -> int:
+        return self.dim if self.value is None else self.value.shape[-2]
 
-def head_beta(a: Heads, heads: slice, x: Tensor) -> Tensor:
-    """beta as a tensor of shape (..., heads or 1)."""
-    beta = torch.as_tensor(a.beta, dtype=x.dtype, device=x.device)
-    return beta[None] if beta.ndim == 0 else beta[..., heads] if beta.shape[-1] > 1 else beta
+    def queries(self, x: Tensor, heads: slice = ALL) -> Tensor:
+        """Q x + b in the space where keys live, (..., heads, n, k)."""
+        if self.query is None:
+            q = x[..., None, :, :].expand(*x.shape[:-2], len(range(self.heads)[heads]), *x.shape[-2:])
+            q = q if self.query_scale is None else q * self.query_scale[..., heads, :, :]
+        else:
+            q = _per_head(x, self.query[..., heads, :, :])
+        return q if self.query_bias is None else q + self.query_bias[..., heads, :, :]
 
+    def keys(self, y: Tensor, heads: slice = ALL) -> Tensor:
+        """K y, or y itself where K acts on the queries, (..., heads or 1, n, k)."""
+        return y[..., None, :, :] if self.key is None else _per_head(y, self.key[..., heads, :, :])
 
-def output(a: Heads, average: Tensor, heads: slice) -> Tensor:
-    """sum_h O_h (average)_h, or O_h V_h where the tokens themselves were averaged: (..., n, d)."""
-    if a.V is None and a.O is None:
-        return average[..., 0, :, :] if average.shape[-3] == 1 else average.sum(-3)
-    stacked = _weight_of_averages(a)[..., heads, :, :].mT.flatten(-3, -2)  # (..., heads * v, d)
-    return average.transpose(-2, -3).flatten(-2) @ stacked
+    def values(self, y: Tensor, heads: slice = ALL) -> Tensor:
+        """V y, or y itself where V acts on the average, (..., heads or 1, n, v)."""
+        return y[..., None, :, :] if self.value is None else _per_head(y, self.value[..., heads, :, :])
 
+    def key_bias(self, y: Tensor, log_weights: Tensor | None) -> Tensor | None:
+        """Log weights of the keys (..., 1, n); with Sinkhorn's potential added, (..., heads, n)."""
+        log_w = None if log_weights is None else log_weights[..., None, :]
+        if self.kind != "sinkhorn":
+            return log_w
+        if log_w is None:
+            log_w = torch.full_like(y[..., 0], -math.log(y.shape[-2]))[..., None, :]
+        q, k = self.queries(y) * self.scale, self.keys(y)
+        if self.loses_digits(q, k, 1.0):
+            return self.double.key_bias(y.double(), log_w[..., 0, :].double())
+        return sinkhorn.potential(q, k, log_w) + log_w
 
-def output_norm(a: Heads, head: slice) -> Tensor:
-    """How much longer `output` makes the average of one head."""
-    if a.V is None and a.O is None:
-        return a.Q.new_ones(())
-    return torch.linalg.matrix_norm(_weight_of_averages(a)[..., head, :, :], ord=2)[..., 0]
+    def loses_digits(self, q: Tensor, k: Tensor, scale: float) -> bool:
+        """Whether logits scale <q, k> need float64: as chosen for the whole flow, or by looking."""
+        if self.precise is not None:
+            return self.precise and q.dtype == torch.float32 and not torch.is_autocast_enabled(q.device.type)
+        return dense.loses_digits(q, k, scale)
 
+    def summed(self, average: Tensor, heads: slice = ALL) -> Tensor:
+        """sum_h O_h (average)_h, or O_h V_h where the tokens themselves were averaged: (..., n, d)."""
+        if self.output is None:
+            return average[..., 0, :, :] if average.shape[-3] == 1 else average.sum(-3)
+        stacked = self.output[..., heads, :, :].mT.flatten(-3, -2)  # (..., heads * v, d)
+        return average.transpose(-2, -3).flatten(-2) @ stacked
 
-def _weight_of_averages(a: Heads) -> Tensor:
-    """O, or O V where the tokens themselves were averaged."""
-    return a.O if a.O is not None and not values_stay(a) else a.values
+    def output_norm(self, head: slice) -> Tensor | float:
+        """How much longer `summed` makes the average of one head."""
+        if self.output is None:
+            return 1.0
+        return torch.linalg.matrix_norm(self.output[..., head, :, :], ord=2)[..., 0]
 
-
-def key_width(a: Heads) -> int:
-    return a.dim if keys_stay(a) else a.Q.shape[-2]
-
-
-def value_width(a: Heads) -> int:
-    return a.dim if a.V is None or values_stay(a) else a.V.shape[-2]
-
-
-def keys_stay(a: Heads) -> bool:
-    return a.K is None or a.K.shape[-2] >= a.dim
-
-
-def values_stay(a: Heads) -> bool:
-    return a.V is None or a.O is None or a.V.shape[-2] >= a.dim
+    def with_constant(self, drift: Tensor) -> Tensor:
+        return drift if self.constant is None else drift + self.constant
 
 
 def _per_head(x: Tensor, weight: Tensor) -> Tensor:
@@ -111,5 +200,6 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
     return (x @ weight.flatten(-3, -2).mT).unflatten(-1, (heads, k)).transpose(-2, -3)
 
 
-def with_constant(a: Heads, drift: Tensor) -> Tensor:
-    return drift if a.value_bias is None else drift + a.value_bias[..., None, :]
+def _norm(weight: Tensor) -> Tensor:
+    """The largest spectral norm of the heads."""
+    return torch.linalg.matrix_norm(weight, ord=2).amax()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.averages import compiled
 from attn_flow.bench.measure import Ratio, interleaved, plain_drift
 from attn_flow.geometry import Sphere

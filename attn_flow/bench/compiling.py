@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.bench.measure import Ratio, interleaved
 from attn_flow.dynamics.steppers import rk4
 from attn_flow.geometry import Sphere
@@ -22,7 +22,7 @@ def compile_ratios(quick: bool) -> Iterator[Ratio]:
         attention = Attention.identity(d, 4.0)
 
         def step(x: Tensor, attention: Attention = attention) -> Tensor:
-            return rk4(lambda t, y: sphere.tangent(y, attention.self_drift(y)), 0.0, x, 0.1, sphere)
+            return rk4(lambda t, y: sphere.tangent(y, attention.drift(y)), 0.0, x, 0.1, sphere)
 
         x = sphere.uniform(n, d, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():

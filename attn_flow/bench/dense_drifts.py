@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base.memory import peak_memory
 from attn_flow.bench.measure import Ratio, interleaved, plain_drift
 from attn_flow.geometry import Sphere

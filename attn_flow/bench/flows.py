@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.bench.measure import Ratio, interleaved, plain_drift
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import Adaptive

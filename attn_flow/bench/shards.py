@@ -10,11 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
-from attn_flow.attention import drifts
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention, drift
 from attn_flow.bench.measure import Ratio, interleaved
-from attn_flow.dynamics.distributed import Processes, processes
-from attn_flow.dynamics.sharded import Shard
+from attn_flow.dynamics.distributed import Processes, Shard, processes
 from attn_flow.geometry import Sphere
 
 COUNT = 2
@@ -82,10 +80,10 @@ def _seconds(world: Processes, n: int, d: int, rounds: int) -> dict[str, float]:
     own = shard.own(x)
     seconds = interleaved(
         {
-            "alone": lambda: drifts.against_cloud(attention, x, x, None) if world.first else None,
-            "own": lambda: drifts.against_cloud(attention, own, x, None),
+            "alone": lambda: drift.against_cloud(attention.prepared(), x, x, None) if world.first else None,
+            "own": lambda: drift.against_cloud(attention.prepared(), own, x, None),
             "gather": lambda: shard.everyone(own),
-            "sharded": lambda: drifts.against_cloud(attention, own, shard.everyone(own), None),
+            "sharded": lambda: drift.against_cloud(attention.prepared(), own, shard.everyone(own), None),
         },
         rounds,
         before=world.wait,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.averages import compiled
 from attn_flow.bench.measure import Ratio
 from attn_flow.dynamics.particles import flow

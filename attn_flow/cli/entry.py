@@ -51,7 +51,7 @@ def limit(
 
     Example: attn-flow limit --G "2,.5;0,1" --V "1,0;0,1"
     """
-    from attn_flow.attention.multihead import Attention
+    from attn_flow.attention import Attention
     from attn_flow.cli.matrices import parse_matrix, parse_numbers, square
     from attn_flow.prediction.limit_map import limit as limit_map
 

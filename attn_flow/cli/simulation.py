@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base import memory
 from attn_flow.base.files import plain, versions, write_json
 from attn_flow.cli.console import number_name

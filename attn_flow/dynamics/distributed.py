@@ -1,8 +1,9 @@
-"""One process, or the several that torchrun started."""
+"""One process, or the several that torchrun started; and one cloud over them: each moves its own tokens, sees all."""
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import math
 import os
 import zlib
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,3 +107,66 @@ def processes(device: str | torch.device = "cpu", patience: timedelta = timedelt
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Of n tokens those that this process moves; fewer tokens than processes are all moved by each of them."""
+
+    world: Processes
+    n: int
+
+    @property
+    def bounds(self) -> list[int]:
+        """Where the tokens of the processes begin, and n."""
+        parts = self.world.count
+        return [self.n * rank // parts for rank in range(parts + 1)]
+
+    @property
+    def first(self) -> int:
+        """The place of this process's first token in the cloud."""
+        return self.bounds[self.world.rank] if self._split else 0
+
+    def own(self, x: Tensor, dim: int = -2) -> Tensor:
+        """The part of x, with an entry for every token along `dim`, that is about this process's tokens."""
+        if not self._split:
+            return x
+        return x.narrow(dim, self.first, self.bounds[self.world.rank + 1] - self.first)
+
+    def everyone(self, x: Tensor) -> Tensor:
+        """All n tokens (..., n, d), of the processes' own x; the same bits in each of them."""
+        if not self._split:
+            return x
+        most = -(-self.n // self.world.count)
+        parts = self.world.gathered(F.pad(x, (0, 0, 0, most - x.shape[-2])))
+        sizes = [end - start for start, end in itertools.pairwise(self.bounds)]
+        return torch.cat([part[..., :size, :] for part, size in zip(parts, sizes)], dim=-2)
+
+    @property
+    def _split(self) -> bool:
+        return 1 < self.world.count <= self.n
+
+
+def check_shared(
+    world: Processes,
+    weights: dict[str, Tensor],
+    cloud: dict[str, Tensor | None],
+    noisy: bool,
+    generator: torch.Generator | None,
+) -> None:
+    """Raise ValueError for what several processes cannot do, and for what they should have in common and have not.
+
+    weights: of the attention. cloud: "x0" and what belongs to it. Kicks are drawn for the whole cloud by every process,
+    from the same state.
+    """
+    tensors = {**cloud, **weights}
+    if torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in tensors.values()):
+        raise ValueError("gradients do not pass between processes; use torch.no_grad(), or one process.")
+    x = cloud["x0"]
+    assert x is not None
+    if x.device != world.device:
+        raise ValueError(f"x0 is on {x.device} and this process works on {world.device}; use x0.to(world.device).")
+    if noisy:
+        torchs_own = torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
+        tensors["the state of the generator"] = torchs_own if generator is None else generator.get_state()
+    world.same(tensors)

@@ -1,4 +1,4 @@
-"""Random kicks between steps: x <- retract(x + sqrt(h) xi). A noise is a function of (x, generator) -> xi."""
+"""Random kicks between steps: x <- retract(x + sqrt(h) xi). A kick is a function of (x, generator) -> xi."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Noise = Callable[[Tensor, torch.Generator | None], Tensor]
+Kick = Callable[[Tensor, torch.Generator | None], Tensor]
 
 
 def _normal(shape: tuple[int, ...], x: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
-def independent(sigma: float) -> Noise:
+def independent(sigma: float) -> Kick:
     """Every token its own kick: E xi_i xi_j^T = sigma^2 delta_ij I."""
     return lambda x, generator: sigma * _normal(tuple(x.shape), x, generator)
 
 
-def common(sigma: float) -> Noise:
+def common(sigma: float) -> Kick:
     """One kick for all tokens of a cloud: E xi_i xi_j^T = sigma^2 I."""
     return lambda x, generator: sigma * _normal((*x.shape[:-2], 1, x.shape[-1]), x, generator).expand_as(x)
 
 
-def linear(sigma: float) -> Noise:
+def linear(sigma: float) -> Kick:
     """Random shared weights, xi(x) = sigma W x with W Gaussian: E xi(x) xi(y)^T = sigma^2 <x,y> I."""
 
     def kick(x: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -34,7 +34,7 @@ def linear(sigma: float) -> Noise:
     return kick
 
 
-def field(kernel: Callable[[Tensor], Tensor], sigma: float = 1.0) -> Noise:
+def field(kernel: Callable[[Tensor], Tensor], sigma: float = 1.0) -> Kick:
     """A Gaussian field common to all tokens (arXiv 2604.26898): E xi(x) xi(y)^T = sigma^2 kernel(<x,y>) I.
 
     Drawn exactly at the tokens through the symmetric square root of the n x n matrix kernel(<x_i,x_j>).

@@ -25,7 +25,7 @@ class Step(Protocol):
     def __call__(self, velocity: Velocity, t: float, x: Tensor, h: float, geometry: Geometry) -> Tensor: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RungeKutta:
     """An explicit tableau: stages k_i at t + c_i h, x + h sum_j a_ij k_j; the step x + h sum_i b_i k_i.
 
@@ -37,6 +37,9 @@ class RungeKutta:
     a: tuple[tuple[float, ...], ...]
     b: tuple[float, ...]
     embedded: tuple[float, ...] | None = None
+
+    def __repr__(self) -> str:
+        return self.name
 
     def __call__(self, velocity: Velocity, t: float, x: Tensor, h: float, geometry: Geometry) -> Tensor:
         return self.with_error(velocity, t, x, h, geometry)[0]
@@ -85,7 +88,6 @@ dopri5 = RungeKutta(
     b=(35 / 384, 0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84, 0),
     embedded=(5179 / 57600, 0, 7571 / 16695, 393 / 640, -92097 / 339200, 187 / 2100, 1 / 40),
 )
-STEPS = {step.name: step for step in (euler, rk4, dopri5)}
 
 
 @dataclass(frozen=True)
@@ -131,3 +133,16 @@ class Adaptive:
             h_before, error_before = before
             factor = min(factor, 0.9 * (h / h_before) * (max(error_before, 1e-30) / error**2) ** (1 / p))
         return min(self.largest, h * min(5.0, max(0.2, factor)))
+
+
+STEPS: dict[str, RungeKutta] = {step.name: step for step in (euler, rk4, dopri5)}
+
+
+def named_step(step: str | Step | Adaptive) -> Step | Adaptive:
+    """The step of this name ("euler", "rk4", "dopri5", "adaptive"); a step function or `Adaptive` is itself."""
+    if isinstance(step, str):
+        checks.one_of("step", step, (*STEPS, "adaptive"))
+        return Adaptive() if step == "adaptive" else STEPS[step]
+    if not (callable(step) or isinstance(step, Adaptive)):
+        raise ValueError(f"step = {step!r}, expected a name, a step function (euler, rk4, your own) or Adaptive().")
+    return step

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from attn_flow.attention.heads import KINDS, Kind
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention, drift
+from attn_flow.attention.projections import Kind
 from attn_flow.base import checks
-from attn_flow.dynamics.particles import on_geometry
-from attn_flow.dynamics.steppers import Step, rk4
-from attn_flow.geometry import Geometry, Sphere
+from attn_flow.dynamics.steppers import Adaptive, Step, named_step, rk4
+from attn_flow.geometry import Geometry, Sphere, placed
 
 
 class ContinuousAttentionLayer(nn.Module):
@@ -46,7 +45,7 @@ class ContinuousAttentionLayer(nn.Module):
         beta_schedule: Callable[[float], float] | None = None,
         horizon: float = 1.0,
         steps: int = 8,
-        step: Step = rk4,
+        step: str | Step = rk4,
         geometry: Geometry | None = None,
         kind: Kind = "softmax",
         causal: bool = False,
@@ -65,8 +64,9 @@ class ContinuousAttentionLayer(nn.Module):
             raise ValueError(f"steps = {steps}, expected a whole number of at least 1.")
         if not 0 < horizon < math.inf:
             raise ValueError(f"horizon = {horizon}, expected a positive, finite number.")
-        checks.one_of("kind", kind, KINDS)
-        if not callable(step):
+        checks.one_of("kind", kind, get_args(Kind))
+        chosen = named_step(step)
+        if isinstance(chosen, Adaptive):
             raise ValueError(f"step = {step}, expected a step function such as rk4: a layer takes equal steps.")
         k = head_dim or dim // heads
         make: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -78,7 +78,7 @@ class ContinuousAttentionLayer(nn.Module):
         if beta.ndim > 1 or (beta.ndim == 1 and beta.shape[0] not in (1, heads)):
             raise ValueError(f"beta has shape {tuple(beta.shape)}, expected () or (heads,) = ({heads},).")
         self.dim, self.heads, self.head_dim = dim, heads, k
-        self.horizon, self.steps, self.step = horizon, int(steps), step
+        self.horizon, self.steps, self.step = horizon, int(steps), chosen
         self.geometry: Geometry = Sphere() if geometry is None else geometry
         self.kind, self.causal, self.self_attention, self.checkpoint = kind, causal, self_attention, checkpoint
         self.beta_schedule = beta_schedule
@@ -125,7 +125,7 @@ class ContinuousAttentionLayer(nn.Module):
             attention.dim,
             attention.heads,
             attention.Q.shape[-2],
-            beta=attention.beta if not attention.cold else math.inf,
+            beta=attention.beta if attention.common_beta is None else attention.common_beta,
             kind=attention.kind,
             causal=attention.causal,
             self_attention=attention.self_attention,
@@ -185,21 +185,25 @@ class ContinuousAttentionLayer(nn.Module):
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., n, dim) = (..., n, {self.dim}).")
         tokens = None if mask is None else token_mask(mask, x, self.causal)
         attention = self.attention()
-        attention._check_tokens(x)
+        attention.check_tokens(x)
         log_weights = None
         if tokens is not None:  # log(1/n) over the tokens, -inf for padding
             count = tokens.sum(-1, keepdim=True).to(x.dtype)
             log_weights = (-count.log()).expand(tokens.shape).masked_fill(~tokens, -torch.inf)
 
+        prepared = attention.prepared()
+
         def velocity(t: float, x: Tensor) -> Tensor:
-            now = attention if self.beta_schedule is None else self.attention(t / self.horizon)
-            return self.geometry.tangent(x, now.self_drift(x, log_weights, tokens).to(x.dtype))
+            p = prepared if self.beta_schedule is None else self.attention(t / self.horizon).prepared()
+            F = drift.against_cloud(p, x, x, log_weights)
+            F = F if tokens is None else F.masked_fill(~tokens[..., None], 0.0)
+            return self.geometry.tangent(x, F.to(x.dtype))
 
         def outside(now: Tensor) -> Tensor:
             return now if tokens is None else torch.where(tokens[..., None], now, x)
 
         h = self.horizon / self.steps
-        now = on_geometry("x", x, tokens, self.geometry)
+        now = placed("x", x, tokens, self.geometry)
         path = [outside(now)] if return_path else []
         for i in range(self.steps):
             if self.checkpoint and torch.is_grad_enabled():

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base import checks
-from attn_flow.dynamics.kicks import Noise, independent
+from attn_flow.dynamics.kicks import Kick, independent
 from attn_flow.dynamics.placement import Placement, peri, post, pre
 from attn_flow.dynamics.steppers import Step, Velocity, euler, rk4
 from attn_flow.dynamics.trajectory import Trajectory
@@ -277,7 +277,7 @@ def set_beta(layer: ContinuousAttentionLayer, beta: float | Tensor) -> None:
             layer.fixed_beta.copy_(torch.as_tensor(beta).expand_as(layer.fixed_beta))
 
 
-def placed(step: Step, placement: Placement, noise: Noise | None = None) -> Step:
+def placed(step: Step, placement: Placement, noise: Kick | None = None) -> Step:
     """The step of the placed velocity, followed by a kick: what normalisation and noise make of a stepper.
 
     In flat space a layer's velocity is its drift A, which is what `placement.velocity` is made of.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base import checks
 from attn_flow.dynamics.particles import push_forward
 from attn_flow.dynamics.steppers import Adaptive

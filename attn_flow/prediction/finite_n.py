@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base import checks
 
 
@@ -42,7 +42,7 @@ def resolution(
     on S^{d-1} are n^{-1/(d-1)} apart (THEORY 1, finite n). Unresolved (number > 1): warns by name.
     """
     checks.tokens("x", x)
-    cloud = attention._cloud(x, weights, mask)
+    cloud = attention.cloud(x, weights, mask)
     p = cloud.probabilities
     beta = attention.beta if beta is None else beta
     b = torch.as_tensor(beta, dtype=x.dtype, device=x.device)

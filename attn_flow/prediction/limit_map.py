@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base import checks
 from attn_flow.measures import Measure, UniformSphere
 from attn_flow.prediction.certificate import Settled, settle

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.base import checks
-from attn_flow.dynamics.particles import describe, flow
+from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import Adaptive, rk4
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
@@ -81,7 +81,7 @@ def zero_temperature_flow(
         return flow(attention.with_beta(math.inf), x0, times, **{**integration(attention, x0, support), **options})
     checks.tokens("x0", x0)
     W, N = (A.to(x0) for A in linear)
-    about = {"attention": describe(attention.with_beta(math.inf)), "geometry": "Sphere", "step": "exact time change"}
+    about = {"attention": attention.with_beta(math.inf).summary(), "geometry": "Sphere", "step": "exact time change"}
     return Trajectory(times, linear_flow(W, N, x0, times - times[0]), about=about)
 
 

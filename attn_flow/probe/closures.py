@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Measure, Mixture, UniformSphere
 
 WINDOW = (-2, -1, 0, 1, 2)  # the tokens a token sees for itself: its neighbours and itself

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.capture import record
 from attn_flow.hooks.temperature import scale_beta

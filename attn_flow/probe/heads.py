@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.prediction.spectral import spectrum
 from attn_flow.probe.closures import HeadSpace, closure, head_space
 from attn_flow.probe.clouds import Clouds
@@ -42,7 +42,7 @@ def _one_text(space: HeadSpace) -> dict[str, Tensor]:
     k, n = A.Q.shape[-2], len(x)
     beta = torch.as_tensor(A.beta, dtype=x.dtype, device=x.device).expand(A.heads)
     q, keys, values = space.g[..., :k], space.y[..., :k], space.y[..., k:]
-    W = A.weights(x)
+    W = A.matrix(x)
     computed, predicted = W @ values, space.per_head(closure(space))
     return {
         "entropy": torch.special.entr(W).sum(-1).mean(-1) / math.log(n),

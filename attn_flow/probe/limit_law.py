@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.measures import Cloud
 from attn_flow.observe import quantities
 from attn_flow.prediction.spectral import Spectrum, spectrum

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.probe.closures import SUPPORTS, agreement, closure, head_space
 from attn_flow.probe.clouds import Clouds, record_clouds
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
 from attn_flow.nn.stack import DeepStack

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_flow import Attention, Cloud, Gaussian, Mixture, Sphere, UniformSphere
-from attn_flow.attention import drifts as drift_module
+from attn_flow.attention import drift as drift_module
 from attn_flow.averages import sinkhorn
 
 F64 = torch.float64
@@ -33,9 +33,7 @@ def loop_weights(
     for h in range(heads):
         Q, K = attention.Q[h], eye if attention.K is None else attention.K[h]
         b = torch.zeros(Q.shape[0], dtype=x.dtype) if attention.query_bias is None else attention.query_bias[h]
-        beta = attention.beta
-        if isinstance(beta, Tensor):
-            beta = float(beta if beta.ndim == 0 else beta[h] if len(beta) > 1 else beta[0])
+        beta = float(attention.beta[h])
         rows = []
         for i in range(n):
             seen = [
@@ -137,7 +135,7 @@ def test_drift_and_weights_are_their_loops(system: System) -> None:
     drift = a.drift(x, weights=w, mask=mask)
     torch.testing.assert_close(drift, loop_drift(a, x, w, mask), rtol=1e-9, atol=1e-9)
     A = torch.tensor(loop_weights(a, x, w, mask), dtype=F64)
-    torch.testing.assert_close(a.weights(x, weights=w, mask=mask), A, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(a.matrix(x, weights=w, mask=mask), A, rtol=1e-9, atol=1e-12)
 
 
 @given(systems(), st.integers(0, 2))
@@ -216,13 +214,14 @@ def plain_sweeps(s: Tensor, w: Tensor, sweeps: int) -> Tensor:
 def test_sinkhorn_is_balanced_and_has_the_scores_of_the_softmax(system: System) -> None:
     """Rows sum to one, columns to the weights, and log A_ij - s_ij is a row plus a column term: there is one such A."""
     a, x, w, mask = system.attention, system.x, system.weights, system.mask
-    A = a.weights(x, weights=w, mask=mask)
+    A = a.matrix(x, weights=w, mask=mask)
     p = Cloud(x, w, mask).probabilities
     torch.testing.assert_close(A.sum(-1), torch.ones_like(A[..., 0]), rtol=0, atol=1e-9)
     torch.testing.assert_close(torch.einsum("i,hij->hj", p, A), p.expand(a.heads, -1), rtol=0, atol=1e-9)
     seen = p > 0
     n = int(seen.sum())
-    s = drift_module.queries(a, x) * drift_module.scale(a) @ drift_module.keys(a, x).mT
+    p = a.prepared()
+    s = p.queries(x) * p.scale @ p.keys(x).mT
     rows, columns = torch.eye(n, dtype=F64).repeat_interleave(n, 0), torch.eye(n, dtype=F64).repeat(n, 1)
     for plan, scores in zip(A[:, seen][..., seen], s[:, seen][..., seen]):
         above = plan.flatten() > 1e-300
@@ -261,7 +260,7 @@ def test_cold_sinkhorn_is_the_limit_of_plain_sweeps(seed: int) -> None:
         s = 30 * (x @ a.Q[h].T) @ (a.K[h] @ x.T)
         exact = plain_sweeps(s, w, 4000)
         assert float((exact.sum(1) - w).abs().sum()) < 1e-13
-        torch.testing.assert_close(a.weights(x, weights=w)[h], exact / w[:, None], rtol=0, atol=1e-10)
+        torch.testing.assert_close(a.matrix(x, weights=w)[h], exact / w[:, None], rtol=0, atol=1e-10)
         for sweeps in (1, 3, 10, 30, 100):
             plan = plain_sweeps(s, w, sweeps)
             delta = float((plan.sum(1) - w).abs().sum())
@@ -411,14 +410,14 @@ def test_a_batch_is_a_loop_over_every_leading_axis(generator: torch.Generator) -
             B = math.inf if kind == "hardmax" else beta
             a = Attention(Q, K, V, O, B, b, c, kind, **options)  # type: ignore[arg-type]
             whole = a.drift(x, weights=w, mask=mask)
-            A = a.weights(x, weights=w, mask=mask)
+            A = a.matrix(x, weights=w, mask=mask)
             for i in range(3):
                 for j in range(2):
                     B = math.inf if kind == "hardmax" else beta[i, 0]
                     one = Attention(Q[j], K[j], V[j], O[j], B, b[j], c[j], kind, **options)  # type: ignore[arg-type]
                     alone = one.drift(x[i, j], weights=w[i, j], mask=mask[i, j])
                     torch.testing.assert_close(whole[i, j], alone)
-                    torch.testing.assert_close(A[i, j], one.weights(x[i, j], weights=w[i, j], mask=mask[i, j]))
+                    torch.testing.assert_close(A[i, j], one.matrix(x[i, j], weights=w[i, j], mask=mask[i, j]))
 
 
 def test_one_cloud_and_many_betas(generator: torch.Generator) -> None:
@@ -500,7 +499,8 @@ def test_products_and_moves(system: System) -> None:
         torch.testing.assert_close(merged.drift(x), a.drift(x), rtol=1e-7, atol=1e-7)
     single = a.to(torch.float32)
     assert all(z.dtype == torch.float32 for z in (single.Q, single.G, single.values))
-    assert a.with_beta(0.25).beta == 0.25
+    assert a.with_beta(0.25).common_beta == 0.25
+    assert a.with_beta(0.25).beta.tolist() == [0.25] * a.heads
     assert a.with_beta(0.25).Q is a.Q
 
 

@@ -35,7 +35,7 @@ def literal(attention, x, weights=None, mask=None):
             seen = seen & (torch.arange(n) != i) if not attention.self_attention else seen
             if not bool(seen.any()):
                 continue
-            p = torch.softmax(attention.beta * scores[i, seen] + w[seen].log(), dim=-1)
+            p = torch.softmax(attention.beta[h] * scores[i, seen] + w[seen].log(), dim=-1)
             drift[i] += (p @ x[seen]) @ attention.values[h].mT
     return drift if mask is None else drift.masked_fill(~mask[:, None], 0.0)
 

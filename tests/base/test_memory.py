@@ -16,7 +16,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from attn_flow import Adaptive, Attention, Sphere, dopri5, flow, rk4
-from attn_flow.attention import drifts
+from attn_flow.attention import drift
 from attn_flow.averages import dense
 from attn_flow.base import memory
 from attn_flow.base.memory import available, peak_memory, require
@@ -179,9 +179,9 @@ SHAPES = [(heads, full) for heads in (1, 2, 4, 8) for full in (True, False)]
 
 @pytest.fixture
 def eighth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drifts, "AT_ONCE", drifts.AT_ONCE // 8)
-    monkeypatch.setattr(drifts, "AT_ONCE_WITH_GRADIENT", drifts.AT_ONCE_WITH_GRADIENT // 8)
-    monkeypatch.setattr(drifts, "ROWS", drifts.ROWS // 8)
+    monkeypatch.setattr(drift, "AT_ONCE", drift.AT_ONCE // 8)
+    monkeypatch.setattr(drift, "AT_ONCE_WITH_GRADIENT", drift.AT_ONCE_WITH_GRADIENT // 8)
+    monkeypatch.setattr(drift, "ROWS", drift.ROWS // 8)
     monkeypatch.setattr(dense, "BLOCK", dense.BLOCK // 8)
     monkeypatch.setattr(dense, "SEGMENT", dense.SEGMENT // 2)
 
@@ -253,4 +253,4 @@ def test_resident_memory_agrees() -> None:
 def test_an_attention_matrix_that_does_not_fit_is_refused() -> None:
     x = torch.ones(1, 2).expand(10_000_000, 2)
     with pytest.raises(MemoryError, match=r"attention matrix .* drift"):
-        Attention.identity(2, 1.0).weights(x)
+        Attention.identity(2, 1.0).matrix(x)

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from attn_flow import Trajectory
 from attn_flow.bench.shards import fit
 from attn_flow.cli.entry import app
-from attn_flow.dynamics.distributed import ALONE, Processes
-from attn_flow.dynamics.sharded import Shard
+from attn_flow.dynamics.distributed import ALONE, Processes, Shard
 
 F64 = torch.float64
 WORKER = str(Path(__file__).with_name("worker.py"))

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.experiments import concentration
 from attn_flow.prediction.limit_map import limit

@@ -89,7 +89,7 @@ def test_beta_fixed_learned_and_scheduled() -> None:
     scheduled = layer(beta=2.0, beta_schedule=lambda s: 1 + s, horizon=0.5)
     expected = push_forward(lambda t: scheduled.attention(t / 0.5), x, 0.5, h=0.5 / 3)
     torch.testing.assert_close(scheduled(x), expected)
-    assert float(scheduled.attention(0.5).beta) == 3.0
+    assert scheduled.attention(0.5).common_beta == 3.0
 
 
 def test_from_attention() -> None:

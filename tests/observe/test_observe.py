@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
@@ -210,7 +210,7 @@ def test_attention_statistics_from_the_dense_matrix(options: dict) -> None:
     x = uniform(3, 10, 4)
     weights = torch.rand(3, 10, dtype=f64) + 0.1
     found = attention_statistics(A, x, weights=weights, entries=100)
-    dense = A.weights(x, weights=weights)
+    dense = A.matrix(x, weights=weights)
     first = 1 if options.get("self_attention") is False and options.get("causal") else 0
     assert torch.allclose(found.entropy[..., first:], torch.special.entr(dense).sum(-1)[..., first:])
     assert torch.allclose(found.largest_weight, dense.amax(-1))

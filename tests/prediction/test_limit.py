@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.geometry import Sphere
 from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Mixture, UniformSphere
 from attn_flow.prediction.limit_map import ResolutionWarning, limit, resolution

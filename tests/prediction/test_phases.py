@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import euler
 from attn_flow.dynamics.trajectory import Trajectory

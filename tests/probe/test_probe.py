@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention import Attention
 from attn_flow.hooks.demo import minilm, topics
 from attn_flow.measures import Cloud
 from attn_flow.probe.closures import SUPPORTS, OwnTokens, agreement, closure, head_space, mixture
@@ -168,7 +168,7 @@ def test_mixture_counts_masses_literally():
     predicted = space.per_head(mu)
     k = A.Q.shape[-2]
     for h in range(A.heads):
-        y, g = space.y[h], space.g[h] * A.beta
+        y, g = space.y[h], space.g[h] * A.beta[h]
         bulk = y[~special]
         m, S = bulk.mean(0), torch.cov(bulk.T, correction=0)
         for i in range(20):

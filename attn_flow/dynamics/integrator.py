@@ -1,0 +1,224 @@
+"""How a flow is stepped: fixed or adaptive steps of the velocity P_x F(x), with kicks, mergers, padding and shards."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from attn_flow.attention import Attention, drift
+from attn_flow.base import checks
+from attn_flow.dynamics.distributed import Shard
+from attn_flow.dynamics.kicks import Kick
+from attn_flow.dynamics.merging import Merged
+from attn_flow.dynamics.placement import Placement
+from attn_flow.dynamics.steppers import Adaptive, Step, Velocity
+from attn_flow.geometry import Geometry
+from attn_flow.measures import Cloud, Measure
+
+Schedule = Callable[[float], Attention]
+Stop = Callable[[float, Cloud], bool | Tensor]
+
+
+LOCAL_ERROR = 0.1  # of a fixed step, relative to the length of a token: beyond it the step is too long
+
+
+class StepWarning(UserWarning):
+    """A fixed step is too long for the speed of the tokens."""
+
+
+def at(attention: Attention | Schedule, t: float) -> Attention:
+    """The attention at time t."""
+    return attention if isinstance(attention, Attention) else attention(t)
+
+
+class Integrator:
+    """One integration: the velocity, how often it was asked, and why it ended."""
+
+    def __init__(
+        self,
+        attention: Attention | Schedule,
+        geometry: Geometry,
+        weights: Tensor | None,
+        mask: Tensor | None,
+        context: Measure | None,
+        placement: Placement,
+        noise: Kick | None,
+        generator: torch.Generator | None,
+        stop: Stop | None,
+        shard: Shard,
+    ) -> None:
+        self.attention, self.geometry, self.context, self.placement = attention, geometry, context, placement
+        self.weights, self.mask, self.noise, self.generator, self.stop = weights, mask, noise, generator, stop
+        self.shard = shard
+        self._prepared = None
+        if isinstance(attention, Attention):
+            self._prepared = attention.prepared().within(geometry.longest)
+        self._farthest: Tensor | None = None
+        self._warned = False
+        self.evaluations = 0
+        self.stopped: str | None = None
+        self.tokens_left: int | None = None
+
+    def velocity(self, log_weights: Tensor | None) -> Velocity:
+        """P_x of the placed drift, for tokens with these log weights; padding does not move."""
+
+        def drift_of(t: float, x: Tensor) -> Tensor:
+            self.evaluations += 1
+            if self.context is not None:
+                return at(self.attention, t).drift(x, self.context)
+            p = at(self.attention, t).prepared() if self._prepared is None else self._prepared
+            return drift.against_cloud(p, x, self.shard.everyone(x), log_weights, self.shard.first)
+
+        def velocity(t: float, x: Tensor) -> Tensor:
+            return self.shown(self.geometry.tangent(x, self.placement.velocity(drift_of, t, x)))
+
+        return velocity
+
+    def shown(self, v: Tensor) -> Tensor:
+        """v, zero for padding."""
+        return v if self.mask is None else torch.where(self.shard.own(self.mask, -1)[..., None], v, 0.0)
+
+    def watch_step(self, v: Tensor, x: Tensor, h: float) -> None:
+        """Remember the farthest that a step of size h carries a token, |h v| / max(1, |x|); read at the kept times."""
+        if checks.can_look(v):
+            far = h * (v.detach().norm(dim=-1) / x.detach().norm(dim=-1).clamp_min(1.0)).amax()
+            self._farthest = far if self._farthest is None else torch.maximum(self._farthest, far)
+
+    def warn_of_step(self, step: Step, h: float, t: float) -> None:
+        """Warn, once, of a step so long that its error u^(p+1)/(p+1)! is no longer small; u = |h v| / max(1, |x|)."""
+        order = getattr(step, "order", 1)
+        most = (LOCAL_ERROR * math.factorial(order + 1)) ** (1 / (order + 1))
+        far = self.shard.world.largest(0.0 if self._farthest is None else float(self._farthest))
+        if not self._warned and far > most:
+            self._warned = True
+            warnings.warn(
+                f"steps of {h:.3g} carry tokens {far:.3g} times their length by t = {t:.4g}: too far to be followed; "
+                f"use h <= {h * most / far / 4:.2g}, or step='adaptive'.",
+                StepWarning,
+                stacklevel=4,
+            )
+
+    def fixed(self, x: Tensor, times: list[float], step: Step, h: float) -> Iterator[tuple[float, Tensor]]:
+        """Equal steps of at most h between consecutive times; yields (t, x) at each of them."""
+        inner = self.velocity(Cloud(x, self.weights, self.mask).log_weights)
+        x = self.shard.own(x)
+        size, begins = h, True
+
+        def velocity(t: float, y: Tensor) -> Tensor:
+            nonlocal begins
+            v = inner(t, y)
+            if begins:
+                self.watch_step(v, y, size)
+                begins = False
+            return v
+
+        for start, end in itertools.pairwise(times):
+            steps = max(1, math.ceil((end - start) / h - 1e-9))
+            size = (end - start) / steps
+            for i in range(steps):
+                begins = True
+                x = self.kicked(step(velocity, start + i * size, x, size, self.geometry), size)
+                now = start + (i + 1) * size if i + 1 < steps else end
+                self.check(x, now)
+                if self.ends(now, x):
+                    yield now, self.everyone(x)
+                    return
+            self.warn_of_step(step, size, end)
+            yield end, self.everyone(x)
+
+    def adaptive(self, x: Tensor, times: list[float], step: Adaptive, h: float) -> Iterator[tuple[float, Tensor]]:
+        """Steps of the controlled size, clipped to hit every time; yields (t, x) at each of them."""
+        cloud = Cloud(x, self.weights, self.mask)
+        held = Merged.start(x, cloud.probabilities) if self.may_merge(step, times[0]) else None
+        velocity = self.velocity(cloud.log_weights)
+        x = self.shard.own(x)
+        now, taken, size = times[0], 0, min(h, step.largest)
+        first: Tensor | None = None  # the velocity at x, where it is known
+        before: tuple[float, float] | None = None  # the last accepted step and its error
+        for end in times[1:]:
+            while now < end:
+                taken += 1
+                if taken > step.max_steps:
+                    raise FloatingPointError(
+                        f"{step.max_steps} steps were not enough: at t = {now:.6g} of {times[-1]:.6g}. "
+                        "Try increasing max_steps or tol."
+                    )
+                last = now + size >= end
+                used = end - now if last else size
+                if not now + used > now:
+                    raise FloatingPointError(f"the step shrank to {used:.3g} at t = {now:.6g}. Try a larger tol.")
+                first = velocity(now, x) if first is None else first  # kept when the step is refused
+                trial, error, at_trial = step.pair.with_error(velocity, now, x, used, self.geometry, first)
+                assert error is not None  # Adaptive takes pairs only
+                scaled = self.shard.world.largest(step.scaled_error(error, trial))
+                if not scaled <= 1:  # or NaN: the trial left the range
+                    size = step.next_step(used, scaled if math.isfinite(scaled) else math.inf)
+                    continue
+                now = end if last else now + used
+                x = self.kicked(trial, used)
+                first = at_trial if step.pair.reuses_last and self.noise is None else None
+                grown = step.next_step(used, scaled, before)
+                size = max(size, grown) if last else grown  # a step cut short to hit a time is no reason to slow down
+                before = (used, scaled)
+                self.check(x, now)
+                if held is not None:
+                    first = velocity(now, x) if first is None else first
+                    everyone, velocities = self.shard.everyone(x), self.shard.everyone(first)
+                    merged = held.merge(everyone, velocities, 10 * step.tol, self.geometry, taken)
+                    if merged is not held:
+                        held, self.shard = merged, Shard(self.shard.world, merged.x.shape[-2])
+                        x, first = self.shard.own(merged.x), None
+                        velocity = self.velocity(held.log_weights)
+                    self.tokens_left = int(held.alive.sum(-1).max())
+                if self.ends(now, x, held):
+                    yield now, self.everyone(x, held)
+                    return
+            yield now, self.everyone(x, held)
+
+    def everyone(self, x: Tensor, held: Merged | None = None) -> Tensor:
+        """The whole cloud, of this process's tokens, merged or not."""
+        x = self.shard.everyone(x)
+        return x if held is None else held.everyone(x)
+
+    def may_merge(self, step: Adaptive, t0: float) -> bool:
+        first = at(self.attention, t0)
+        reasons = {
+            "a causal mask": first.causal,
+            "self_attention=False": not first.self_attention,
+            "noise": self.noise is not None,
+            "padding": self.mask is not None,
+            "a context": self.context is not None,
+            # Sums over groups depend there on the order in which threads add: processes could merge differently.
+            "several CUDA processes": self.shard.world.count > 1 and self.shard.world.device.type == "cuda",
+        }
+        held = [why for why, here in reasons.items() if here]
+        if step.merge and held:
+            raise ValueError(f"merge=True with {held[0]}: merged tokens would not move alike; use merge=False.")
+        return step.merge is not False and not held
+
+    def kicked(self, x: Tensor, h: float) -> Tensor:
+        if self.noise is None:
+            return x
+        kick = math.sqrt(h) * self.shard.own(self.noise(self.shard.everyone(x), self.generator))
+        return self.geometry.retract(x + self.shown(kick))
+
+    def check(self, x: Tensor, t: float) -> None:
+        if checks.can_look(x) and self.shard.world.largest(not checks.all_finite(x)):
+            raise FloatingPointError(
+                f"tokens left the range of {x.dtype} at t = {t:.6g}. Use a smaller h (unnormalised attention needs "
+                "h <= .02 e^-beta), float64, or Adaptive()."
+            )
+
+    def ends(self, t: float, x: Tensor, held: Merged | None = None) -> bool:
+        if self.stop is None:
+            return False
+        answer = self.stop(t, Cloud(self.everyone(x, held), self.weights, self.mask))
+        if self.shard.world.largest(bool(answer.all() if isinstance(answer, Tensor) else answer)):
+            self.stopped = f"stop condition at t = {t:.6g}"
+            return True
+        return False
