@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_flow.averages import dense
-from attn_flow.averages.patches import Blocks, Selection
+from attn_flow.averages.patches import Patches, Selection
 
 WIDTH = 8
 LOWEST = -1e300
@@ -78,8 +78,8 @@ def serves(width: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def softmax(
-    queries: Blocks,
-    keys: Blocks,
+    queries: Patches,
+    keys: Patches,
     bias: Tensor,
     values: Tensor,
     chosen: Selection,
@@ -87,14 +87,13 @@ def softmax(
     *,
     first: int,
     causal: bool,
-    exclude_self: bool,
     scale: float,
     gap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Averages (A, s, v), and log-sum-exps over the reference (A, s), of blocks of queries over their chosen keys.
+    """Averages (A, s, v), and log-sum-exps over the reference (A, s), of patches of queries over their chosen keys.
 
     star: key (A, k), value (A, v) and bias (A,) of each reference. gap: how far below the highest logit so far all keys
-    of a block must be for a query to leave them out.
+    of a patch must be for a query to leave them out.
     """
     width = max(queries.points.shape[-1], values.shape[-1])
     q, c, k, v, k_star, v_star = (
@@ -105,6 +104,6 @@ def softmax(
     start = F.pad(chosen.kept.sum(-1).cumsum(0), (1, 0))
     listed = chosen.kept.nonzero()[:, 1].contiguous()
     precise = scale * chosen.spread > dense.LOGIT_RANGE
-    of_blocks = q, c, k, v, b, k_star, v_star, b_star, start, listed, queries.index + first, keys.index
-    average, log_sum = torch.ops.attn_flow.near_softmax(*of_blocks, causal, exclude_self, scale, gap, precise)
+    of_patches = q, c, k, v, b, k_star, v_star, b_star, start, listed, queries.index + first, keys.index
+    average, log_sum = torch.ops.attn_flow.near_softmax(*of_patches, causal, scale, gap, precise)
     return average[..., : values.shape[-1]], log_sum

@@ -69,8 +69,7 @@ def softmax(
     scale: float = 1.0,
 ) -> Tensor:
     """sum_j softmax_j(scale <q_i,k_j> + bias_j) v_j, (..., m, v)."""
-    if scale == 0:  # the fused kernel would multiply the -inf of hidden keys by it
-        q, scale = torch.zeros_like(q), 1.0
+    q, scale = _seen_scale(q, scale)
     whole = not exclude_self and not (causal and (first > 0 or q.shape[-2] < k.shape[-2]))
     if whole and not (key_bias is not None and (causal or key_bias.requires_grad)):
         q4, k4, v4, bias, batch = _four_axes(q, k, v, key_bias)
@@ -81,6 +80,14 @@ def softmax(
     return softmax_and_log_sum(
         q, k, v, key_bias=key_bias, causal=causal, exclude_self=exclude_self, first=first, scale=scale
     )[0]
+
+
+def _seen_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Queries and scale for the fused kernel, which multiplies the -inf of hidden keys by the scale: not by 0.
+
+    A scale below the dtype's smallest normal number may be flushed to 0 there, and is 0 beside any logit.
+    """
+    return (torch.zeros_like(q), 1.0) if scale < torch.finfo(q.dtype).tiny else (q, scale)
 
 
 def _four_axes(
@@ -134,8 +141,7 @@ def softmax_and_log_sum(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The softmax average (..., m, v), and log sum_j e^{scale <q_i,k_j> + bias_j} (..., m)."""
-    if scale == 0:  # as above
-        q, scale = torch.zeros_like(q), 1.0
+    q, scale = _seen_scale(q, scale)
     inputs = [z for z in (q, k, v, key_bias) if z is not None]
     if _has_flash(q, k, v, key_bias) and not (torch.is_grad_enabled() and any(z.requires_grad for z in inputs)):
         return _in_segments(q, k, v, key_bias, causal, exclude_self, first, scale)

@@ -22,7 +22,7 @@ struct Problem {
   const float *v, *v_star;
   const int64_t *start, *blocks, *i, *j;
   int64_t queries, keys;            // points in a block of each
-  bool causal, exclude_self;
+  bool causal;
   double scale;
   float gap;                        // a block of keys this far below the highest logit so far is left out
   float *average;
@@ -61,12 +61,12 @@ void attend(const Problem& p, int64_t a) {
         logit[t] = l;
         highest = logit[t] > highest ? logit[t] : highest;
       }
-      if (p.causal || p.exclude_self) {
+      if (p.causal) {
         const int64_t me = p.i[a * S + s];
         highest = NEVER;
         for (int t = 0; t < p.keys; t++) {
           const int64_t other = p.j[b * p.keys + t];
-          if ((p.causal && other > me) || (p.exclude_self && other == me)) logit[t] = NEVER;
+          if (other > me) logit[t] = NEVER;
           highest = logit[t] > highest ? logit[t] : highest;
         }
       }
@@ -115,7 +115,7 @@ void attend(const Problem& p, int64_t a, int64_t width) {
 std::tuple<at::Tensor, at::Tensor> softmax(
     const at::Tensor& q, const at::Tensor& centre, const at::Tensor& k, const at::Tensor& v, const at::Tensor& bias,
     const at::Tensor& k_star, const at::Tensor& v_star, const at::Tensor& bias_star, const at::Tensor& start,
-    const at::Tensor& blocks, const at::Tensor& i, const at::Tensor& j, bool causal, bool exclude_self, double scale,
+    const at::Tensor& blocks, const at::Tensor& i, const at::Tensor& j, bool causal, double scale,
     double gap, bool precise) {
   const int64_t A = q.size(0), width = q.size(2);
   auto average = at::empty({A, q.size(1), width}, v.options());
@@ -124,7 +124,7 @@ std::tuple<at::Tensor, at::Tensor> softmax(
                   centre.const_data_ptr<double>(), k_star.const_data_ptr<double>(), bias_star.const_data_ptr<double>(),
                   v.const_data_ptr<float>(), v_star.const_data_ptr<float>(), start.const_data_ptr<int64_t>(),
                   blocks.const_data_ptr<int64_t>(), i.const_data_ptr<int64_t>(), j.const_data_ptr<int64_t>(),
-                  q.size(1), k.size(1), causal, exclude_self, scale, static_cast<float>(gap),
+                  q.size(1), k.size(1), causal, scale, static_cast<float>(gap),
                   average.mutable_data_ptr<float>(), log_sum.mutable_data_ptr<double>()};
   at::parallel_for(0, A, 1, [&](int64_t from, int64_t to) {
     for (int64_t a = from; a < to; a++) precise ? attend<double>(p, a, width) : attend<float>(p, a, width);

@@ -1,11 +1,11 @@
 """Averages over the keys that matter: at low temperature a query sees the keys nearest to it, and the rest is skipped.
 
-Queries and keys are put into blocks of neighbours. For queries i of a block with centre c and radius r, and any key
+Queries and keys are put into patches of neighbours. For queries i of a patch with centre c and radius r, and any key
 k* as reference, the logit of key j over that of k* is
 
     l_ij = scale <q_i, k_j - k*> + bias_j - bias*  <=  scale <c, k_j - k*> + bias_j - bias* + scale r |k_j - k*|,
 
-so a block of keys has a bound on its share of every softmax in the block of queries. Blocks are skipped while these
+so a patch of keys has a bound on its share of every softmax in the patch of queries. Patches are skipped while these
 sum to less than the tolerance. What was kept then proves it row by row, against the log-sum-exp it found; a row that
 fails (a mask hid its reference) is averaged over all keys. Where l_ij matters, the differences q_i - c and k_j - k*
 are small: taken in float64 and multiplied in the dtype of the values, they keep float32 accurate at any beta.
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from attn_flow.averages import compiled, dense
-from attn_flow.averages.patches import Blocks, Selection, select
+from attn_flow.averages.patches import Patches, Selection, select
 
 PAIRS = 2**26  # pairs of queries and keys below which putting them in order costs more than 5% of the average itself
-WIDTH = 16  # width of keys beyond which blocks of neighbours are as wide as the cloud
+WIDTH = 16  # width of keys beyond which patches of neighbours are as wide as the cloud
 WORTH, MASKED_WORTH = 0.4, 0.06  # share of pairs above which the dense kernel is faster, without and with a mask
 BOUNDS = 2**20  # bounds held at once
-ENTRIES, MASKED_ENTRIES = 2**17, 2**14  # keys gathered at once; a mask makes a matrix of each block
+ENTRIES, MASKED_ENTRIES = 2**17, 2**14  # keys gathered at once; a mask makes a matrix of each patch
 UNSEEN = 0.1  # part of the tolerance for what the compiled kernel leaves out query by query
 
 
@@ -61,8 +61,8 @@ def softmax(
     bias = k.new_zeros(len(k)) if key_bias is None else key_bias.double()
     if not bool(bias.isfinite().any()):
         return None
-    keys = Blocks.of(k)
-    queries = keys if q is k else Blocks.of(q)
+    keys = Patches.of(k)
+    queries = keys if q is k else Patches.of(q)
     B, V = keys.gather(bias, -math.inf), keys.gather(v)
     average, left_out = v.new_empty(queries.index.numel(), v.shape[-1]), q.new_empty(queries.index.numel())
     pairs = 0.0
@@ -72,12 +72,12 @@ def softmax(
             return None
         pairs += float(chosen.kept.sum()) / (len(queries.index) * len(B))
         star = k[chosen.reference], v[chosen.reference], bias[chosen.reference]
-        blocks, rows = (part, keys, B, V, chosen, star), part.index.flatten()
-        if compiled.serves(max(k.shape[-1], v.shape[-1]), v.dtype, v.device):
+        patches, rows = (part, keys, B, V, chosen, star), part.index.flatten()
+        if compiled.serves(max(k.shape[-1], v.shape[-1]), v.dtype, v.device) and not exclude_self:
             gap = math.log(len(k) / (UNSEEN * tolerance))
-            mean, log_sum = compiled.softmax(*blocks, **masks, scale=scale, gap=gap)
+            mean, log_sum = compiled.softmax(*patches, first=first, causal=causal, scale=scale, gap=gap)
         else:
-            mean, log_sum = _fused(*blocks, **masks, scale=scale)
+            mean, log_sum = _fused(*patches, **masks, scale=scale)
         average[rows] = mean.flatten(0, 1)
         left_out[rows] = (chosen.left_out[:, None] * (-log_sum).exp()).flatten() + UNSEEN * tolerance
     average, left_out = average[: len(q)], left_out[: len(q)]
@@ -92,8 +92,8 @@ def hardmax(q: Tensor, k: Tensor, v: Tensor, *, key_bias: Tensor | None = None, 
     bias = torch.zeros_like(k[:, 0]) if key_bias is None else key_bias
     if not bool(bias.isfinite().any()):
         return None
-    keys = Blocks.of(k)
-    queries = keys if q is k else Blocks.of(q)
+    keys = Patches.of(k)
+    queries = keys if q is k else Patches.of(q)
     B, V = keys.gather(bias, -math.inf), keys.gather(v)
     average = v.new_empty(queries.index.numel(), v.shape[-1])
     pairs = 0.0
@@ -102,17 +102,17 @@ def hardmax(q: Tensor, k: Tensor, v: Tensor, *, key_bias: Tensor | None = None, 
         if float(chosen.kept.float().mean()) > most:
             return None
         pairs += float(chosen.kept.sum()) / (len(queries.index) * len(B))
-        for group, blocks, filling in chosen.groups(ENTRIES, B.shape[1]):
-            seen = B[blocks].masked_fill(filling[..., None], -math.inf).flatten(1)
-            K, values = keys.points[blocks].flatten(1, 2), V[blocks].flatten(1, 2)
+        for group, near, filling in chosen.groups(ENTRIES, B.shape[1]):
+            seen = B[near].masked_fill(filling[..., None], -math.inf).flatten(1)
+            K, values = keys.points[near].flatten(1, 2), V[near].flatten(1, 2)
             mean = dense.hardmax(part.points[group], K, values, key_bias=seen)[0]
             average[part.index[group].flatten()] = mean.flatten(0, 1)
     return Near(average[: len(q)], q.new_zeros(len(q)), pairs)
 
 
 def _fused(
-    queries: Blocks,
-    keys: Blocks,
+    queries: Patches,
+    keys: Patches,
     bias: Tensor,
     values: Tensor,
     chosen: Selection,
@@ -123,22 +123,22 @@ def _fused(
     exclude_self: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """What `compiled.softmax` computes, by torch's fused kernel on groups of blocks with as many keys each."""
+    """What `compiled.softmax` computes, by torch's fused kernel on groups of patches with as many keys each."""
     masked = causal or exclude_self
     average = values.new_empty(*queries.index.shape, values.shape[-1])
     log_sums = bias.new_empty(queries.index.shape)
-    for group, blocks, filling in chosen.groups(MASKED_ENTRIES if masked else ENTRIES, bias.shape[1]):
+    for group, near, filling in chosen.groups(MASKED_ENTRIES if masked else ENTRIES, bias.shape[1]):
         k_star, v_star, bias_star = (z[group, None] for z in star)
         c = queries.centre[group]
-        q, k = queries.points[group] - c[:, None], keys.points[blocks].flatten(1, 2) - k_star
-        shift = bias[blocks].masked_fill(filling[..., None], -math.inf).flatten(1) - bias_star
+        q, k = queries.points[group] - c[:, None], keys.points[near].flatten(1, 2) - k_star
+        shift = bias[near].masked_fill(filling[..., None], -math.inf).flatten(1) - bias_star
         shift += scale * (k @ c[..., None])[..., 0]
-        v = values[blocks].flatten(1, 2) - v_star
+        v = values[near].flatten(1, 2) - v_star
         if dense.loses_digits(q.to(v.dtype), k.to(v.dtype), scale):
             v = v.double()
         q, k, shift = (z.to(v.dtype) for z in (q, k, shift))
         if masked:
-            i, j = (z.int() for z in (queries.index[group] + first, keys.index[blocks].flatten(1)))
+            i, j = (z.int() for z in (queries.index[group] + first, keys.index[near].flatten(1)))
             mean, log_sum = _masked(q, k, v, shift, i, j, causal, exclude_self, scale)
         else:
             mean, log_sum = dense.softmax_and_log_sum(q, k, v, key_bias=shift, scale=scale)

@@ -1,4 +1,4 @@
-"""Blocks of neighbours, and which blocks of keys a block of queries must look at (near.py derives the bound)."""
+"""Patches of neighbours, and which patches of keys a patch of queries must look at (near.py derives the bound)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from attn_flow.averages import dense
 
-SIZE = 64  # points in a block: fewer bound better, more are faster
+SIZE = 64  # points in a patch: fewer bound better, more are faster
 SAMPLED = 8  # queries asked, before anything is put in order, how many keys they see
 HALVINGS = 3  # of the interval of thresholds
 EXACT = "donot_use_mm_for_euclid_dist"  # the other way cancels for near points
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class Patches:
     """Points (b, s, k) that are neighbours, their indices (b, s), and the balls (b, k), (b,) that hold them.
 
-    There are 2^levels blocks, equally full: indices beyond the last point are padding, copies of it.
+    There are 2^levels patches, equally full: indices beyond the last point are padding, copies of it.
     """
 
     index: Tensor
@@ -30,7 +30,7 @@ class Blocks:
     radius: Tensor
 
     @classmethod
-    def of(cls, x: Tensor) -> Blocks:
+    def of(cls, x: Tensor) -> Patches:
         """The cloud x (n, k) halved along the widest axis of each half, until there are at most SIZE points in each."""
         n = len(x)
         levels = max(0, math.ceil(math.log2(n / SIZE)))
@@ -47,18 +47,18 @@ class Blocks:
         return cls(index, points, centre, (points - centre[:, None]).norm(dim=-1).amax(1))
 
     def gather(self, z: Tensor, fill: float | None = None) -> Tensor:
-        """What belongs to the points, z (n, ...), in blocks (b, s, ...)."""
+        """What belongs to the points, z (n, ...), in patches (b, s, ...)."""
         return _padded(z, self.index.numel(), fill)[self.index]
 
-    def parts(self, count: int) -> Iterator[Blocks]:
-        """Some blocks at a time."""
+    def parts(self, count: int) -> Iterator[Patches]:
+        """Some patches at a time."""
         for one in zip(*(z.split(count) for z in (self.index, self.points, self.centre, self.radius))):
-            yield Blocks(*one)
+            yield Patches(*one)
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The blocks of keys that each of A blocks of queries looks at: kept (A, B).
+    """The patches of keys that each of A patches of queries looks at: kept (A, B).
 
     reference (A,): the index of k*. left_out (A,): a bound on the mass of what is not kept, over that of k*.
     spread: a bound on |q_i - c| |k_j - k*| of what is.
@@ -70,7 +70,7 @@ class Selection:
     spread: float
 
     def groups(self, entries: int, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Blocks of queries (g,), their blocks of keys (g, w), and which of these only fill up the rectangle (g, w)."""
+        """Patches of queries (g,), of their keys (g, w), and which of these only fill up the rectangle (g, w)."""
         count = self.kept.sum(-1)
         order = count.argsort()
         kept_first = torch.argsort(self.kept.to(torch.uint8), dim=-1, descending=True, stable=True)
@@ -85,9 +85,9 @@ class Selection:
 
 
 def worth(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, window: float, most: float) -> bool:
-    """Whether blocks will leave less than the share `most` of pairs, asked of a few queries before anything is sorted.
+    """Whether patches will leave less than the share `most` of pairs, asked of a few queries before anything is sorted.
 
-    window: how far below the highest logit a key matters. A block is taken to be as wide as the ball that holds SIZE
+    window: how far below the highest logit a key matters. A patch is taken to be as wide as the ball that holds SIZE
     neighbours.
     """
     some = q[:: max(1, len(q) // SAMPLED)]
@@ -99,7 +99,7 @@ def worth(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, window: float
     return float(seen.float().mean()) < most
 
 
-def select(queries: Blocks, keys: Blocks, bias: Tensor, scale: float, tolerance: float | None) -> Selection:
+def select(queries: Patches, keys: Patches, bias: Tensor, scale: float, tolerance: float | None) -> Selection:
     """What to keep so that less than `tolerance` of any query's weights is left out; None: whatever can be maximal."""
     highest = _highest_logits(queries.centre, keys.points, bias, scale)
     nearest = highest.argmax(-1)
@@ -118,7 +118,7 @@ def select(queries: Blocks, keys: Blocks, bias: Tensor, scale: float, tolerance:
 
 
 def _highest_logits(c: Tensor, K: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """max_j scale <c_a, k_j> + bias_j over each block of keys, (A, B), raised by all that float32 may lose."""
+    """max_j scale <c_a, k_j> + bias_j over each patch of keys, (A, B), raised by all that float32 may lose."""
     keys = torch.cat([K, bias[..., None]], dim=-1).flatten(0, 1).float().T.contiguous()
     rows = torch.cat([scale * c, torch.ones_like(c[:, :1])], dim=-1).float()
     parts = [

@@ -22,7 +22,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """Which of how many processes this is, and the device it works on."""
+    """Which of how many processes this is, and the device it works on; `processes()` makes it.
+
+    What several processes compute is the same, bit for bit, on each of them; against one process it is the same to
+    rounding, because sums are added in another order.
+    """
 
     rank: int
     count: int

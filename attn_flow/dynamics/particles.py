@@ -101,7 +101,7 @@ def flow(
         >>> path = flow(Attention.identity(3, beta=1.0), x0, t=[0.0, 1.0, 10.0])
         >>> path.x.shape
         torch.Size([3, 100, 3])
-        >>> bool(path.x[-1].std(-2).max() < 1e-3)  # one cluster
+        >>> bool(path.x[-1].std(-2).max() < path.x[0].std(-2).min() / 10)  # nearly one cluster
         True
     """
     times = _times(t)
@@ -190,12 +190,7 @@ def _times(t: float | Sequence[float] | Tensor) -> Tensor:
         if not 0 < float(times) < math.inf:
             raise ValueError(f"t = {float(times)}, expected a positive, finite time.")
         times = torch.linspace(0, float(times), 101, dtype=torch.float64)
-    if times.ndim != 1 or times.numel() == 0:
-        raise ValueError(f"t has shape {tuple(times.shape)}, expected (T,) with at least one time.")
-    if not bool(torch.isfinite(times).all()):
-        raise ValueError("t has NaN or infinite times, expected finite ones.")
-    if bool((times.diff() <= 0).any()):
-        raise ValueError(f"t must increase strictly, got {[round(v, 6) for v in times.tolist()[:6]]}...; sort it.")
+    checks.times(times)
     return times
 
 

@@ -22,6 +22,8 @@ Velocity = Callable[[float, Tensor], Tensor]
 
 
 class Step(Protocol):
+    """A step: x(t + h) from x(t) = x (..., n, d) on a geometry, with velocity(t, x) tangent to it at x."""
+
     def __call__(self, velocity: Velocity, t: float, x: Tensor, h: float, geometry: Geometry) -> Tensor: ...
 
 
@@ -71,6 +73,7 @@ def _along(x: Tensor, h: float, weights: tuple[float, ...], k: list[Tensor]) -> 
     return x
 
 
+# Steps of order 1, 4 and 5: step=euler or step="euler" in `flow`, one, four and six evaluations of the drift a step.
 euler = RungeKutta("euler", 1, a=(), b=(1.0,))
 rk4 = RungeKutta("rk4", 4, a=((1 / 2,), (0, 1 / 2), (0, 0, 1)), b=(1 / 6, 1 / 3, 1 / 3, 1 / 6))
 # Dormand and Prince (1980), order 5 with an embedded order 4.
@@ -93,6 +96,20 @@ dopri5 = RungeKutta(
 @dataclass(frozen=True)
 class Adaptive:
     """Steps as large as a local error of `tol` per token allows, growing on metastable plateaus.
+
+    Args:
+        tol: largest |error| of a step over max(1, |x_i|), for every token.
+        merge: join coincident tokens; None: wherever tokens are exchangeable, True: raise where they are not.
+        pair: the Runge-Kutta pair with an embedded error estimate.
+        max_steps: raise FloatingPointError beyond.
+        largest: no step is longer, in units of t.
+
+    Example:
+        >>> from attn_flow import Attention, Sphere, flow
+        >>> x0 = Sphere().uniform(20, 3, generator=torch.Generator().manual_seed(0))
+        >>> path = flow(Attention.identity(3, beta=2.0), x0, t=[0.0, 1000.0], step=Adaptive(tol=1e-4))
+        >>> path.about["tokens_left"]
+        1
 
     On a plateau the cloud is a few tight clusters: their inner modes contract at rate 1 and would keep an explicit
     step below about 3 for ever. With `merge` (on by default wherever tokens are exchangeable) approaching tokens

@@ -13,14 +13,28 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.base.files import read_tensors, write_tensors
+from attn_flow.base.words import brief
 from attn_flow.measures import Cloud
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Trajectory:
     """Clouds x (T, ..., n, d) at times t (T,), with weights and mask (..., n) that do not change in time.
 
-    `about` says what made it (plain JSON); `labels` holds plain lists about the tokens (strings, ids, texts, ...).
+    Args:
+        t: (T,) finite times, increasing along a flow, or levels of an encoder.
+        x: (T, ..., n, d), the tokens at these times.
+        weights: (..., n), masses of the tokens; None: all the same.
+        mask: (..., n), True for tokens and False for padding; None: no padding.
+        about: what made it, plain JSON.
+        labels: plain lists about the tokens (strings, ids, texts, ...).
+
+    Example:
+        >>> path = Trajectory(torch.tensor([0.0, 1.0]), torch.randn(2, 5, 3))
+        >>> path
+        Trajectory(2 times from 0 to 1, x float32 (2, 5, 3))
+        >>> len(path), path.cloud(-1).mean.shape
+        (2, torch.Size([3]))
     """
 
     t: Tensor
@@ -35,10 +49,16 @@ class Trajectory:
             raise ValueError(
                 f"t has shape {tuple(self.t.shape)} and x {tuple(self.x.shape)}, expected (T,) and (T, ..., n, d)."
             )
+        checks.finite("t", self.t)
         if self.mask is not None:
             checks.token_mask(self.mask, self.x[0])
         if self.weights is not None:
             checks.token_weights(self.weights, self.x[0], self.mask)
+
+    def __repr__(self) -> str:
+        span = f"{len(self)} times from {float(self.t[0]):.6g} to {float(self.t[-1]):.6g}" if len(self) else "no times"
+        parts = [span, f"x {brief(self.x)}", "weights" * (self.weights is not None), "mask" * (self.mask is not None)]
+        return f"Trajectory({', '.join(filter(None, parts))})"
 
     def __len__(self) -> int:
         return self.t.shape[0]

@@ -542,3 +542,54 @@ def test_an_identity_is_recognised_and_a_near_identity_is_not() -> None:
     learned = eye.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(Attention(learned).drift(x).square().sum(), learned)
     assert float(gradient.abs().sum()) > 0
+
+
+# --- what a user reads ---------------------------------------------------------------------------------------------
+
+
+def test_beta_is_a_tensor_over_heads_and_one_number_where_it_is_one() -> None:
+    Q = torch.randn(2, 3, 3)
+    for beta, number, shape in (
+        (4.0, 4.0, (2,)),
+        (torch.tensor(4.0), 4.0, (2,)),
+        (torch.tensor([4.0, 4.0]), 4.0, (2,)),
+        (torch.tensor([4.0, 5.0]), None, (2,)),
+        (torch.tensor([[4.0], [5.0]]), None, (2, 2)),
+        (torch.tensor(4.0, requires_grad=True), None, (2,)),
+        (math.inf, math.inf, (2,)),
+    ):
+        attention = Attention(Q, torch.randn(2, 3, 3), beta=beta)
+        assert attention.common_beta == number
+        assert attention.beta.shape == shape
+        assert attention.to(torch.float64).common_beta == number
+    assert Attention(Q, beta=0.1).to(torch.float64).beta.tolist() == [0.1, 0.1]  # all its digits
+
+
+def test_an_attention_introduces_itself_and_stays_as_it_is() -> None:
+    attention = Attention.random(512, 8, beta=torch.ones(3, 8), dtype=F64, causal=True)
+    assert (
+        repr(attention)
+        == "Attention(batch=(3,), heads=8, dim=512, k=64, v=64, beta=tensor (3, 8), softmax, causal, float64)"
+    )
+    with pytest.raises(AttributeError):
+        attention.beta = torch.ones(8)
+    weights = {name: z.clone() for name, z in attention.tensors.items()}
+    attention.drift(torch.randn(5, 512, dtype=F64))
+    assert all(torch.equal(z, attention.tensors[name]) for name, z in weights.items())
+
+
+def test_precision_is_chosen_once_for_tokens_of_known_length() -> None:
+    cool = Attention.random(4, 2, beta=1e5, generator=torch.Generator().manual_seed(0)).prepared()
+    warm = Attention.random(4, 2, beta=1.0, generator=torch.Generator().manual_seed(0)).prepared()
+    assert cool.within(1.0).precise is True
+    assert warm.within(1.0).precise is False
+    assert warm.within(1e3).precise is True
+    assert warm.within(None).precise is None  # every drift looks
+
+
+@pytest.mark.parametrize("beta", [1e-45, 1e-40, 1e-310])
+def test_a_denormal_beta_is_zero_beside_any_logit(beta: float) -> None:
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    for options in ({"causal": True}, {"self_attention": False}, {}):
+        cold, zero = (Attention.identity(3, b, **options).drift(x) for b in (beta, 0.0))
+        torch.testing.assert_close(cold, zero, rtol=0, atol=4 * torch.finfo(x.dtype).eps)

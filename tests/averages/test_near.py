@@ -135,7 +135,7 @@ def test_batches_and_betas_of_their_own(monkeypatch):
 
 def test_blocks_partition_the_cloud():
     x = torch.randn(1003, 4, generator=torch.Generator().manual_seed(0), dtype=F64)
-    found = patches.Blocks.of(x)
+    found = patches.Patches.of(x)
     index = found.index.flatten()
     assert sorted(index.tolist()) == list(range(len(index)))
     assert found.index.shape[1] <= patches.SIZE

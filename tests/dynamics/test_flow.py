@@ -1,6 +1,9 @@
 """The flow: requested times, laws, closed forms and rates of the papers, noise, placements, stopping."""
 
+import inspect
 import math
+import re
+import warnings
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ from attn_flow import (
     rk4,
 )
 from attn_flow.dynamics import kicks, placement
+from attn_flow.dynamics.integrator import StepWarning
 from attn_flow.dynamics.steppers import Velocity
 from attn_flow.geometry import Geometry
 from attn_flow.measures.quadrature import circle
@@ -482,3 +486,49 @@ def test_what_a_path_remembers() -> None:
     assert about["step"] == "rk4"
     assert about["h"] == 0.05
     assert flow(identity(3, 1.0), tokens(4, 3), [0, 0.1], step=Adaptive()).about["h"] is None
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_by_name_is_the_step() -> None:
+    x0 = Sphere().uniform(8, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+    attention = Attention.identity(3, 2.0, dtype=F64)
+    for name, step in {"euler": euler, "rk4": rk4, "dopri5": dopri5, "adaptive": Adaptive()}.items():
+        assert torch.equal(flow(attention, x0, [0, 1], step=name).x, flow(attention, x0, [0, 1], step=step).x)
+    assert str(inspect.signature(flow)).count("tensor") == 0  # help() shows rk4, not its tableau
+    assert "= rk4" in str(inspect.signature(flow))
+    with pytest.raises(ValueError, match="step = 'heun', expected one of 'euler', 'rk4', 'dopri5', 'adaptive'"):
+        flow(attention, x0, [0, 1], step="heun")
+
+
+@pytest.mark.parametrize(("step", "V", "h"), [("rk4", 1.0, 5.0), ("rk4", 200.0, 0.05), ("euler", 1.0, 1.0)])
+def test_a_step_that_tokens_outrun_warns_with_one_that_they_do_not(step: str, V: float, h: float) -> None:
+    x0 = Sphere().uniform(50, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+    attention = Attention.from_matrices(torch.eye(3, dtype=F64), V * torch.diag(torch.tensor([1.0, 2.0, 3.0]).double()))
+    exact = flow(attention, x0, [0, 10 * h], step=Adaptive(1e-9)).x[-1]
+    with pytest.warns(StepWarning, match=r"use h <= ") as caught:
+        wrong = flow(attention, x0, [0, 10 * h], step=step, h=h).x[-1]
+    assert len(caught) == 1
+    better = float(re.search(r"use h <= ([\d.e-]+)", str(caught[0].message)).group(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        right = flow(attention, x0, [0, 10 * h], step=step, h=better).x[-1]
+    errors = [float((x - exact).norm(dim=-1).max()) for x in (wrong, right)]
+    assert errors[1] < 0.1
+    assert errors[1] < errors[0] / 2 or errors[0] < 1e-6  # a limit that any path reaches
+
+
+def test_the_default_step_does_not_warn() -> None:
+    x0 = Sphere().uniform(50, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+    G, V = (torch.diag(torch.tensor(z, dtype=F64)) for z in ([3.0, 1.0, 1.0], [1.0, 2.0, 1.0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flow(Attention.from_matrices(G, V, beta=30.0), x0, [0, 5])
+        flow(Attention.from_matrices(G, V, beta=30.0), x0, [0, 5], step="euler", h=0.1)
+
+
+@pytest.mark.parametrize("t", [math.nan, math.inf, -1.0])
+def test_a_push_forward_asks_for_a_time(t: float) -> None:
+    with pytest.raises(ValueError, match="expected a finite time of at least 0"):
+        push_forward(Attention.identity(2), torch.eye(2), t)
