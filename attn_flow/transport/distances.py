@@ -96,8 +96,9 @@ def solve(
     cost "geodesic": arc length on the sphere the points lie on (any radius); gradients are tangent to it.
 
     method: "line" (d = 1), "circle" (geodesic, d = 2), "assignment" (equal numbers, equal weights), "simplex",
-    "shortlist" (certified to 1e-6), "sinkhorn" and "geomloss" (Euclidean p = 2, certified interval, refused beyond
-    rtol), "sliced" (another distance: the p-th mean of W_p over `n_projections` random directions), or "auto".
+    "shortlist" (certified to 1e-6 of the distance, or to the rounding of its potentials where that is more: n eps of
+    the largest cost), "sinkhorn" and "geomloss" (Euclidean p = 2, certified interval, refused beyond rtol), "sliced"
+    (another distance: the p-th mean of W_p over `n_projections` random directions), or "auto".
     merge_tol: points closer than this are merged into atoms; default 1e-10 of the extent of the clouds.
     blur, scaling: the Sinkhorn schedule, as in geomloss; by default the blur is lowered until rtol is proved.
     """

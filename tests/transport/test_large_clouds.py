@@ -397,7 +397,12 @@ def test_certified_at_ten_thousand() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [None, 1e-2])  # spread, and around five points
 def test_certified_at_a_hundred_thousand_below_a_gigabyte(width: float | None) -> None:
-    """Its own process, whose resident memory nothing else has raised before."""
+    """Its own process, whose resident memory nothing else has raised before.
+
+    To 1e-6 of the distance, or to the rounding of the potentials: the network simplex starts them at n times the
+    largest cost and prices to ten times what that rounds to; clouds of width 1e-2 are 3e-4 apart on a sphere of
+    diameter 2, so that is more. The proved gap g of the cost is g / 2 W of the distance.
+    """
     code = f"""
 import resource, torch
 from attn_flow.transport.distances import solve
@@ -415,5 +420,6 @@ print(found.method, float(found.distance), float(found.error), (peak() - before)
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert out[0] == "shortlist"
     distance, error, peak = map(float, out[1:])
-    assert 0 < error <= 1e-6 * distance
+    rounding = 10 * torch.finfo(torch.float64).eps * 100_000 * 2**2
+    assert 0 < error <= max(1e-6 * distance, rounding / (2 * distance))
     assert peak < 1e9
