@@ -2,12 +2,14 @@
 
 from attn_flow.hooks.architectures import ARCHITECTURES, Architecture, register
 from attn_flow.hooks.capture import record, recording
-from attn_flow.hooks.corpus import Statistics, merge_shards
+from attn_flow.hooks.corpus import record_corpus
+from attn_flow.hooks.corpus_statistics import Statistics, merge_shards
 from attn_flow.hooks.demo import load_encoder
 from attn_flow.hooks.layout import Block, blocks
 from attn_flow.hooks.tape import POINTS, Tape
 from attn_flow.hooks.temperature import scale_beta
-from attn_flow.hooks.weights import Check, Norm, attentions, encoder_facts, folded, geometries, norms, self_check
+from attn_flow.hooks.trust import Check, self_check, unknown_share
+from attn_flow.hooks.weights import Norm, attentions, encoder_facts, geometries, norms
 from attn_flow.hooks.wrapping import wrap
 
 __all__ = [
@@ -22,15 +24,16 @@ __all__ = [
     "attentions",
     "blocks",
     "encoder_facts",
-    "folded",
     "geometries",
     "load_encoder",
     "merge_shards",
     "norms",
     "record",
+    "record_corpus",
     "recording",
     "register",
     "scale_beta",
     "self_check",
+    "unknown_share",
     "wrap",
 ]

@@ -180,6 +180,22 @@ _DINO = {
     "layer_scale": "layer_scale1",
 }
 
+_T5 = Architecture(
+    name="T5 encoder",
+    blocks="encoder.block",
+    attn="layer.0.SelfAttention",
+    q="layer.0.SelfAttention.q",
+    k="layer.0.SelfAttention.k",
+    v="layer.0.SelfAttention.v",
+    o="layer.0.SelfAttention.o",
+    norm1="layer.0.layer_norm",
+    norm2="layer.1.layer_norm",
+    ffn="layer.1.DenseReluDense",
+    norm_placement="pre",
+    beta=_unscaled,
+    positions="relative position bias, shared by all layers and not scaled by beta",
+)
+
 ARCHITECTURES: list[Architecture] = [
     _BERT,
     Architecture(
@@ -330,21 +346,8 @@ ARCHITECTURES: list[Architecture] = [
         causal=True,
         refuse=("self_attn.q_norm", "pre_feedforward_layernorm"),
     ),
-    Architecture(
-        name="T5 encoder",
-        blocks="encoder.block",
-        attn="layer.0.SelfAttention",
-        q="layer.0.SelfAttention.q",
-        k="layer.0.SelfAttention.k",
-        v="layer.0.SelfAttention.v",
-        o="layer.0.SelfAttention.o",
-        norm1="layer.0.layer_norm",
-        norm2="layer.1.layer_norm",
-        ffn="layer.1.DenseReluDense",
-        norm_placement="pre",
-        beta=_unscaled,
-        positions="relative position bias, shared by all layers and not scaled by beta",
-    ),
+    _T5,
+    replace(_T5, blocks="block"),  # the encoder inside a T5 model with a decoder
     Architecture(
         name="torch.nn.TransformerEncoder",
         blocks="layers",

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +17,8 @@ from torch import nn
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.attach import deepened, evaluating, padded
 from attn_flow.hooks.inputs import TokenBatch, pieces, report_truncation
+from attn_flow.hooks.layout import encoder_inside
 from attn_flow.hooks.tape import Tape
-
-if TYPE_CHECKING:
-    pass
 
 
 @contextmanager
@@ -44,31 +42,51 @@ def record(
     max_length: int | None = None,
     depth: int | None = None,
     dtype: torch.dtype | None = None,
-    sink: Any = None,
+    max_unknown: float = 0.1,
+    check: bool = True,
 ) -> Trajectory:
-    """The path of real tokens through an encoder: x (points, texts, n, d), mask (texts, n), one label per token.
+    """The path of real tokens through an encoder: `record(model, tokenizer, texts)` or `record(model, inputs)`.
 
-    record(model, tokenizer, texts) or record(model, inputs), inputs as the model takes them: token ids, pixel values,
-    or embeddings. `points` names what to keep (see POINTS; TransformerLens names such as "blocks.3.hook_resid_post" do
-    too); t counts layers. Padding is always left out; `special=False` leaves out [CLS], [SEP], class tokens as well.
-    `depth` runs a model of one shared block (ALBERT) beyond its trained depth. Half precision is returned as float32
-    unless `dtype` says otherwise. With `sink`, a `Statistics`, states go there batch by batch and only its reservoir, a
-    uniform sample of tokens x (points, m, d), is returned: any corpus in constant memory.
+    model: a known encoder, or what holds one (a SentenceTransformer, a pipeline, a compiled model, ...).
+    source, texts: a tokenizer and strings, or inputs as the model takes them: token ids, pixel values, embeddings.
+    points: what to keep, one or several of POINTS; TransformerLens names such as "blocks.3.hook_resid_post" do too.
+    special: keep [CLS], [SEP], class tokens. Padding is always left out.
+    batch: texts at a time. max_length: tokens kept of each text; by default what the model takes.
+    depth: runs a model of one shared block (ALBERT) beyond its trained depth.
+    dtype: of the states; by default the model's, half precision as float32.
+    max_unknown: the share of unknown tokens above which the texts are refused (see `unknown_share`).
+    check: first compare the weights as read with what the layers compute, on a few tokens (see `self_check`).
+
+    Returns a Trajectory: x (points, texts, n, d), mask (texts, n), t counting layers, one label per token. For a corpus
+    too large for memory see `record_corpus`.
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> model, tokenizer = tiny_bert()
+        >>> path = record(model, tokenizer, ["a b c", "b d"])
+        >>> path.x.shape, path.t.tolist(), path.labels["token"][1]
+        (torch.Size([3, 2, 5, 16]), [0.0, 1.0, 2.0], ['[CLS]', 'b', 'd', '[SEP]'])
     """
-    if sink is not None:
-        return sink.consume(
-            model, source, texts, points=points, special=special, batch=batch, max_length=max_length, depth=depth
-        )
-    paths, truncated, limit = [], 0, None
+    from attn_flow.hooks.trust import check_on_few, refuse_unknown
+
+    model = encoder_inside(model)
+    tokenizer = source if texts is not None else None
+    paths: list[Trajectory] = []
+    truncated, limit, unknown, content = 0, None, 0, 0
     with deepened(model, depth), recording(model, points) as tape, evaluating(model):
         for piece in pieces(model, source, texts, batch, max_length):
             part = piece.make()
+            unknown, content = unknown + part.unknown, content + part.content
+            refuse_unknown(tokenizer, unknown, content, max_unknown, last=False)
+            if check and not paths:
+                check_on_few(model, part)
             forward(model, tape, part)
-            path = tape.trajectory(part, special=special, tokenizer=source if texts is not None else None)
-            paths.append(_cast(path, dtype))
+            paths.append(_cast(tape.trajectory(part, special=special, tokenizer=tokenizer), dtype))
             truncated, limit = truncated + part.truncated, part.limit
+    refuse_unknown(tokenizer, unknown, content, max_unknown)
     report_truncation(truncated, limit)
-    return joined(paths, {"truncated": truncated, "special": special, "depth": depth})
+    share = {} if tokenizer is None else {"unknown_share": unknown / max(1, content)}
+    return joined(paths, {"truncated": truncated, "special": special, "depth": depth, **share})
 
 
 def forward(model: nn.Module, tape: Tape, batch: TokenBatch) -> None:

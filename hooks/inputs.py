@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_flow.base.files import digest
+
 
 @dataclass
 class TokenBatch:
@@ -28,6 +30,8 @@ class TokenBatch:
     tokens: list[list[str]] | None = None
     truncated: int = 0
     limit: int | None = None
+    unknown: int = 0  # of so many tokens of content, those the tokenizer does not know
+    content: int = 0
 
 
 def length_limit(tokenizer: Any, model: nn.Module) -> int | None:
@@ -45,6 +49,20 @@ def length_limit(tokenizer: Any, model: nn.Module) -> int | None:
     return min(found) if found else None
 
 
+def text_limit(tokenizer: Any, model: nn.Module, max_length: int | None) -> int | None:
+    """Tokens kept of each text: `max_length`, if the model takes so many and a text keeps a token of its own."""
+    limit = length_limit(tokenizer, model)
+    if max_length is None:
+        return limit
+    added = tokenizer.num_special_tokens_to_add() if hasattr(tokenizer, "num_special_tokens_to_add") else 0
+    if max_length <= added:
+        beside = f" beside the {added} that this tokenizer adds" if added else ""
+        raise ValueError(f"max_length = {max_length}, expected at least {added + 1}: one token of the text{beside}.")
+    if limit is not None and max_length > limit:
+        raise ValueError(f"max_length = {max_length}, but this model takes at most {limit} tokens.")
+    return max_length
+
+
 def check_texts(texts: Sequence[Any], first: int = 0) -> None:
     """Strings with something in them."""
     for i, text in enumerate(texts):
@@ -54,6 +72,10 @@ def check_texts(texts: Sequence[Any], first: int = 0) -> None:
             raise ValueError(f"texts[{first + i}] is empty; expected at least one word. Drop empty lines.")
         if "\x00" in text:
             raise ValueError(f"texts[{first + i}] holds a NUL character: this is no text but a binary file.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"texts[{first + i}] holds half a character (place {error.start}), no text.") from None
 
 
 def tokenise(
@@ -77,17 +99,13 @@ def tokenise(
                 f"texts[{first + i}] has token id {max(row)} but the model embeds {vocabulary} ids: tokenizer "
                 f"{type(tokenizer).__name__} does not belong to this model. Load both from the same name."
             )
-    special = [[bool(s) for s in row] for row in rows.pop("special_tokens_mask")]
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    # GPT-2 has one token for everything special, so that an unknown token is no sign there.
-    if unknown is not None and unknown != getattr(tokenizer, "eos_token_id", None):
-        content = [t for row, marks in zip(ids, special) for t, mark in zip(row, marks) if not mark or t == unknown]
-        if content and content.count(unknown) > len(content) / 2:
-            warnings.warn(
-                f"{content.count(unknown)} of {len(content)} tokens are unknown to {type(tokenizer).__name__}: is it "
-                "this model's tokenizer, and are these its texts?",
-                stacklevel=2,
+        if limit is not None and len(row) > limit:
+            raise ValueError(
+                f"texts[{first + i}] has {len(row)} tokens, but {type(tokenizer).__name__} did not cut it to {limit}; "
+                "cut it yourself."
             )
+    special = [[bool(s) for s in row] for row in rows.pop("special_tokens_mask")]
+    unknown, content = count_unknown(tokenizer, ids, special)
     n = max(map(len, ids))
     pad = getattr(tokenizer, "pad_token_id", None)
     fills = {"input_ids": 0 if pad is None else pad}
@@ -97,7 +115,16 @@ def tokenise(
     }
     inputs["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (n - len(row)) for row in ids])
     strings = [tokenizer.convert_ids_to_tokens(row) for row in ids]
-    return TokenBatch(inputs, first, special, strings, len(long), limit)
+    return TokenBatch(inputs, first, special, strings, len(long), limit, unknown, content)
+
+
+def count_unknown(tokenizer: Any, ids: Sequence[Sequence[int]], special: Sequence[Sequence[bool]]) -> tuple[int, int]:
+    """How many tokens the tokenizer does not know, of how many that are not special."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown == getattr(tokenizer, "eos_token_id", None):
+        unknown = None  # GPT-2 has one token for everything special: there it is no sign
+    content = [t for row, marks in zip(ids, special) for t, mark in zip(row, marks) if not mark or t == unknown]
+    return sum(t == unknown for t in content), len(content)
 
 
 @dataclass(frozen=True)
@@ -121,7 +148,17 @@ def pieces(
     if not isinstance(source, Mapping | Tensor):
         raise ValueError(f"inputs are a {type(source).__name__}, expected a dict of tensors, or tokenizer and texts.")
     inputs = {argument_name(model, source): source} if isinstance(source, Tensor) else source
-    return _ready_pieces(inputs, size)
+    return _ready_pieces(inputs, size, embedded_ids(model))
+
+
+def embedded_ids(model: nn.Module) -> int | None:
+    """How many token ids the model has an embedding for, if it embeds ids."""
+    encoder: Any = model
+    try:
+        embed = encoder.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return getattr(embed, "num_embeddings", None)
 
 
 def _text_pieces(
@@ -129,14 +166,8 @@ def _text_pieces(
 ) -> Iterator[Piece]:
     if isinstance(texts, str):
         raise ValueError("texts is one string, expected a list of strings; pass [text].")
-    limit = length_limit(tokenizer, model)
-    if max_length is not None:
-        if limit is not None and max_length > limit:
-            raise ValueError(f"max_length = {max_length}, but this model takes at most {limit} tokens.")
-        limit = max_length
-    encoder: Any = model
-    embed = encoder.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    vocabulary = getattr(embed, "num_embeddings", None)
+    limit = text_limit(tokenizer, model, max_length)
+    vocabulary = embedded_ids(model)
     known = inspect.signature(model.forward).parameters
 
     def make(chunk: list[str], first: int) -> TokenBatch:
@@ -164,7 +195,7 @@ def report_truncation(count: int, limit: int | None) -> None:
         warnings.warn(f"{count} texts were longer than {limit} tokens and were truncated.", stacklevel=3)
 
 
-def _ready_pieces(inputs: Mapping[str, Tensor], size: int) -> Iterator[Piece]:
+def _ready_pieces(inputs: Mapping[str, Tensor], size: int, vocabulary: int | None) -> Iterator[Piece]:
     """Tensors as the model takes them, cut into batches along their first axis."""
     tensors = {name: t for name, t in inputs.items() if isinstance(t, Tensor)}
     if len(tensors) < len(inputs) or not tensors:
@@ -173,6 +204,15 @@ def _ready_pieces(inputs: Mapping[str, Tensor], size: int) -> Iterator[Piece]:
     marks = tensors.pop("special_tokens_mask", None)
     leading = next(iter(tensors.values()))
     n = leading.shape[0]
+    if leading.numel() == 0:
+        name = next(iter(tensors))
+        raise ValueError(f"{name} has shape {tuple(leading.shape)}: no tokens; expected at least one text and token.")
+    ids = tensors.get("input_ids")
+    if ids is not None and vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(
+            f"input_ids go from {int(ids.min())} to {int(ids.max())}, but this model embeds ids 0 to {vocabulary - 1}: "
+            "they come from another model's tokenizer."
+        )
     whole = "src" in tensors  # torch.nn.TransformerEncoder may carry its batch on the second axis
 
     def make(first: int) -> TokenBatch:
@@ -184,7 +224,7 @@ def _ready_pieces(inputs: Mapping[str, Tensor], size: int) -> Iterator[Piece]:
         return TokenBatch(part, first, special)
 
     def content(first: int) -> bytes:
-        return leading[first : first + size].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return digest(make(first).inputs).encode()
 
     for first in range(0, n, n if whole else size):
         yield Piece(first, n if whole else min(size, n - first), partial(content, first), partial(make, first))

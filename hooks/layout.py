@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -134,10 +135,39 @@ def _matches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Architecture]]:
                 break
 
 
-def blocks(model: nn.Module) -> list[Block]:
-    """The blocks of the encoder inside `model`, in the order they fire."""
+def encoder_inside(model: Any) -> nn.Module:
+    """The encoder in what people hold: the module whose forward pass takes token ids, pixels or embeddings.
+
+    model: the encoder itself, or a pipeline, a SentenceTransformer, a model of encoder and decoder (its encoder), a
+    DataParallel, DistributedDataParallel or compiled model. Returns the module inside, not a copy.
+    """
+    while True:
+        inside = _inside(model)
+        if inside is None:
+            break
+        model = inside
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}, expected a torch.nn.Module such as AutoModel gives.")
+    return model
+
+
+def _inside(model: Any) -> Any:
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return model.module
+    if isinstance(model, nn.Module) and "_orig_mod" in model._modules:  # torch.compile
+        return model._modules["_orig_mod"]
+    if not isinstance(model, nn.Module):  # a pipeline
+        return model.model if isinstance(getattr(model, "model", None), nn.Module) else None
+    if isinstance(model, nn.Sequential) and len(model) and hasattr(model[0], "auto_model"):  # a SentenceTransformer
+        return model[0].auto_model
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and has(model, "decoder"):
+        return model.get_submodule("encoder")
+    return None
+
+
+def blocks(model: nn.Module) -> list[Block]:
+    """The blocks of the encoder inside `model`, in the order they fire."""
+    model = encoder_inside(model)
     found = list(_matches(model))
     if not found:
         raise ValueError(_unknown(model))

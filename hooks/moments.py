@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 1024  # tokens converted to float64 at once
-
 
 @dataclass
 class Moments:
@@ -27,10 +25,10 @@ class Moments:
     def zero(cls, points: int, d: int) -> Moments:
         return cls(0, torch.zeros(points, d, dtype=torch.float64), torch.zeros(points, d, d, dtype=torch.float64))
 
-    def add(self, point: int, x: Tensor) -> None:
-        """Tokens x (n, d) of one point; `n` is counted by the caller, once for all points."""
+    def add(self, point: int, x: Tensor, at_once: int = 1024) -> None:
+        """Tokens x (n, d) of one point, so many at once as float64; `n` is counted by the caller, for all points."""
         quarter = -(-x.shape[-1] // 4)
-        for part in x.split(CHUNK):
+        for part in x.split(at_once):
             part = part.double()
             self.first[point] += part.sum(0)
             # Ten of the sixteen blocks: the matrix is symmetric, and this is nearly all that the statistics cost.
@@ -86,6 +84,12 @@ class Reservoir:
     def empty(cls, m: int, seed: int, points: int, d: int) -> Reservoir:
         none = torch.zeros(0, dtype=torch.int64)
         return cls(m, seed, torch.zeros(points, 0, d), none, none, none)
+
+    @property
+    def size(self) -> int:
+        """Tokens in the sample."""
+        self.settle()
+        return len(self.key)
 
     def chosen(self, text: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Which of these tokens may be in the sample, and all their keys."""

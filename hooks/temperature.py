@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from attn_flow.hooks.architectures import has
 from attn_flow.hooks.attach import Attached, Clock, padded
 from attn_flow.hooks.layout import Block, blocks
+from attn_flow.hooks.weights import projections
 
 
 def chosen_layers(found: list[Block], layers: int | Iterable[int] | None) -> list[int]:
@@ -83,16 +84,9 @@ def factor_of(block: Block, beta: float | Tensor | None, beta_factor: float | Te
     """beta over the trained one, (heads,)."""
     if beta_factor is not None:
         return _per_head(as_factors(beta_factor), block, "beta_factor")
-    weight = _query_weight(block)
     assert beta is not None  # one of the two is
     wanted = _per_head(torch.as_tensor(beta, dtype=torch.get_default_dtype()), block, "beta")
-    rows = weight.shape[1] if hasattr(block[block.architecture.q], "nf") else weight.shape[0]
-    return wanted / block.beta(rows // block.heads // (3 if block.architecture.fused else 1))
-
-
-def _query_weight(block: Block) -> Tensor:
-    module = block[block.architecture.q]
-    return module.in_proj_weight if isinstance(module, nn.MultiheadAttention) else module.weight  # type: ignore[return-value]
+    return wanted / block.beta(projections(block)["q"][0].shape[-2])
 
 
 def attach_scaling(
@@ -119,6 +113,11 @@ class Scaling:
 
     def __init__(self, block: Block, clock: Clock, factors: dict[int, Tensor], fused: str = "") -> None:
         self.block, self.clock, self.factors, self.fused = block, clock, factors, fused
+
+    def words(self, layer: int) -> str:
+        """What it does to a layer; empty if nothing."""
+        factor = self.factors.get(-1, self.factors.get(layer))
+        return "" if factor is None else f"beta_factor {[float(f'{v:.6g}') for v in factor.tolist()]}"
 
     def scale(self, width: int, like: Tensor) -> Tensor | None:
         """(width,), or None where this layer keeps its temperature."""

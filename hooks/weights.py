@@ -6,7 +6,6 @@ Attention(Q, K, V, O, beta, b, value_bias = sum_h O_h c_h + o). A key bias is co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from attn_flow.attention import Attention
 from attn_flow.geometry import Ellipsoid, Euclidean, Geometry, Sphere
 from attn_flow.hooks.architectures import has
+from attn_flow.hooks.attach import evaluating
 from attn_flow.hooks.layout import Block, blocks
 
 
@@ -68,28 +68,64 @@ def _float(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _linear(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight (out, in) and bias of a projection: Linear, GPT-2's Conv1D (in, out), or a fused MultiheadAttention."""
+def _linear(block: Block, path: str) -> tuple[Tensor, Tensor | None]:
+    """Weight (out, in) and bias of a projection: Linear, GPT-2's Conv1D (in, out), or a fused MultiheadAttention.
+
+    Parametrised weights are read as they are used, adapters (LoRA) merged; what computes something else is refused.
+    """
+    module: Any = block[path]
     if isinstance(module, nn.MultiheadAttention):
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise ValueError("MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn is not self-attention.")
         return _float(module.in_proj_weight), None if module.in_proj_bias is None else _float(module.in_proj_bias)
-    projection: Any = module
-    weight = projection.weight.T if hasattr(module, "nf") else projection.weight
-    bias = getattr(module, "bias", None)
-    return _float(weight), None if bias is None else _float(bias)
+    plain = getattr(module, "base_layer", module)
+    weight = _float(plain.weight.T if hasattr(plain, "nf") else plain.weight)
+    bias = None if getattr(plain, "bias", None) is None else _float(plain.bias)
+    if plain is not module and not getattr(module, "merged", False) and not getattr(module, "disable_adapters", False):
+        weight = weight + _low_rank(module)
+    x = torch.linspace(-1, 2, weight.shape[1], dtype=plain.weight.dtype, device=weight.device)
+    with evaluating(module):
+        got = type(module).forward(module, x[None])[0].double()  # past hooks and replacements, which are not weights
+    at_most = weight.double().abs() @ x.double().abs()
+    expected = weight.double() @ x.double()
+    if bias is not None:
+        at_most, expected = at_most + bias.double().abs(), expected + bias.double()
+    # A sum of k terms is off by at most k ulp of the sum of their sizes.
+    excess = (got - expected).abs() - (len(x) + 2) * precision(x) * at_most
+    if float(excess.max()) > 0:
+        off = float((got - expected).norm() / got.norm())
+        raise ValueError(
+            f"{block.path}.{path} is a {type(module).__name__} that computes something else than its weight and bias "
+            f"(off by {off:.1e}): an adapter? Merge it into the weights first (peft: model.merge_and_unload())."
+        )
+    return weight, bias
 
 
-def _projections(block: Block) -> dict[str, tuple[Tensor, Tensor | None]]:
+def _low_rank(module: Any) -> Tensor | float:
+    """sum_a s_a B_a A_a over the active adapters of a LoRA layer, (out, in)."""
+    down, up = (getattr(module, name, {}) for name in ("lora_A", "lora_B"))
+    scaling, active = getattr(module, "scaling", {}), getattr(module, "active_adapters", list(down))
+    products = [scaling.get(a, 1.0) * _float(up[a].weight) @ _float(down[a].weight) for a in active if a in down]
+    return sum(products)
+
+
+def precision(x: Tensor) -> float:
+    """The relative rounding of products of such a tensor: its ulp, or TensorFloat-32's where torch may use it."""
+    eps = torch.finfo(x.dtype).eps
+    tf32 = x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return 2.0**-10 if tf32 else eps
+
+
+def projections(block: Block) -> dict[str, tuple[Tensor, Tensor | None]]:
     """q, k, v as weights (heads, k, d) and biases (heads, k), grouped keys and values repeated for their queries."""
     arch, heads = block.architecture, block.heads
     if arch.fused:
-        weight, bias = _linear(block[arch.q])
+        weight, bias = _linear(block, arch.q)
         weights = rearrange(weight, f"{arch.fused} d -> c h k d", c=3, h=heads)
         biases = [None] * 3 if bias is None else rearrange(bias, f"{arch.fused} -> c h k", c=3, h=heads)
         read = dict(zip("qkv", zip(weights, biases)))
     else:
-        flat = {name: _linear(block[getattr(arch, name)]) for name in "qkv"}
+        flat = {name: _linear(block, getattr(arch, name)) for name in "qkv"}
         k = flat["q"][0].shape[0] // heads
         read = {}
         for name, (weight, bias) in flat.items():
@@ -109,9 +145,9 @@ def _projections(block: Block) -> dict[str, tuple[Tensor, Tensor | None]]:
 
 def attention(block: Block, fold: bool = False) -> Attention:
     """The Attention of one block; folded, it acts on normalised tokens before gain and bias."""
-    read = _projections(block)
+    read = projections(block)
     (Q, b), (K, _), (V, c) = read["q"], read["k"], read["v"]
-    W, o = _linear(block[block.architecture.o])
+    W, o = _linear(block, block.architecture.o)
     O = rearrange(W, "d (h v) -> h d v", h=block.heads)
     drift = torch.zeros_like(W[:, 0])
     if c is not None:
@@ -200,49 +236,3 @@ def encoder_facts(model: nn.Module) -> dict[str, Any]:
         "layer_scale": "absorbed in O" if first.architecture.layer_scale else "none",
         "omits": omits,
     }
-
-
-@dataclass(frozen=True)
-class Check:
-    """One layer's comparison: |A(z) from the read weights - A(z) computed| / |A(z)|, and what explains it."""
-
-    layer: int
-    error: float
-    tolerance: float
-    omits: str
-
-    @property
-    def exact(self) -> bool:
-        return self.error <= self.tolerance
-
-
-def self_check(model: nn.Module, inputs: Mapping[str, Tensor], tolerance: float | None = None) -> list[Check]:
-    """Compares every layer's Attention with what the layer computes on `inputs` (as the model takes them).
-
-    The error is relative, in the Frobenius norm over tokens, padding left out. Where positions enter the scores the
-    content-only Attention cannot agree, and the Check says by name what is left out. Elsewhere it must agree to
-    `tolerance` (16 ulp by default: 1.9e-6 in float32, the layer's own rounding), or this raises.
-    """
-    from attn_flow.hooks.attach import evaluating
-    from attn_flow.hooks.capture import recording
-
-    with recording(model, points=("attn_in", "attn_out")) as tape, evaluating(model):
-        model(**inputs)
-    mask = tape.mask
-    found = []
-    for block in blocks(model):
-        z, out = (tape.state((kind, block.index)) for kind in ("attn_in", "attn_out"))
-        allowed = 16 * torch.finfo(z.dtype).eps if tolerance is None else tolerance
-        # In float64, so that what remains is the layer's own rounding.
-        read = attention(block).to(torch.float64).drift(z.double(), mask=mask.to(z.device))
-        error = float((read - out)[mask].norm() / out[mask].norm())
-        found.append(Check(block.index, error, allowed, block.positions))
-    wrong = [c for c in found if not c.exact and not c.omits]
-    if wrong:
-        worst = max(wrong, key=lambda c: c.error)
-        raise ValueError(
-            f"layer {worst.layer} of {type(model).__name__}: its attention differs from the weights read by "
-            f"{worst.error:.1e} (expected {worst.tolerance:.0e}). The architecture "
-            f"{blocks(model)[0].architecture.name!r} does not fit this model; register one of its own."
-        )
-    return found

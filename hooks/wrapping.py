@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.base import checks
-from attn_flow.dynamics.steppers import STEPS, Step, euler
+from attn_flow.dynamics.steppers import Adaptive, Step, euler, named_step
 from attn_flow.geometry import Euclidean, Geometry
 from attn_flow.hooks.attach import (
     Attached,
@@ -60,9 +59,9 @@ def wrap(
     chosen = chosen_layers(found, layers)
     if beta is not None and beta_factor is not None:
         raise ValueError(f"beta = {beta} and beta_factor = {beta_factor}: expected one of them at most.")
-    if isinstance(step, str):
-        checks.one_of("step", step, tuple(STEPS))
-        step = STEPS[step]
+    stepper = named_step(step)
+    if isinstance(stepper, Adaptive):
+        raise ValueError("step is adaptive, expected one of fixed size: euler, rk4, dopri5 or your own, and `steps`.")
     if int(steps) != steps or steps < 1:
         raise ValueError(f"steps = {steps}, expected a whole number of at least 1.")
     if not 0 < horizon < math.inf:
@@ -78,7 +77,7 @@ def wrap(
         for one in {id(found[i].module): found[i] for i in chosen}.values():
             turns = None if layers is None else {i for i in chosen if found[i].module is one.module}
             wrapped = (WrappedBlock if block else WrappedAttention)(
-                one, clock, turns, int(steps), horizon, step, geometry
+                one, clock, turns, int(steps), horizon, stepper, geometry
             )
             wrapped.attach(stack)
 
@@ -105,6 +104,12 @@ class Wrapped:
     @property
     def at_work(self) -> bool:
         return self.turns is None or self.clock.layer in self.turns
+
+    def words(self) -> str:
+        """What it is, for a person and for comparison."""
+        step = getattr(self.step, "name", getattr(self.step, "__name__", repr(self.step)))
+        geometry = "" if self.geometry is None else f" on {type(self.geometry).__name__}"
+        return f"a flow of time {self.horizon:g} in {self.steps} steps ({step}){geometry}"
 
     def replace(self, stack: ExitStack, module: nn.Module, part: ReplacedForward) -> None:
         if isinstance(module.__dict__.get("forward"), ReplacedForward):

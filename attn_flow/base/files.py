@@ -8,7 +8,8 @@ import math
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # Windows: two writers are not noticed there
+    fcntl = None  # type: ignore[assignment]
 
 DIGEST = "sha256"  # the word of a tensor file that holds the digest of the rest
 PACKAGES = ("attn-flow", "torch", "transformers", "numpy", "scipy", "POT", "geomloss")
@@ -120,6 +126,30 @@ def in_one_step(path: str | os.PathLike[str], write: Callable[[str], Any]) -> No
             reason = getattr(error, "strerror", None) or error
             raise OSError(f"{path} could not be written ({reason}); what was there before is unchanged.") from None
         raise
+
+
+@contextmanager
+def writing_alone(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Nobody else writes `path` during the `with`: a second run on the same files is a ValueError, not a mixture."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".lock-{path.name}")
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = os.path.exists(lock) and os.path.samestat(os.stat(lock), os.fstat(handle))
+        except BlockingIOError:
+            alone = False
+        if not alone:  # held by another, or of one that is just leaving
+            raise ValueError(f"another run is writing {path}; wait for it, or use another folder.")
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
 
 
 def _umask() -> int:

@@ -14,7 +14,7 @@ from attn_flow.bench.measure import Ratio, interleaved
 
 def encoder_ratios(quick: bool) -> Iterator[Ratio]:
     """MiniLM: recording every level, its statistics, and the scalar metrics of clouds, against the forward pass."""
-    from attn_flow.hooks import Statistics, record
+    from attn_flow.hooks import record, record_corpus
     from attn_flow.hooks.demo import minilm, topics
     from attn_flow.observe import quantities
 
@@ -38,7 +38,7 @@ def encoder_ratios(quick: bool) -> Iterator[Ratio]:
                 quantities.log_energy(u, beta)
 
     cases: list[tuple[dict[str, Tensor], dict[str, Callable[[], Any]]]] = [
-        (many, {"record": lambda: record(model, many), "statistics": lambda: record(model, many, sink=Statistics())}),
+        (many, {"record": lambda: record(model, many), "statistics": lambda: record_corpus(model, many)}),
         (few, {"metrics": metrics}),
     ]
     for inputs, functions in cases:

@@ -14,7 +14,8 @@ from torch import nn
 
 from attn_flow.cli.console import Device, Json, Quiet, Seed, check_device, echo, folder_name, say, table
 from attn_flow.hooks.demo import load_encoder, minilm, topics
-from attn_flow.hooks.weights import attentions, encoder_facts, self_check
+from attn_flow.hooks.trust import self_check
+from attn_flow.hooks.weights import attentions, encoder_facts
 from attn_flow.probe.push import NULLS
 
 DEMO = "the embedded MiniLM on Python's own help pages"
@@ -189,6 +190,7 @@ def record(
     shard: Annotated[str | None, typer.Option(help="i/n: do the i-th of n shares of the texts (array jobs).")] = None,
     states: Annotated[bool, typer.Option(help="Also write all states as safetensors shards.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 16,
+    again: Annotated[bool, typer.Option(help="Start over, whatever the folder holds of this run.")] = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
@@ -203,13 +205,21 @@ def record(
 
       torchrun --nproc-per-node=2 -m attn_flow record minilm --texts corpus.txt --out runs/stats
     """
-    from attn_flow.hooks.capture import record as run
-    from attn_flow.hooks.corpus import Statistics
+    from attn_flow.hooks.corpus import record_corpus
 
     loaded, tokenizer, _ = open_model(model, device, dtype, pickle)
-    sink = Statistics(out, shard=shard, states=states, progress=not (quiet or as_json))
-    run(loaded, tokenizer, read_texts(texts, field, texts is None), batch=batch, sink=sink)
-    _show_statistics(sink, out, as_json)
+    found = record_corpus(
+        loaded,
+        tokenizer,
+        read_texts(texts, field, texts is None),
+        out,
+        batch=batch,
+        shard=shard,
+        states=states,
+        again=again,
+        progress=not (quiet or as_json),
+    )
+    _show_statistics(found, out, as_json)
 
 
 def merge(
@@ -221,7 +231,7 @@ def merge(
 
     Example: attn-flow merge runs/stats --out runs/merged.safetensors
     """
-    from attn_flow.hooks.corpus import merge_shards as run
+    from attn_flow.hooks.corpus_statistics import merge_shards as run
 
     shards = [file for folder in folders for file in sorted(folder.glob("statistics-*-of-*.safetensors"))]
     if not shards:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from attn_flow.base.files import versions, write_tensors
 from attn_flow.base.progress import progress_bar
-from attn_flow.hooks.corpus import fingerprint
+from attn_flow.hooks.trust import fingerprint
 from attn_flow.hooks.weights import encoder_facts
 from attn_flow.probe.closures import SUPPORTS
 from attn_flow.probe.clouds import record_clouds

@@ -243,8 +243,9 @@ def test_bad_texts() -> None:
         record(model, tok)
     with pytest.raises(ValueError, match=r"hold no tensor|no tensors"):
         record(model, {"input_ids": [[1, 2]]})
-    with pytest.warns(UserWarning, match="4 of 4 tokens are unknown"):
+    with pytest.raises(ValueError, match=r"4 of 4 tokens are unknown .*100%, expected at most 10%.*max_unknown=1"):
         record(model, tok, ["what is this language"])
+    assert record(model, tok, ["what is w1 w2"], max_unknown=1).about["unknown_share"] == 0.5
     small = transformers.BertModel(
         transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=20)
     )

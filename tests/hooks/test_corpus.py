@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,15 @@ import torch
 from encoder_zoo import inputs, tiny, tokenizer, words
 from safetensors import safe_open
 
-from attn_flow.hooks import Statistics, merge_shards, record
+from attn_flow.hooks import Statistics, merge_shards, record, record_corpus
 from attn_flow.hooks.moments import Moments, Reservoir, keys
 
 TEXTS = words([1 + (7 * i) % 12 for i in range(60)])
 OPTIONS = {"batch": 4, "points": ["resid", "attn_out.1"]}
 
 
-def corpus(statistics: Statistics, texts: list[str] = TEXTS, **options) -> Statistics:
-    record(tiny("BERT"), tokenizer(), texts, sink=statistics, **{**OPTIONS, **options})
-    return statistics
+def corpus(folder: Path | None = None, texts: Iterable[str] = TEXTS, **options) -> Statistics:
+    return record_corpus(tiny("BERT"), tokenizer(), texts, folder, **{**OPTIONS, "reservoir": 40, **options})
 
 
 def equal(a: Statistics, b: Statistics) -> bool:
@@ -34,8 +34,8 @@ def equal(a: Statistics, b: Statistics) -> bool:
 
 def test_moments_and_sample_are_those_of_all_states() -> None:
     path = record(tiny("BERT"), tokenizer(), TEXTS, **OPTIONS)
-    held = Statistics(reservoir=50)
-    sample = record(tiny("BERT"), tokenizer(), TEXTS, sink=held, **OPTIONS)
+    held = corpus(reservoir=50)
+    sample = held.trajectory()
     tokens = path.x[:, path.mask].double()
     assert held.n == tokens.shape[1]
     assert held.texts == 60
@@ -108,18 +108,15 @@ def test_moments_of_odd_sizes() -> None:
 
 
 def test_streams_without_a_length_and_ready_inputs() -> None:
-    whole, streamed = corpus(Statistics()), Statistics()
-    record(tiny("BERT"), tokenizer(), (text for text in TEXTS), sink=streamed, **OPTIONS)
-    assert equal(whole, streamed)
-    ready = Statistics()
-    path = record(tiny("ViT"), inputs("ViT"), sink=ready, special=False)
+    assert equal(corpus(), corpus(texts=(text for text in TEXTS)))
+    ready = record_corpus(tiny("ViT"), inputs("ViT"), special=False)
     assert ready.n == 32
-    assert path.labels["token"][0].startswith("patch")
+    assert ready.trajectory().labels["token"][0].startswith("patch")
 
 
 @pytest.mark.parametrize("stop", [1, 7, 14])
 def test_a_broken_run_resumes_to_the_same_bits(tmp_path: Path, stop: int) -> None:
-    whole = corpus(Statistics(reservoir=40))
+    whole = corpus()
 
     def until_it_breaks():
         for i, text in enumerate(TEXTS):
@@ -128,12 +125,12 @@ def test_a_broken_run_resumes_to_the_same_bits(tmp_path: Path, stop: int) -> Non
             yield text
 
     with pytest.raises(KeyboardInterrupt):
-        corpus(Statistics(tmp_path, reservoir=40, every=0), until_it_breaks())
+        corpus(tmp_path, until_it_breaks(), every=0)
     assert Statistics.load(tmp_path).batches == stop
-    resumed = corpus(Statistics(tmp_path, reservoir=40, every=1e9))
+    resumed = corpus(tmp_path, every=1e9)
     assert equal(resumed, whole)
     assert equal(Statistics.load(tmp_path), whole)
-    again = corpus(Statistics(tmp_path, reservoir=40))  # finished: nothing is run again
+    again = corpus(tmp_path)  # finished: nothing is run again
     assert equal(again, whole)
 
 
@@ -148,7 +145,7 @@ def launch(folder: Path, pause: float, states: bool, *launcher: str) -> subproce
 
 
 def test_sigkill_at_any_moment(tmp_path: Path) -> None:
-    whole, folder = corpus(Statistics(reservoir=40)), tmp_path / "run"
+    whole, folder = corpus(), tmp_path / "run"
     process = launch(folder, 0.05, True)
     deadline = time.monotonic() + 120
     while not list(folder.glob("statistics.safetensors")) and time.monotonic() < deadline:
@@ -160,7 +157,7 @@ def test_sigkill_at_any_moment(tmp_path: Path) -> None:
     killed = Statistics.load(folder)
     assert not killed.done
     assert 0 < killed.batches < 15
-    resumed = corpus(Statistics(folder, reservoir=40, every=0, states=True))
+    resumed = corpus(folder, every=0, states=True)
     assert equal(resumed, whole)
     # The states on disk are complete, each token once.
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -175,8 +172,8 @@ def test_sigkill_at_any_moment(tmp_path: Path) -> None:
 
 
 def test_shards_merge_to_the_whole(tmp_path: Path) -> None:
-    whole = corpus(Statistics(reservoir=40))
-    parts = [corpus(Statistics(tmp_path, reservoir=40, shard=f"{i}/3")) for i in range(3)]
+    whole = corpus()
+    parts = [corpus(tmp_path, shard=f"{i}/3") for i in range(3)]
     for merged in (merge_shards(parts), merge_shards(parts[::-1]), merge_shards(tmp_path)):
         assert merged.n == whole.n
         assert merged.texts == 60
@@ -188,13 +185,13 @@ def test_shards_merge_to_the_whole(tmp_path: Path) -> None:
         merge_shards([parts[0], parts[2]])
     with pytest.raises(ValueError, match="holds no statistics"):
         merge_shards(tmp_path / "nowhere")
-    other = corpus(Statistics(reservoir=40, shard=(1, 3)), TEXTS[::-1])
-    with pytest.raises(ValueError, match="shard 1 has digest"):
+    other = corpus(None, TEXTS[::-1], shard=(1, 3))
+    with pytest.raises(ValueError, match="shard 1 has read other texts"):
         merge_shards([parts[0], other, parts[2]])
 
 
 def test_two_processes_under_torchrun(tmp_path: Path) -> None:
-    whole, folder = corpus(Statistics(reservoir=40)), tmp_path / "run"
+    whole, folder = corpus(), tmp_path / "run"
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
     process = launch(folder, 0.0, False, *launcher, "--rdzv-endpoint=localhost:0")
     out, _ = process.communicate(timeout=240)
@@ -208,23 +205,21 @@ def test_two_processes_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_another_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    corpus(Statistics(tmp_path, reservoir=40), TEXTS[:20])
+    corpus(tmp_path, TEXTS[:20])
     cases = [
-        ({"batch": 5}, TEXTS, "batch = 4, now 5"),
+        ({"batch": 5}, TEXTS, r"what differs: batch \(4 there, 5 now\)\. Use another"),
+        ({"reservoir": 41}, TEXTS, r"reservoir \(40 there, 41 now\)"),
+        ({"states": True}, TEXTS, r"states \(False there, True now\)"),
         ({"points": "resid"}, TEXTS, "points"),
-        ({"special": False}, TEXTS, "special = True, now False"),
+        ({"special": False}, TEXTS, r"special \(True there, False now\)"),
         ({}, TEXTS[1:], "over other texts"),
         ({}, TEXTS[:8], "more texts than given"),
     ]
     for options, texts, message in cases:
         with pytest.raises(ValueError, match=message):
-            corpus(Statistics(tmp_path, reservoir=40), texts, **options)
-    with pytest.raises(ValueError, match="model = "):
-        record(tiny("BERT", seed=1), tokenizer(), TEXTS, sink=Statistics(tmp_path, reservoir=40), **OPTIONS)
-    with pytest.raises(ValueError, match="reservoir = 40, now 41"):
-        corpus(Statistics(tmp_path, reservoir=41))
+            corpus(tmp_path, texts, **options)
     # The same texts and more: the finished run goes on.
-    assert equal(corpus(Statistics(tmp_path, reservoir=40)), corpus(Statistics(reservoir=40)))
+    assert equal(corpus(tmp_path), corpus())
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
@@ -235,23 +230,21 @@ def test_bad_arguments(tmp_path: Path) -> None:
         ({"shard": "a"}, "expected 'i/n'"),
     ):
         with pytest.raises(ValueError, match=message):
-            Statistics(**options)
-    with pytest.raises(ValueError, match="nothing recorded yet"):
-        Statistics().trajectory()
+            corpus(**options)
     with pytest.raises(ValueError, match="got no batch"):
-        corpus(Statistics(shard="5/99"), TEXTS[:8])
+        corpus(None, TEXTS[:8], shard="5/99")
     record(tiny("BERT"), tokenizer(), TEXTS[:2]).save(tmp_path / "path.safetensors")
     with pytest.raises(ValueError, match="holds no Statistics"):
         Statistics.load(tmp_path / "path.safetensors")
     with pytest.raises(ValueError, match=r"texts\[9\] is empty"):
-        corpus(Statistics(), [*TEXTS[:9], " "])
+        corpus(None, [*TEXTS[:9], " "])
     with pytest.warns(UserWarning, match="1 texts were longer than 32"):
-        held = corpus(Statistics(), [*TEXTS[:3], *words([40])])
+        held = corpus(None, [*TEXTS[:3], *words([40])])
     assert held.truncated == 1
 
 
 def test_progress_is_shown_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    corpus(Statistics())
+    corpus()
     assert capsys.readouterr().err == ""
-    corpus(Statistics(progress=True))
+    corpus(progress=True)
     assert "tokens/s" in capsys.readouterr().err

@@ -124,14 +124,14 @@ def test_geometries_hold_the_tokens() -> None:
 
 
 def test_betas() -> None:
-    assert attentions(tiny("BERT"))[0].beta == pytest.approx(8**-0.5)
-    assert attentions(tiny("DeBERTa"))[0].beta == pytest.approx((3 * 8) ** -0.5)
-    assert attentions(tiny("T5 encoder"))[0].beta == 1
+    assert attentions(tiny("BERT"))[0].common_beta == pytest.approx(8**-0.5)
+    assert attentions(tiny("DeBERTa"))[0].common_beta == pytest.approx((3 * 8) ** -0.5)
+    assert attentions(tiny("T5 encoder"))[0].common_beta == 1
     sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 60, "bos_token_id": 1, "eos_token_id": 2}
     config = transformers.GPT2Config(**sizes, scale_attn_by_inverse_layer_idx=True)
     config._attn_implementation = "eager"  # the only one that heeds it in transformers 4
     model = transformers.GPT2Model(config).double().eval()
-    assert [a.beta for a in attentions(model)] == pytest.approx([8**-0.5, 8**-0.5 / 2, 8**-0.5 / 3])
+    assert [a.common_beta for a in attentions(model)] == pytest.approx([8**-0.5, 8**-0.5 / 2, 8**-0.5 / 3])
     assert max(c.error for c in self_check(model, inputs("GPT-2"))) < 1e-14
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from encoder_zoo import tiny, tokenizer
 
-from attn_flow.hooks import Statistics, record
+from attn_flow.hooks import record_corpus
 
 torch.set_num_threads(1)
 given = json.loads(sys.argv[1])
@@ -20,6 +20,6 @@ def slowly() -> Iterator[str]:
         yield text
 
 
-sink = Statistics(given["folder"], reservoir=40, every=0, states=given["states"])
-record(tiny("BERT"), tokenizer(), slowly(), sink=sink, **given["options"])
-sys.stdout.write(f"n {sink.n}\n")  # in one piece: two processes write to one pipe
+options = {**given["options"], "reservoir": 40, "every": 0, "states": given["states"]}
+found = record_corpus(tiny("BERT"), tokenizer(), slowly(), given["folder"], **options)
+sys.stdout.write(f"n {found.n}\n")  # in one piece: two processes write to one pipe
