@@ -7,9 +7,11 @@ are never read as markup.
 from __future__ import annotations
 
 import json
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -102,6 +104,17 @@ def number_name(value: float) -> str:
     """
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
+
+
+def writable(out: Path) -> Path:
+    """The folder, made if it is not there: found out before the work, not after it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written ({error.strerror}); give another folder.") from None
+    return out
 
 
 def check_device(name: str) -> str:

@@ -12,7 +12,7 @@ import torch
 import typer
 from torch import nn
 
-from attn_flow.cli.console import Device, Json, Quiet, Seed, check_device, echo, folder_name, say, table
+from attn_flow.cli.console import Device, Json, Quiet, Seed, check_device, echo, folder_name, say, table, writable
 from attn_flow.hooks.demo import load_encoder, minilm, topics
 from attn_flow.hooks.trust import self_check
 from attn_flow.hooks.weights import attentions, encoder_facts
@@ -92,6 +92,7 @@ def probe(
             found[name] = Probe.load(folder)
             continue
         model, tokenizer, beta_factor = open_model(name, device, dtype, pickle, seed)
+        writable(folder)
         if source is not None and tokenizer is None:
             raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
         inputs = (tokenizer, source) if source is not None else (read_images(images, name), None)
@@ -168,6 +169,7 @@ def spectra(
     if out is not None:
         from attn_flow.probe.figures import spectra_figure
 
+        writable(out)
         write_json(found, out / "spectra.json")
         spectra_figure(found, model).savefig(out / "spectra.png", dpi=150)
     if as_json:
@@ -208,6 +210,7 @@ def record(
     from attn_flow.hooks.corpus import record_corpus
 
     loaded, tokenizer, _ = open_model(model, device, dtype, pickle)
+    writable(out)
     found = record_corpus(
         loaded,
         tokenizer,

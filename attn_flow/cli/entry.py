@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from attn_flow.cli import encoders
-from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, reporting, say, table
+from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, reporting, say, table, writable
 from attn_flow.cli.training import train
 
 app = typer.Typer(
@@ -116,6 +116,8 @@ def simulate(
         raise ValueError(f"--dim {dim} but G is {tuple(G_matrix.shape)}; leave --dim out or give a matrix to match.")
     cloud = start(G_matrix.shape[0], tokens, None if x0 is None else parse_matrix(x0, "x0"), quadrature, seed)
     betas, show = parse_numbers(beta, "beta"), not (quiet or as_json)
+    if out is not None:
+        writable(out)
     world = processes(patience=timedelta(days=1))  # while the first process measures W2, the others wait
     numbers = run(G_matrix, V_matrix, betas, cloud, parse_numbers(t, "t"), h, step, out=out, progress=show, world=world)
     if numbers is None:
@@ -163,6 +165,9 @@ def reproduce(
         return
     if name is None:
         raise ValueError("which experiment? Name one, or 'all'; --list shows them.")
+    if name != "all":
+        title(name)  # an unknown one is refused before a folder is made
+    writable(out)
     missed = 0
     everything = {}
     for each in NAMES if name == "all" else (name,):
@@ -205,6 +210,8 @@ def bench(
     from attn_flow.base.files import versions, write_json
     from attn_flow.bench import ratios
 
+    if out is not None:
+        writable(out)
     found = ratios(cases, quick=quick, threads=threads, progress=not as_json)
     if out is not None:
         write_json({**found, "versions": versions()}, out / "bench.json")

@@ -10,11 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+SAVED = {
+    ".npy": "expected what numpy.save writes for a matrix",
+    ".pt": "expected what torch.save writes for a tensor",
+    ".safetensors": "expected what safetensors.torch.save_file writes",
+}
+
 
 def parse_matrix(text: str, name: str = "matrix", dtype: torch.dtype = torch.float64) -> Tensor:
     """Rows separated by ';', entries by ','; or the path of a file that holds one matrix."""
     path = Path(text)
-    if path.suffix in (".npy", ".pt", ".safetensors"):
+    if path.suffix in SAVED:
         return _from_file(path, name, dtype)
     try:
         rows = [[float(entry) for entry in row.split(",")] for row in text.strip().strip(";").split(";")]
@@ -54,13 +60,20 @@ def _from_file(path: Path, name: str, dtype: torch.dtype) -> Tensor:
     if not path.is_file():
         raise ValueError(f"{name}: no file {path}.")
     found = _read(path, name)
-    shape = tuple(getattr(found, "shape", ()))
-    if not isinstance(found, Tensor) or found.ndim != 2 or found.numel() == 0:
-        held = f"an array of shape {shape}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise ValueError(f"{path} holds {held}, expected one matrix of numbers.")
-    if found.is_complex() or found.dtype == torch.bool:
-        raise ValueError(f"{path} holds numbers of dtype {found.dtype}, expected a real matrix.")
-    return _finite(found.to(dtype), name)
+    if not isinstance(found, (Tensor, np.ndarray)):
+        raise ValueError(f"{path} holds a {type(found).__name__}, expected one matrix of numbers.")
+    if found.ndim != 2 or 0 in found.shape:
+        raise ValueError(f"{path} holds an array of shape {tuple(found.shape)}, expected one matrix of numbers.")
+    if isinstance(found, np.ndarray):
+        real = found.dtype.kind in "iuf"
+    else:
+        stored = found.layout is torch.strided and not found.is_meta and not found.is_quantized
+        real = stored and not found.is_complex() and found.dtype != torch.bool
+    if not real:
+        kind = getattr(found, "layout", found.dtype) if found.dtype in (torch.float32, torch.float64) else found.dtype
+        raise ValueError(f"{path} holds a matrix of {kind}, expected plain real numbers.")
+    plain = torch.from_numpy(found.astype(np.float64)) if isinstance(found, np.ndarray) else found
+    return _finite(plain.to(dtype), name)
 
 
 def _read(path: Path, name: str) -> object:
@@ -68,15 +81,17 @@ def _read(path: Path, name: str) -> object:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    refused = (ValueError, TypeError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError, SafetensorError)
     try:
         if path.suffix == ".npy":
-            return torch.from_numpy(np.load(path, allow_pickle=False))
+            return np.load(path, allow_pickle=False)
         if path.suffix == ".pt":
             return torch.load(path, weights_only=True, map_location="cpu")
         tensors = load_file(path)
-    except (ValueError, TypeError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError, SafetensorError) as error:
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{path} is no {path.suffix} file with one matrix of numbers ({why[0][:100]}).") from None
+    except refused:
+        raise ValueError(
+            f"{path} is no {path.suffix} file of numbers, or it is damaged; {SAVED[path.suffix]}."
+        ) from None
     if name not in tensors and len(tensors) != 1:
         raise ValueError(f"{path} holds {sorted(tensors)}, expected one tensor, or one named {name!r}.")
     return tensors[name] if name in tensors else next(iter(tensors.values()))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from attn_flow.cli.console import Device, Json, Quiet, check_device, echo, say, table
+from attn_flow.cli.console import Device, Json, Quiet, check_device, echo, say, table, writable
 from attn_flow.train.recipes import TASKS, Recipe, recipe
 
 CHANGEABLE = [field for field in fields(Recipe) if field.name != "task"]
@@ -42,7 +42,7 @@ def train(
     chosen = replace(recipe(task), **{name: value for name, value in changes.items() if value is not None})
     run(
         chosen,
-        out or Path("runs/train") / task,
+        writable(out or Path("runs/train") / task),
         device=check_device(device),
         save_every=save_every,
         evaluate_every=evaluate_every,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from attn_flow.base import checks
+from attn_flow.base import checks, memory
 from attn_flow.dynamics.steppers import STEPS
 from attn_flow.geometry import Ellipsoid, Euclidean, Geometry, Sphere
 from attn_flow.nn.stack import PLACEMENTS, DeepStack, set_beta
@@ -23,6 +23,7 @@ GEOMETRIES: dict[str, Callable[[int], Geometry]] = {
     "layer-norm": lambda d: Ellipsoid.from_layer_norm(torch.ones(d)),
 }
 BETA_MODES = ("fixed", "learned", "annealed")
+LAYER_BYTES = 2**14  # of a layer's modules beside its weights
 MOST = 10**9  # tokens, steps, updates ...: beyond it is a slip of the pen
 
 
@@ -83,8 +84,9 @@ class Recipe:
             _in_range(self, name, 1, MOST)
         if self.head_dim is not None:
             _in_range(self, "head_dim", 1, MOST)
-        for name in ("ffn", "warmup", "seed"):
+        for name in ("ffn", "warmup"):
             _in_range(self, name, 0, MOST)
+        _in_range(self, "seed", 0, 2**63 - 1)
         for name in ("horizon", "lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)}, expected a positive, finite number.")
@@ -108,6 +110,10 @@ class Recipe:
 
     def make_stack(self, **decided: Any) -> DeepStack:
         """The stack at its start, with what the task decided; one seed, one stack, whatever was drawn before."""
+        width = self.heads * self.head_dim if self.head_dim is not None else self.dim
+        layer = 4 * self.dim * (4 * width + 2 * self.ffn) + LAYER_BYTES
+        bytes_needed = 4 * (1 if self.shared else self.depth) * layer  # weights, gradients and AdamW's two moments
+        memory.require(bytes_needed, f"a stack of {self.depth} layers of width {self.dim}", "ask for a smaller stack")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.seed, "weights"))
             stack = DeepStack(
