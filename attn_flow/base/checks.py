@@ -104,7 +104,8 @@ def covariance(name: str, cov: Tensor) -> None:
         return
     S = cov.detach()
     spread = S.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None]
-    rounding = 100 * S.shape[-1] * torch.finfo(S.dtype).eps
+    # One computed in float32 may arrive in float64.
+    rounding = 100 * S.shape[-1] * max(torch.finfo(S.dtype).eps, torch.finfo(torch.float32).eps)
     if bool(((S - S.mT).abs() > rounding * S.abs().amax((-2, -1), keepdim=True)).any()):
         raise ValueError(f"{name} is not symmetric, expected a covariance; symmetrise it, ({name} + {name}.mT)/2.")
     # A Cholesky factor of S + rounding exists unless an eigenvalue is negative; S = 0 is a point.
