@@ -1,5 +1,8 @@
 # make demo   set up, then probe the embedded encoder on the embedded text and write runs/demo/report.html
 # make test   set up, then lint, types and tests
+# make test-anywhere   the tests as other machines run them: every instruction set torch has here (default, avx2, its
+#                      own) with 1 and 2 threads, shuffled, with new random numbers; a table at the end. SEED=7 repeats.
+# make test-foreign    the numerical tests on one instruction set that is not the machine's own (what .ci/run adds)
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +13,7 @@ export HF_HUB_OFFLINE := 1
 export MPLBACKEND := Agg
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test lint unit test-slow test-compat bench reproduce clean
+.PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat bench reproduce clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two, once)"
@@ -32,6 +35,12 @@ lint: $(READY)
 
 unit: $(READY)
 	$(BIN)/pytest -n 2 -m "not slow and not bench"
+
+test-anywhere: $(READY)
+	$(BIN)/python tests/anywhere.py $(if $(SEED),--seed $(SEED))
+
+test-foreign: $(READY)
+	$(BIN)/python tests/anywhere.py --foreign $(if $(SEED),--seed $(SEED))
 
 test-slow: $(READY)
 	$(BIN)/pytest -n 2 -m slow

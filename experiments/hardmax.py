@@ -17,11 +17,10 @@ from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.placement import Placement
 from attn_flow.dynamics.steppers import euler
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.geometry import Euclidean
 from attn_flow.theory import hardmax as theory
-
-from .claims import bound, claim
-from .figures import COLOURS, THEORY, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from attn_flow.base.progress import progress_bar
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import COLOURS, caption, label, panels, shades
 from attn_flow.observe.quantities import close_pairs, pairwise_cosines
-
-from .claims import bound, claim
-from .figures import COLOURS, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

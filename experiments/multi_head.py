@@ -16,12 +16,11 @@ from torch import Tensor
 from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.particles import flow
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
 from attn_flow.geometry import Sphere
 from attn_flow.observe.quantities import log_energy
 from attn_flow.theory import multi_head as theory
-
-from .claims import bound, claim
-from .figures import COLOURS, THEORY, caption, label, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,13 +16,12 @@ from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import Adaptive
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.geometry import angle
 from attn_flow.measures.quadrature import fibonacci
 from attn_flow.prediction.zero_temperature import zero_temperature_flow
 from attn_flow.theory import metastability as theory
-
-from .claims import bound, claim
-from .figures import COLOURS, THEORY, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,11 +19,10 @@ from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics import kicks
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import euler
+from attn_flow.experiments.claims import claim
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.geometry import Sphere
 from attn_flow.theory import noise as theory
-
-from .claims import claim
-from .figures import COLOURS, THEORY, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,11 +15,10 @@ from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.placement import Placement, ln_scaling, ngpt, peri, post, pre
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
 from attn_flow.geometry import Sphere
 from attn_flow.theory import normalisation as theory
-
-from .claims import bound, claim
-from .figures import COLOURS, THEORY, caption, label, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

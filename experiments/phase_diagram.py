@@ -17,12 +17,11 @@ from torch import Tensor
 from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.particles import flow
+from attn_flow.experiments.claims import bound
+from attn_flow.experiments.figures import caption, label, panels
 from attn_flow.geometry import Sphere
 from attn_flow.observe.quantities import close_pairs
 from attn_flow.theory import equiangular
-
-from .claims import bound
-from .figures import caption, label, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

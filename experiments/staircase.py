@@ -17,13 +17,12 @@ from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.particles import consensus, flow
 from attn_flow.dynamics.steppers import Adaptive
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import THEORY, caption, label, panels, shades
 from attn_flow.geometry import Sphere
 from attn_flow.geometry import angle as geodesic
 from attn_flow.observe.quantities import clusters, log_energy
 from attn_flow.theory import metastability as theory
-
-from .claims import bound, claim
-from .figures import THEORY, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,7 +35,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     runs = []
     with progress_bar("staircase", len(betas), progress) as advance:
         for beta in betas:
-            runs.append(staircase(x0, beta, 60 if quick else 200))
+            runs.append(energy_steps(x0, beta, 60 if quick else 200))
             advance()
     claims = [
         bound(f"beta = {r['beta']:g}: energy never falls; largest relative drop", r["drop"], at_most=1e-9) for r in runs
@@ -64,7 +63,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     return {"seed": seed, "n": n, "runs": runs, "claims": claims}
 
 
-def staircase(x0: Tensor, beta: float, points: int) -> dict[str, Any]:
+def energy_steps(x0: Tensor, beta: float, points: int) -> dict[str, Any]:
     """log E along log-spaced times up to e^{2 beta}, the clusters on the way, and the last merger."""
     t = torch.cat([torch.zeros(1), torch.logspace(-1, 2 * beta / np.log(10), points)]).double()
     # rounding of the velocity, 1e-16, times a step of tol/1e-16 is an error of tol: no tolerance reaches much further

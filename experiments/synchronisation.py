@@ -17,12 +17,11 @@ import torch
 from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.particles import flow
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.geometry import Sphere
 from attn_flow.measures.quadrature import circle
 from attn_flow.theory import synchronisation as theory
-
-from .claims import bound, claim
-from .figures import COLOURS, THEORY, caption, label, panels, shades
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,12 @@
+"""How the tests run, whatever the machine. Three variables change it; `make test-anywhere` sets them all.
+
+ATTN_FLOW_TEST_THREADS=2   torch's threads, else one
+ATTN_FLOW_TEST_SEED=7      files and the tests in them in another order, and other numbers from the `generator` fixture
+HYPOTHESIS_RANDOM=1        new examples for the laws, else the same in every run
+"""
+
 import os
+import random
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -9,7 +17,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-torch.set_num_threads(1)
+THREADS = int(os.environ.get("ATTN_FLOW_TEST_THREADS", "1"))
+SEED = int(os.environ.get("ATTN_FLOW_TEST_SEED", "0"))
+
+torch.set_num_threads(THREADS)
 # The same examples in every run: a failure is a change of the code. HYPOTHESIS_RANDOM=1 explores new ones.
 settings.register_profile("same", derandomize=True)
 settings.load_profile("default" if os.environ.get("HYPOTHESIS_RANDOM") else "same")
@@ -17,10 +28,20 @@ settings.load_profile("default" if os.environ.get("HYPOTHESIS_RANDOM") else "sam
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+    return torch.Generator().manual_seed(SEED)
+
+
+def pytest_report_header() -> str:
+    kind = "new examples" if os.environ.get("HYPOTHESIS_RANDOM") else "the same examples"
+    return f"{torch.backends.cpu.get_cpu_capability()}, {THREADS} thread(s), test seed {SEED}, {kind}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if SEED:  # all workers of xdist shuffle alike; a file stays together, as its fixtures are made once
+        chance = random.Random(SEED)
+        place = {path: chance.random() for path in sorted({item.path for item in items})}
+        chance.shuffle(items)
+        items.sort(key=lambda item: place[item.path])
     if torch.cuda.is_available():
         return
     for item in items:

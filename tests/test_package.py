@@ -1,5 +1,7 @@
 """The package as published: light to import, the wheel complete, README true."""
 
+import ast
+import graphlib
 import os
 import re
 import shutil
@@ -8,6 +10,7 @@ import sys
 import tomllib
 import venv
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -196,3 +199,81 @@ def test_no_foreign_paths():
         ):
             text = path.read_text(errors="replace")
             assert not any(place in text for place in ("/wo" + "rk/", "/tm" + "p/")), path
+
+
+# --- the house --------------------------------------------------------------------------------------------------
+
+# Rooms that may import those of the lines above, and their own line.
+FLOORS = [
+    {"base", "geometry", "averages"},
+    {"measures"},
+    {"attention"},
+    {"dynamics"},
+    {"transport", "observe", "theory"},
+    {"prediction", "nn"},
+    {"hooks"},
+    {"probe", "train", "experiments", "bench"},
+    {"cli"},
+]
+# A layer reads an encoder's weights where it is asked to, in a function: the one way up.
+UP = {("attn_flow.nn.layer", "hooks")}
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its dotted name."""
+    found = {}
+    for folder, place in SOURCES.items():
+        for path in (ROOT / folder).rglob("*.py"):  # links are not followed
+            parts = (Path(place) / path.relative_to(ROOT / folder)).with_suffix("").parts
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def imported(path: Path, nodes: list[ast.AST], known: Collection[str]) -> set[str]:
+    """The modules of the project that these nodes import."""
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {name if name in known else str(node.module) for name in full}
+    return names & set(known)
+
+
+def test_imports_go_one_way():
+    found = modules()
+    floor = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+    before: dict[str, set[str]] = {}
+    for name, path in found.items():
+        tree = ast.parse(path.read_text())
+        before[name] = imported(path, tree.body, found) - {name, "attn_flow"}
+        rooms = name.split(".")[1:2]
+        if not rooms or rooms == ["__main__"]:
+            continue
+        assert rooms[0] in floor, f"{name}: a room of no floor"
+        for other in imported(path, list(ast.walk(tree)), found) - {"attn_flow"}:
+            room = other.split(".")[1]
+            assert floor[room] <= floor[rooms[0]] or (name, room) in UP, f"{name} imports {other}"
+    graphlib.TopologicalSorter(before).prepare()  # raises CycleError
+
+
+def test_nothing_public_has_the_name_of_its_module():
+    for path in modules().values():
+        names = [n.name for n in ast.parse(path.read_text()).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+        assert path.stem not in names, path
+
+
+def test_tests_mirror_the_rooms_and_are_tests_only():
+    files = [path for path in (ROOT / "tests").rglob("*.py") if "__pycache__" not in path.parts]
+    tests = {path.stem for path in files if path.stem.startswith("test_")}
+    for path in files:
+        if path.parent != ROOT / "tests":
+            assert (ROOT / "attn_flow" / path.relative_to(ROOT / "tests").parent).is_dir(), f"{path}: no such room"
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                assert str(node.module).split(".")[-1] not in tests, f"{path} imports a test"
+            if path.stem in tests and isinstance(node, ast.If) and isinstance(node.test, ast.Compare):
+                assert "__name__" not in ast.unparse(node.test), f"{path} is also a script"

@@ -20,7 +20,7 @@ from attn_flow.base import checks
 from attn_flow.measures import Measure, UniformSphere
 from attn_flow.prediction.certificate import Settled, settle
 from attn_flow.prediction.finite_n import Resolution, ResolutionWarning, resolution
-from attn_flow.prediction.rates import algebraic, rates, stay, terminal
+from attn_flow.prediction.rates import algebraic, exponential_rates, stay, terminal
 from attn_flow.prediction.spectral import Spectrum, spectrum
 from attn_flow.prediction.zero_temperature import linear_part, zero_temperature_flow
 
@@ -215,7 +215,7 @@ def limit(attention: Attention, support: Measure | str | None = None, tol: float
         projector=place(found.projector),
         direction=place(found.limit),
         kernel=kernel,
-        **rates(found, M, N, tol),
+        **exponential_rates(found, M, N, tol),
         C=float(np.linalg.norm(W, 2)) * (cond + 2),
         **terminal(values, tol, attention.Q.device),
         exit_rate=exit_rate,

@@ -14,7 +14,7 @@ import torch
 from attn_flow.prediction.spectral import Array, Spectrum, levels, spectrum
 
 
-def rates(found: Spectrum, M: Array, N: Array, tol: float) -> dict[str, Any]:
+def exponential_rates(found: Spectrum, M: Array, N: Array, tol: float) -> dict[str, Any]:
     """g, kappa, tail and c_p of a linear flow; None where E is everything.
 
     A token near level j (next real part, and so on) leaves it once some component of an upper level i has grown,

@@ -138,6 +138,7 @@ def launch(folder: Path, pause: float, states: bool, *launcher: str) -> subproce
     """corpus(...) in another process, which waits `pause` seconds before each text."""
     here = Path(__file__).parent
     given = {"folder": str(folder), "pause": pause, "states": states, "texts": TEXTS, "options": OPTIONS}
+    given["threads"] = torch.get_num_threads()  # bits are promised for as many threads
     path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     command = [sys.executable, *launcher, str(here / "worker.py"), json.dumps(given)]

@@ -10,8 +10,8 @@ from encoder_zoo import tiny, tokenizer
 
 from attn_flow.hooks import record_corpus
 
-torch.set_num_threads(1)
 given = json.loads(sys.argv[1])
+torch.set_num_threads(given["threads"])
 
 
 def slowly() -> Iterator[str]:

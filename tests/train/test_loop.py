@@ -90,7 +90,7 @@ def test_training_leaves_the_global_generator_alone() -> None:
 
 KILLED = """
 import sys, torch
-torch.set_num_threads(1)
+torch.set_num_threads(int(sys.argv[3]))  # the bytes are promised for as many threads
 from dataclasses import replace
 from attn_flow.train import train_stack, recipe
 r = replace(recipe("majority"), **eval(sys.argv[2]))
@@ -104,7 +104,7 @@ def test_killed_and_resumed_gives_the_same_curve(tmp_path: Path) -> None:
     r = replace(recipe("majority"), **options)  # type: ignore[arg-type]
     run(tmp_path / "whole", r)
     out = tmp_path / "killed"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(out), repr(options)])
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(out), repr(options), str(torch.get_num_threads())])
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if (out / "log.jsonl").is_file() and len((out / "log.jsonl").read_text().splitlines()) > 40:
