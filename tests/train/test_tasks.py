@@ -129,7 +129,7 @@ def test_the_same_texts_in_three_formats(tmp_path: Path) -> None:
         ("a.csv", "x,one\ny\n", r"row 2 has 1 field\(s\), expected two columns"),
         ("a.csv", "x,one,more\n", r"row 1 has 3 field\(s\)"),
         ("a.jsonl", '{"label": "x"}\n', "line 1 has no text; expected a label and a text"),
-        ("a.jsonl", "{x}\n", "line 1 is no JSON object"),
+        ("a.jsonl", "{x}\n", "line 1 is no JSON"),
     ],
 )
 def test_missing_fields_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:

