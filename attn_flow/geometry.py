@@ -242,16 +242,22 @@ class Ellipsoid:
         return self.centre.to(z) + z @ self.axes.to(z).T
 
 
-def placed(name: str, x: Tensor, mask: Tensor | None, geometry: Geometry) -> Tensor:
+def placed(name: str, x: Tensor, mask: Tensor | None, geometry: Geometry, look: bool = True) -> Tensor:
     """x retracted. Padding goes to the first token of its cloud: a point of the geometry, and nobody sees it there."""
     if mask is not None:
         shape = torch.broadcast_shapes(mask.shape, x.shape[:-1])
         first = mask.expand(shape).to(torch.uint8).argmax(-1)[..., None, None].expand(*shape[:-1], 1, x.shape[-1])
         x = torch.where(mask[..., None], x, torch.gather(x.expand(*shape, x.shape[-1]), -2, first))
     x = geometry.retract(x)
+    if look:
+        check_placed(name, x, geometry)
+    return x
+
+
+def check_placed(name: str, x: Tensor, geometry: Geometry) -> None:
+    """Raise ValueError if the retraction x of finite tokens is not finite."""
     if checks.can_look(x) and not checks.all_finite(x):
         raise ValueError(
             f"{name} has a row that {type(geometry).__name__} cannot place (a zero row has no direction); remove it, "
             "hide it with mask, or use geometry=Euclidean()."
         )
-    return x

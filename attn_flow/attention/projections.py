@@ -114,15 +114,20 @@ class Projections:
         cast: dict[str, Any] = {name: z.double() if isinstance(z, Tensor) else z for name, z in self.given.items()}
         return replace(Projections.of(**cast), precise=False)
 
+    def logit_bound(self, radius: float) -> Tensor:
+        """scale |q| |k| is no larger for tokens of at most this length, ()."""
+        like = self.tensors[0] if self.tensors else torch.ones(())
+        q, k = (like.new_tensor(radius) if z is None else radius * _norm_bound(z) for z in (self.query, self.key))
+        q = q if self.query_scale is None else q * self.query_scale.amax()
+        q = q if self.query_bias is None else q + self.query_bias.norm(dim=-1).amax()
+        return self.scale * q * k
+
     def within(self, radius: float | None) -> Projections:
         """These, with the precision chosen once for tokens of at most this length, if one is known."""
         if radius is None or self.cold or not checks.can_look(*self.tensors):
             return self
         with torch.no_grad():
-            q, k = (radius if z is None else radius * _norm(z) for z in (self.query, self.key))
-            q = q if self.query_scale is None else q * self.query_scale.amax()
-            q = q if self.query_bias is None else q + self.query_bias.norm(dim=-1).amax()
-            return replace(self, precise=float(self.scale * q * k) > dense.LOGIT_RANGE)
+            return replace(self, precise=float(self.logit_bound(radius)) > dense.LOGIT_RANGE)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -200,6 +205,10 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
     return (x @ weight.flatten(-3, -2).mT).unflatten(-1, (heads, k)).transpose(-2, -3)
 
 
-def _norm(weight: Tensor) -> Tensor:
-    """The largest spectral norm of the heads."""
-    return torch.linalg.matrix_norm(weight, ord=2).amax()
+def _norm_bound(weight: Tensor) -> Tensor:
+    """The largest spectral norm of the heads, from above, without an SVD: |A| <= |(A A^T)^4|_F^{1/8}, ()."""
+    A = weight if weight.shape[-2] <= weight.shape[-1] else weight.mT
+    size = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)
+    gram = (A / size) @ (A / size).mT
+    square = gram @ gram
+    return (size[..., 0, 0] * torch.linalg.vector_norm(square @ square, dim=(-2, -1)) ** 0.125).amax()

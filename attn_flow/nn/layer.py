@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -11,28 +13,51 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attn_flow.attention import Attention, drift
-from attn_flow.attention.projections import Kind
+from attn_flow.attention.projections import Kind, Projections
+from attn_flow.averages import dense
 from attn_flow.base import checks
-from attn_flow.dynamics.steppers import Adaptive, Step, named_step, rk4
-from attn_flow.geometry import Geometry, Sphere, placed
+from attn_flow.dynamics.steppers import Adaptive, RungeKutta, Step, euler, named_step, rk4
+from attn_flow.geometry import Euclidean, Geometry, Sphere, check_placed, placed
 
 
 class ContinuousAttentionLayer(nn.Module):
     """x(horizon) of x' = P_x sum_h O_h V_h m_beta[x](K_h^T Q_h x), in `steps` equal steps; deterministic, no dropout.
 
-    dim, heads, head_dim: widths; head_dim defaults to dim / heads.
-    beta: inverse temperature, one number or one per head; 1/sqrt(head_dim) by default. `learn_beta=True` makes log
-        beta a parameter; `beta_schedule`, a function of s = t/horizon in [0, 1], multiplies beta along the depth.
-    horizon, steps, step: how long, in how many steps, with which stepper (euler, rk4, dopri5 or your own).
-    geometry: where tokens live, the unit sphere by default; inputs are retracted to it.
-    checkpoint: recompute each step in the backward pass: memory of one step instead of all of them.
+    The residual is inside: the layer returns x(horizon), not a displacement to be added (for that, in the place of an
+    nn.MultiheadAttention, see `ContinuousMultiheadAttention`).
+
+    Args:
+        dim: width d of the tokens.
+        heads: number of heads.
+        head_dim: width of a head, dim / heads by default.
+        beta: inverse temperature of the scores <Q x, K y>, one number or (heads,); 1/sqrt(head_dim) by default. It is
+            part of the state under the key `log_beta` (heads,), learned or not: `load_state_dict` sets it. `layer.beta`
+            reads it and `layer.beta = 8.0` sets it.
+        learn_beta: make `log_beta` a parameter.
+        beta_schedule: a function of s = t/horizon in [0, 1] that multiplies beta along the depth, such as those of
+            `attn_flow.nn.schedules`, which pickle.
+        horizon: how long tokens flow.
+        steps, step: in how many equal steps, by which stepper: "euler", "rk4", "dopri5" or a function. A step costs 1,
+            4 or 7 attentions: the default, one RK4 step, about 4 times an nn.MultiheadAttention.
+        geometry: where tokens live, the unit sphere by default; inputs are retracted to it. Its tensors are buffers.
+        kind, causal, self_attention: as in `Attention`.
+        bias: a query bias and a constant drift.
+        checkpoint: recompute each step in the backward pass: memory of one step instead of all of them.
+        validate: look at the input once per forward, for finite entries and for logits that need float64 (one read
+            from an accelerator); False looks at nothing.
 
     Gradients differentiate the discrete steps. The continuous adjoint is not offered: this flow contracts, its
     reversal expands, and the adjoint's gradients are wrong by per cents at T = 5 and useless at T = 10.
+
+    Example:
+        >>> layer = ContinuousAttentionLayer(dim=64, heads=4, beta=4.0, learn_beta=True)
+        >>> layer(torch.randn(8, 32, 64)).norm(dim=-1).shape  # tokens of length 1
+        torch.Size([8, 32])
+        >>> layer.evaluations
+        4
     """
 
     log_beta: Tensor
-    fixed_beta: Tensor
 
     def __init__(
         self,
@@ -44,7 +69,7 @@ class ContinuousAttentionLayer(nn.Module):
         learn_beta: bool = False,
         beta_schedule: Callable[[float], float] | None = None,
         horizon: float = 1.0,
-        steps: int = 8,
+        steps: int = 1,
         step: str | Step = rk4,
         geometry: Geometry | None = None,
         kind: Kind = "softmax",
@@ -52,6 +77,7 @@ class ContinuousAttentionLayer(nn.Module):
         self_attention: bool = True,
         bias: bool = False,
         checkpoint: bool = False,
+        validate: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -70,31 +96,23 @@ class ContinuousAttentionLayer(nn.Module):
             raise ValueError(f"step = {step}, expected a step function such as rk4: a layer takes equal steps.")
         k = head_dim or dim // heads
         make: dict[str, Any] = {"device": device, "dtype": dtype}
-        beta = 1 / math.sqrt(k) if beta is None else beta
-        if not isinstance(beta, Tensor):
-            beta = torch.tensor(beta, dtype=torch.float64)  # a float has its digits, whatever torch's default dtype
-        beta = beta.detach().to(device, dtype or torch.float32).clone()
-        checks.inverse_temperature(beta)
-        if beta.ndim > 1 or (beta.ndim == 1 and beta.shape[0] not in (1, heads)):
-            raise ValueError(f"beta has shape {tuple(beta.shape)}, expected () or (heads,) = ({heads},).")
-        self.dim, self.heads, self.head_dim = dim, heads, k
+        self.dim, self.heads, self.head_dim, self.learn_beta = dim, heads, k, learn_beta
         self.horizon, self.steps, self.step = horizon, int(steps), chosen
-        self.geometry: Geometry = Sphere() if geometry is None else geometry
         self.kind, self.causal, self.self_attention, self.checkpoint = kind, causal, self_attention, checkpoint
-        self.beta_schedule = beta_schedule
+        self.beta_schedule, self.validate = beta_schedule, validate
+        self._keep_geometry(Sphere() if geometry is None else geometry)
         self.Q = nn.Parameter(torch.empty(heads, k, dim, **make))
         self.K = nn.Parameter(torch.empty(heads, k, dim, **make))
         self.V = nn.Parameter(torch.empty(heads, k, dim, **make))
         self.O = nn.Parameter(torch.empty(heads, dim, k, **make))
         self.query_bias = nn.Parameter(torch.empty(heads, k, **make)) if bias else None
         self.value_bias = nn.Parameter(torch.empty(dim, **make)) if bias else None
+        log_beta = torch.empty(heads, device=device, dtype=dtype or torch.float32)
         if learn_beta:
-            if checks.can_look(beta) and not bool((beta > 0).all() & torch.isfinite(beta).all()):
-                raise ValueError(f"beta = {beta.tolist()} cannot be learned; expected positive and finite.")
-            self.log_beta = nn.Parameter(beta.log())
+            self.log_beta = nn.Parameter(log_beta)
         else:
-            self.register_buffer("fixed_beta", beta)
-        self.learn_beta = learn_beta
+            self.register_buffer("log_beta", log_beta)
+        self.beta = 1 / math.sqrt(k) if beta is None else beta
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -107,110 +125,236 @@ class ContinuousAttentionLayer(nn.Module):
                 nn.init.zeros_(bias)
 
     @classmethod
-    def from_attention(cls, attention: Attention, **options: Any) -> ContinuousAttentionLayer:
-        """The layer with an `Attention`'s weights; options as in the constructor (horizon, steps, geometry, ...)."""
+    def from_attention(
+        cls,
+        attention: Attention,
+        *,
+        beta: float | Tensor | None = None,
+        learn_beta: bool = False,
+        beta_schedule: Callable[[float], float] | None = None,
+        horizon: float = 1.0,
+        steps: int = 1,
+        step: str | Step = rk4,
+        geometry: Geometry | None = None,
+        checkpoint: bool = False,
+        validate: bool = True,
+    ) -> ContinuousAttentionLayer:
+        """The layer with an `Attention`'s weights and its beta, unless another is given; the rest as in `__init__`.
+
+        Example:
+            >>> ContinuousAttentionLayer.from_attention(Attention.identity(3, beta=2.0), steps=4).beta
+            tensor([2.])
+        """
         if attention.Q.ndim != 3:
             raise ValueError(
                 f"Q has shape {tuple(attention.Q.shape)}; a layer takes one attention, not a batch of them."
             )
         eye = torch.eye(attention.dim, dtype=attention.Q.dtype, device=attention.Q.device)
-        eye = eye.expand(attention.heads, -1, -1)
-        parts = {
-            "Q": attention.Q,
-            "K": eye if attention.K is None else attention.K,
-            "V": eye if attention.V is None else attention.V,
-            "O": eye if attention.O is None else attention.O,
-        }
+        weights = {name: eye.expand(attention.heads, -1, -1) for name in "QKVO"} | attention.tensors
+        own = weights.pop("beta")
+        if beta is None:
+            beta = own if attention.common_beta is None else attention.common_beta
         layer = cls(
             attention.dim,
             attention.heads,
             attention.Q.shape[-2],
-            beta=attention.beta if attention.common_beta is None else attention.common_beta,
+            beta=beta,
+            learn_beta=learn_beta,
+            beta_schedule=beta_schedule,
+            horizon=horizon,
+            steps=steps,
+            step=step,
+            geometry=geometry,
             kind=attention.kind,
             causal=attention.causal,
             self_attention=attention.self_attention,
             bias=attention.query_bias is not None or attention.value_bias is not None,
+            checkpoint=checkpoint,
+            validate=validate,
             dtype=attention.Q.dtype,
             device=attention.Q.device,
-            **options,
         )
-        if layer.query_bias is not None and attention.query_bias is not None:
-            parts["query_bias"] = attention.query_bias
-        if layer.value_bias is not None and attention.value_bias is not None:
-            parts["value_bias"] = attention.value_bias
-        for name, weight in parts.items():
+        for name, weight in weights.items():
             setattr(layer, name, nn.Parameter(weight.detach().clone()))
         return layer
 
     @classmethod
-    def from_pretrained(cls, model: nn.Module, layer: int, **options: Any) -> ContinuousAttentionLayer:
-        """The flow of one layer's own weights, read from a pretrained encoder (see `attn_flow.hooks`)."""
-        from attn_flow.hooks import attentions  # type: ignore[import-not-found]
+    def from_pretrained(
+        cls,
+        model: nn.Module,
+        layer: int,
+        *,
+        beta: float | Tensor | None = None,
+        learn_beta: bool = False,
+        beta_schedule: Callable[[float], float] | None = None,
+        horizon: float = 1.0,
+        steps: int = 1,
+        step: str | Step = euler,
+        geometry: Geometry | None = None,
+        checkpoint: bool = False,
+        validate: bool = True,
+    ) -> ContinuousAttentionLayer:
+        """The flow of one layer's own weights, read from a pretrained encoder (see `attn_flow.hooks`).
+
+        By default it is that layer's attention with its residual, x + attention(x): one Euler step of size one in
+        flat space at the trained beta, of tokens as attention sees them. Arguments as in the constructor.
+        """
+        from attn_flow.hooks import attentions
 
         found = attentions(model)
         if not -len(found) <= layer < len(found):
             raise ValueError(f"layer = {layer}, expected an index into the model's {len(found)} layers.")
-        return cls.from_attention(found[layer], **options)
+        return cls.from_attention(
+            found[layer],
+            beta=beta,
+            learn_beta=learn_beta,
+            beta_schedule=beta_schedule,
+            horizon=horizon,
+            steps=steps,
+            step=step,
+            geometry=Euclidean() if geometry is None else geometry,
+            checkpoint=checkpoint,
+            validate=validate,
+        )
+
+    # --- temperature and geometry ---------------------------------------------------------------------------------
 
     @property
     def beta(self) -> Tensor:
-        """The inverse temperature, () or (heads,)."""
-        return self.log_beta.exp() if self.learn_beta else self.fixed_beta
+        """The inverse temperature, (heads,)."""
+        return self.log_beta.exp()
+
+    @beta.setter
+    def beta(self, beta: float | Tensor) -> None:
+        if not isinstance(beta, Tensor):
+            beta = torch.tensor(beta, dtype=torch.float64)  # a float has its digits, whatever torch's default dtype
+        checks.inverse_temperature(beta)
+        if beta.ndim > 1 or (beta.ndim == 1 and beta.shape[0] not in (1, self.heads)):
+            raise ValueError(f"beta has shape {tuple(beta.shape)}, expected () or (heads,) = ({self.heads},).")
+        if self.learn_beta and checks.can_look(beta) and not bool((beta > 0).all() & torch.isfinite(beta).all()):
+            raise ValueError(f"beta = {beta.tolist()} cannot be learned; expected positive and finite.")
+        with torch.no_grad():
+            self.log_beta.copy_(beta.detach().double().log().expand(self.heads))
+        self._note_cold()
+
+    def _note_cold(self) -> None:
+        """Whether beta = inf, known without a look at a device."""
+        infinite = self.log_beta.detach() == math.inf if checks.can_look(self.log_beta) else None
+        if infinite is not None and bool(infinite.any()) and not bool(infinite.all()):
+            raise ValueError("beta mixes finite and infinite entries; expected one or the other for all heads.")
+        self._cold = infinite is not None and bool(infinite.all())
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._note_cold()
+
+    def _keep_geometry(self, geometry: Geometry) -> None:
+        """The geometry, with its tensors as buffers, so that they move and are saved with the layer."""
+        self._geometry = geometry
+        self._geometry_from: dict[str, Tensor] = {}
+        fields: tuple[Any, ...] = dataclasses.fields(geometry) if dataclasses.is_dataclass(geometry) else ()
+        for field in fields:
+            value = getattr(geometry, field.name)
+            if field.init and isinstance(value, Tensor):
+                self.register_buffer(f"geometry_{field.name}", value)
+                self._geometry_from[field.name] = value
+
+    @property
+    def geometry(self) -> Geometry:
+        now = {name: getattr(self, f"geometry_{name}") for name in self._geometry_from}
+        if any(now[name] is not before for name, before in self._geometry_from.items()):  # moved, cast or loaded
+            self._geometry = replace(self._geometry, **now)  # type: ignore[type-var]
+            self._geometry_from = now
+        return self._geometry
+
+    @geometry.setter
+    def geometry(self, geometry: Geometry) -> None:
+        for name in self._geometry_from:
+            delattr(self, f"geometry_{name}")
+        self._keep_geometry(geometry)
+
+    @property
+    def evaluations(self) -> int | None:
+        """Attentions computed in one forward pass; None for a stepper of your own."""
+        return self.steps * (1 + len(self.step.a)) if isinstance(self.step, RungeKutta) else None
 
     def attention(self, s: float = 0.0) -> Attention:
         """The attention at the depth s = t/horizon."""
-        now = self.beta if self.beta_schedule is None else self.beta * self.beta_schedule(s)
-        number = not self.learn_beta and now.ndim == 0 and checks.can_look(now)
-        beta = float(now) if number else now
-        return Attention(
+        beta = self._beta_at(s)
+        weights = (self.Q, self.K, self.V, self.O, beta, self.query_bias, self.value_bias)
+        return Attention(*weights, self.kind, self.causal, self.self_attention)
+
+    def _beta_at(self, s: float) -> float | Tensor:
+        if self._cold or self.kind == "hardmax":
+            return math.inf
+        return self.beta if self.beta_schedule is None else self.beta * self.beta_schedule(s)
+
+    def _prepared(self, s: float) -> Projections:
+        """What `attention(s).prepared()` is, unchecked: the weights are the layer's own."""
+        return Projections.of(
             self.Q,
             self.K,
             self.V,
             self.O,
-            beta,
+            self._beta_at(s),
             self.query_bias,
             self.value_bias,
-            self.kind,
-            self.causal,
-            self.self_attention,
+            kind="softmax" if self.kind == "hardmax" else self.kind,
+            causal=self.causal,
+            self_attention=self.self_attention,
         )
+
+    # --- the flow -------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, mask: Tensor | None = None, return_path: bool = False) -> Tensor:
         """x (..., n, dim) after the horizon; with return_path all steps + 1 clouds, (steps + 1, ..., n, dim).
 
         mask: padding in any of HuggingFace's forms (see `token_mask`). Padding comes out as it went in.
         """
-        checks.tokens("x", x)
-        if x.shape[-1] != self.dim:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., n, dim) = (..., n, {self.dim}).")
+        self._check(x)
         tokens = None if mask is None else token_mask(mask, x, self.causal)
-        attention = self.attention()
-        attention.check_tokens(x)
-        log_weights = None
-        if tokens is not None:  # log(1/n) over the tokens, -inf for padding
-            count = tokens.sum(-1, keepdim=True).to(x.dtype)
-            log_weights = (-count.log()).expand(tokens.shape).masked_fill(~tokens, -torch.inf)
+        log_weights = None if tokens is None else uniform_log_weights(tokens, x.dtype)
 
-        prepared = attention.prepared()
+        def field(p: Projections, x: Tensor) -> Tensor:
+            F = drift.against_cloud(p, x, x, log_weights)
+            return F if tokens is None else F.masked_fill(~tokens[..., None], 0.0)
+
+        return self.evolve(x, field, tokens, return_path)
+
+    def evolve(
+        self,
+        x: Tensor,
+        field: Callable[[Projections, Tensor], Tensor],
+        tokens: Tensor | None = None,
+        return_path: bool = False,
+    ) -> Tensor:
+        """x after the horizon under the drift field(weights, x), with the layer's weights as they are at that depth.
+
+        tokens: (..., n), True for tokens; the others come out as they went in.
+        """
+        h = self.horizon / self.steps
+        now = placed("x", x, tokens, self.geometry, look=False)
+        prepared = self._prepared(0.0)
+        looks = self.validate and checks.can_look(x, *prepared.tensors)
+        precise = self._validated(x, now, prepared) if looks else False
+        prepared = replace(prepared, precise=precise)
 
         def velocity(t: float, x: Tensor) -> Tensor:
-            p = prepared if self.beta_schedule is None else self.attention(t / self.horizon).prepared()
-            F = drift.against_cloud(p, x, x, log_weights)
-            F = F if tokens is None else F.masked_fill(~tokens[..., None], 0.0)
-            return self.geometry.tangent(x, F.to(x.dtype))
+            scheduled = self.beta_schedule is not None
+            p = replace(self._prepared(t / self.horizon), precise=precise) if scheduled else prepared
+            return self.geometry.tangent(x, field(p, x).to(x.dtype))
 
         def outside(now: Tensor) -> Tensor:
             return now if tokens is None else torch.where(tokens[..., None], now, x)
 
-        h = self.horizon / self.steps
-        now = placed("x", x, tokens, self.geometry)
         path = [outside(now)] if return_path else []
         for i in range(self.steps):
             if self.checkpoint and torch.is_grad_enabled():
                 now = checkpoint(self.step, velocity, i * h, now, h, self.geometry, use_reentrant=False)
             else:
                 now = self.step(velocity, i * h, now, h, self.geometry)
-            if checks.can_look(now) and not checks.all_finite(now):
+            # An accelerator would have to wait for every step.
+            if looks and now.device.type == "cpu" and not checks.all_finite(now):
                 raise FloatingPointError(
                     f"tokens left the range of {now.dtype} at t = {(i + 1) * h:.6g} of {self.horizon:.6g}; use more "
                     "steps, a shorter horizon, or a wider dtype."
@@ -219,12 +363,52 @@ class ContinuousAttentionLayer(nn.Module):
                 path.append(outside(now))
         return torch.stack(path) if return_path else outside(now)
 
+    def _check(self, x: Tensor) -> None:
+        checks.floating("x", x, "(..., n, dim)")
+        if x.ndim < 2 or x.shape[-1] != self.dim or x.shape[-2] == 0:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., n, dim) = (..., n, {self.dim}), n >= 1.")
+        if x.dtype != self.Q.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"x has dtype {x.dtype} and the layer {self.Q.dtype}; use x.to({self.Q.dtype}).")
+        checks.same_device("x", x, "the layer", self.Q)
+        if not self.self_attention and x.shape[-2] < 2:
+            raise ValueError(
+                "self_attention=False leaves a cloud of one token nobody to attend to; expected two or more."
+            )
+
+    def _validated(self, x: Tensor, start: Tensor, p: Projections) -> bool:
+        """Raise for tokens x that are not finite or have no place; whether logits need float64. One read of a device.
+
+        On a bounded geometry the logits have a bound for all times; in flat space it is that of the first tokens,
+        with room for them to become twice as long.
+        """
+        with torch.no_grad():
+            if p.cold or start.dtype != torch.float32 or torch.is_autocast_enabled(start.device.type):
+                bound = start.new_zeros(())
+            elif self.geometry.longest is None:
+                q, k = (z.norm(dim=-1).amax() for z in (p.queries(start), p.keys(start)))
+                bound = 4 * p.scale * q * k
+            else:
+                bound = p.logit_bound(self.geometry.longest)
+            finite, size = torch.stack([start.sum().to(bound.dtype), bound]).tolist()
+        if not math.isfinite(finite):
+            checks.finite("x", x)
+            check_placed("x", start, self.geometry)
+        return size > dense.LOGIT_RANGE
+
     def extra_repr(self) -> str:
         step = getattr(self.step, "name", getattr(self.step, "__name__", "custom"))
+        cost = "" if self.evaluations is None else f" ({self.evaluations} attentions a forward pass)"
         return (
             f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, horizon={self.horizon}, "
-            f"steps={self.steps}, step={step}, geometry={self.geometry}, kind={self.kind}, learn_beta={self.learn_beta}"
+            f"steps={self.steps}, step={step}{cost}, geometry={self.geometry}, kind={self.kind}, "
+            f"learn_beta={self.learn_beta}"
         )
+
+
+def uniform_log_weights(tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """log(1/n) over the n tokens of a cloud, -inf for padding, (..., n)."""
+    count = tokens.sum(-1, keepdim=True).to(dtype)
+    return (-count.log()).expand(tokens.shape).masked_fill(~tokens, -torch.inf)
 
 
 def token_mask(mask: Tensor, x: Tensor, causal: bool = False) -> Tensor:

@@ -22,7 +22,7 @@ from attn_flow.dynamics.kicks import Kick, independent
 from attn_flow.dynamics.placement import Placement, peri, post, pre
 from attn_flow.dynamics.steppers import Step, Velocity, euler, rk4
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.geometry import Ellipsoid, Euclidean, Geometry, Sphere
+from attn_flow.geometry import Euclidean, Geometry, Sphere
 from attn_flow.nn.layer import ContinuousAttentionLayer
 
 # nGPT is missing: a layer hands its stepper P_x A, and P_x A/|A| cannot be had from it.
@@ -85,7 +85,7 @@ class DeepStack(nn.Module):
         if PLACEMENTS[placement].flat and not isinstance(geometry, Euclidean):
             raise ValueError(f"placement {placement!r} moves the radius of tokens; expected geometry Euclidean().")
         self.depth, self.shared, self.noise, self.step = depth, shared, float(noise), step
-        self.placement, self.readout, self.points, self.geometry = PLACEMENTS[placement], readout, points, geometry
+        self.placement, self.readout, self.points = PLACEMENTS[placement], readout, points
         self.embedding: nn.Module = (
             nn.Linear(inputs, dim, dtype=dtype) if points else nn.Embedding(inputs, dim, dtype=dtype)
         )
@@ -96,7 +96,7 @@ class DeepStack(nn.Module):
                 dim,
                 heads,
                 head_dim,
-                beta=torch.full((heads,), float(beta)) if learn_beta else beta,
+                beta=beta,
                 learn_beta=learn_beta,
                 horizon=horizon,
                 steps=steps,
@@ -122,14 +122,9 @@ class DeepStack(nn.Module):
             layer.step = placed(self.step, self.placement, noise)  # type: ignore[assignment]
         return self
 
-    def _apply(self, fn: Any, recurse: bool = True) -> DeepStack:
-        """An ellipsoid's tensors follow the module to its device and dtype."""
-        super()._apply(fn, recurse)
-        if isinstance(self.geometry, Ellipsoid):
-            self.geometry = Ellipsoid(fn(self.geometry.centre), fn(self.geometry.axes))
-            for layer in self.layers:
-                layer.geometry = self.geometry  # type: ignore[assignment]
-        return self
+    @property
+    def geometry(self) -> Geometry:
+        return self._layer(0).geometry
 
     # --- what it computes ---------------------------------------------------------------------------------------
 
@@ -249,7 +244,7 @@ class DeepStack(nn.Module):
                 checks.positive("horizon", horizon)
                 layer.horizon = horizon
             layer.steps = layer.steps if steps is None else steps
-            set_beta(layer, layer.beta.detach() * beta_factor)
+            layer.beta = layer.beta.detach() * beta_factor
         return other.train(self.training)
 
     def discrete_twin(self) -> DeepStack:
@@ -266,15 +261,6 @@ def waves(length: int, dim: int) -> Tensor:
     omega = length ** -torch.linspace(0, 1, (dim + 1) // 2)
     phase = torch.arange(length)[:, None] * omega
     return math.sqrt(2) * torch.stack([phase.cos(), phase.sin()], dim=-1).flatten(-2)[:, :dim]
-
-
-def set_beta(layer: ContinuousAttentionLayer, beta: float | Tensor) -> None:
-    """Give a layer another inverse temperature, learned or not."""
-    with torch.no_grad():
-        if layer.learn_beta:
-            layer.log_beta.copy_(torch.as_tensor(beta).log().expand_as(layer.log_beta))
-        else:
-            layer.fixed_beta.copy_(torch.as_tensor(beta).expand_as(layer.fixed_beta))
 
 
 def placed(step: Step, placement: Placement, noise: Kick | None = None) -> Step:

@@ -13,7 +13,7 @@ import torch
 from attn_flow.base import checks, memory
 from attn_flow.dynamics.steppers import STEPS
 from attn_flow.geometry import Ellipsoid, Euclidean, Geometry, Sphere
-from attn_flow.nn.stack import PLACEMENTS, DeepStack, set_beta
+from attn_flow.nn.stack import PLACEMENTS, DeepStack
 from attn_flow.train.tasks import Task, clusters, majority, parity, recall
 from attn_flow.train.texts import labelled, masked
 
@@ -147,7 +147,7 @@ class Recipe:
         if self.beta_mode == "annealed":
             s = min(1.0, update / max(1.0, 0.8 * self.updates))
             for layer in stack.layers:
-                set_beta(layer, self.beta_start * (self.beta / self.beta_start) ** s)  # type: ignore[arg-type]
+                layer.beta = self.beta_start * (self.beta / self.beta_start) ** s  # type: ignore[assignment]
 
     @property
     def stated_accuracy(self) -> float | None:

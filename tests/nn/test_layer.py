@@ -78,8 +78,9 @@ def test_deterministic_and_without_dropout() -> None:
 
 def test_beta_fixed_learned_and_scheduled() -> None:
     x = drawn(5, 4)
-    assert float(layer(heads=2).beta) == pytest.approx(1 / math.sqrt(2))
-    assert "fixed_beta" in layer(beta=3.0).state_dict()
+    assert layer(heads=2).beta.tolist() == pytest.approx([1 / math.sqrt(2)] * 2)
+    assert layer(beta=3.0).state_dict().keys() == layer(beta=3.0, learn_beta=True).state_dict().keys()
+    assert layer(beta=3.0).log_beta.shape == (2,)
     learned = layer(beta=torch.tensor([2.0, 3.0]), learn_beta=True)
     torch.testing.assert_close(learned.beta, torch.tensor([2.0, 3.0], dtype=F64))
     torch.testing.assert_close(learned(x), layer(beta=torch.tensor([2.0, 3.0]))(x))
@@ -89,7 +90,7 @@ def test_beta_fixed_learned_and_scheduled() -> None:
     scheduled = layer(beta=2.0, beta_schedule=lambda s: 1 + s, horizon=0.5)
     expected = push_forward(lambda t: scheduled.attention(t / 0.5), x, 0.5, h=0.5 / 3)
     torch.testing.assert_close(scheduled(x), expected)
-    assert scheduled.attention(0.5).common_beta == 3.0
+    assert scheduled.attention(0.5).beta.tolist() == pytest.approx([3.0, 3.0])
 
 
 def test_from_attention() -> None:
@@ -414,8 +415,8 @@ def test_bad_input() -> None:
     zero[1, 2] = 0
     for given, mask, message in (
         (drawn(2, 5, 3), None, r"x has shape \(2, 5, 3\), expected \(..., n, dim\) = \(..., n, 4\)"),
-        (drawn(4), None, r"x has shape \(4,\), expected \(..., n, d\)"),
-        (x.float(), None, r"x has dtype torch.float32 and the weights torch.float64; use attention.to"),
+        (drawn(4), None, r"x has shape \(4,\), expected \(..., n, dim\)"),
+        (x.float(), None, r"x has dtype torch.float32 and the layer torch.float64; use x.to"),
         (x * math.nan, None, r"x has 40 NaN or infinite entries of 40"),
         (zero, None, r"x has a row that Sphere cannot place \(a zero row has no direction\); remove it, hide it"),
         (drawn(2, 5, 4), torch.ones(2, 4), r"mask has shape \(2, 4\), expected \(batch, n\), .* = \(2, 5\)"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_flow import Attention, Ellipsoid, Euclidean, Sphere, Trajectory, euler, flow, rk4
-from attn_flow.nn.stack import DeepStack, set_beta
+from attn_flow.nn.stack import DeepStack
 from attn_flow.prediction.limit_map import limit
 
 
@@ -36,7 +36,7 @@ def literal(s: DeepStack, tokens: list[int], hidden: set[int], h: float, ffn: bo
             drift = torch.zeros_like(x[i])
             for head in range(layer.heads):
                 q = layer.Q[head] @ x[i]
-                w = torch.stack([(layer.beta * (q @ (layer.K[head] @ x[j]))).exp().reshape(()) for j in seen])
+                w = torch.stack([(layer.beta[head] * (q @ (layer.K[head] @ x[j]))).exp().reshape(()) for j in seen])
                 mean = sum(w[a] * (layer.V[head] @ x[j]) for a, j in enumerate(seen)) / w.sum()
                 drift = drift + layer.O[head] @ mean
             y = x[i] + h * (drift - (x[i] @ drift) * x[i])
@@ -90,7 +90,7 @@ def test_twin_and_rerun_leave_the_original_alone() -> None:
         assert torch.equal(a[1], b[1])
     assert torch.equal(s(ids(2, 5)).detach(), before)
     assert not torch.allclose(twin(ids(2, 5)), before, atol=1e-3)
-    assert [float(layer.beta) for layer in colder.layers] == [12.0, 12.0]
+    assert [layer.beta.tolist() for layer in colder.layers] == [pytest.approx([12.0] * s.layers[0].heads)] * 2
     assert colder.trajectory(ids(2, 5)).t[-1] == 4.0
 
 
@@ -180,7 +180,7 @@ def test_attentions_are_the_core_noun_with_a_limit() -> None:
     assert all(isinstance(a, Attention) and not a.Q.requires_grad for a in found)
     assert float(found[0].beta) == pytest.approx(2.5)
     assert limit(found[0]).case in ("fixed", "rotating", "undefined")
-    set_beta(s.layers[0], 7.0)
+    s.layers[0].beta = 7.0
     assert float(s.attentions()[0].beta) == pytest.approx(7.0)
 
 

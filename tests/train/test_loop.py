@@ -190,7 +190,7 @@ def test_load_gives_the_trained_stack(tmp_path: Path) -> None:
 def test_annealed_beta_ends_at_beta_and_changes_the_curve(tmp_path: Path) -> None:
     r = small(beta=6.0, beta_mode="annealed", beta_start=0.5)
     trained = run(tmp_path, r)
-    assert trained.summary["beta"] == [pytest.approx(6.0)]
+    assert trained.summary["beta"] == [pytest.approx([6.0])]
     assert float(load(tmp_path).layers[0].beta) == pytest.approx(6.0)
 
 

@@ -1,0 +1,215 @@
+"""Continuous attention in the place of an nn.MultiheadAttention: the same call, the same shapes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attn_flow.attention import Attention, drift
+from attn_flow.attention.projections import Projections
+from attn_flow.averages import dense
+from attn_flow.base import checks
+from attn_flow.dynamics.steppers import Step, rk4
+from attn_flow.geometry import Euclidean, Geometry
+from attn_flow.nn.layer import ContinuousAttentionLayer, uniform_log_weights
+
+
+class ContinuousMultiheadAttention(nn.Module):
+    """nn.MultiheadAttention in continuous time: it returns the displacement x(horizon) - x, which a residual adds.
+
+    With one Euler step of size one it is nn.MultiheadAttention itself; more steps let the tokens move and look again.
+    `nn.TransformerEncoderLayer`s take it as their `self_attn` (their fused fast path then stays off).
+
+    Args:
+        embed_dim, num_heads, dropout, bias, batch_first, device, dtype: as in nn.MultiheadAttention. dropout must be 0:
+            a flow is deterministic.
+        beta, learn_beta, beta_schedule, horizon, steps, step, checkpoint, validate: as in `ContinuousAttentionLayer`.
+        geometry: flat space unless given; on another one the displacement leads from x to the geometry.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)
+        >>> layer.self_attn = ContinuousMultiheadAttention.from_multihead(layer.self_attn, horizon=1.0, steps=2)
+        >>> layer(torch.randn(8, 10, 32)).shape
+        torch.Size([8, 10, 32])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        batch_first: bool = False,
+        beta: float | Tensor | None = None,
+        learn_beta: bool = False,
+        beta_schedule: Callable[[float], float] | None = None,
+        horizon: float = 1.0,
+        steps: int = 1,
+        step: str | Step = rk4,
+        geometry: Geometry | None = None,
+        checkpoint: bool = False,
+        validate: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if dropout != 0:
+            raise ValueError(f"dropout = {dropout}, expected 0: a flow is deterministic. Put dropout around the layer.")
+        self.embed_dim, self.num_heads, self.dropout, self.batch_first = embed_dim, num_heads, 0.0, batch_first
+        self.flow = ContinuousAttentionLayer(
+            embed_dim,
+            num_heads,
+            beta=beta,
+            learn_beta=learn_beta,
+            beta_schedule=beta_schedule,
+            horizon=horizon,
+            steps=steps,
+            step=step,
+            geometry=Euclidean() if geometry is None else geometry,
+            bias=bias,
+            checkpoint=checkpoint,
+            validate=validate,
+            device=device,
+            dtype=dtype,
+        )
+
+    # What torch's encoder layers ask of their self_attn before they bypass it by a fused kernel: it must not be.
+    _qkv_same_embed_dim = False
+    in_proj_weight = in_proj_bias = None
+
+    @classmethod
+    def from_multihead(
+        cls,
+        multihead: nn.MultiheadAttention,
+        *,
+        beta: float | Tensor | None = None,
+        learn_beta: bool = False,
+        beta_schedule: Callable[[float], float] | None = None,
+        horizon: float = 1.0,
+        steps: int = 1,
+        step: str | Step = "euler",
+        geometry: Geometry | None = None,
+        checkpoint: bool = False,
+        validate: bool = True,
+    ) -> ContinuousMultiheadAttention:
+        """With the weights of an nn.MultiheadAttention; by default one Euler step of size one, which equals it.
+
+        beta: 1/sqrt(head width) unless given. The key bias is left out: softmax cancels it. Attention dropout is left
+        out too, with a warning.
+
+        Example:
+            >>> theirs = nn.MultiheadAttention(8, 2, batch_first=True)
+            >>> x = torch.randn(3, 5, 8)
+            >>> ours = ContinuousMultiheadAttention.from_multihead(theirs)
+            >>> torch.allclose(ours(x, x, x)[0], theirs(x, x, x)[0], atol=1e-6)
+            True
+        """
+        for name in ("bias_k", "bias_v"):
+            if getattr(multihead, name) is not None:
+                raise ValueError(f"the nn.MultiheadAttention has {name} (add_bias_kv=True), expected none.")
+        if multihead.add_zero_attn or multihead.in_proj_weight is None:
+            raise ValueError("the nn.MultiheadAttention has add_zero_attn, kdim or vdim; expected none of them.")
+        if multihead.dropout:
+            message = f"attention dropout {multihead.dropout} is left out: a flow is deterministic."
+            warnings.warn(message, stacklevel=2)
+        heads, d = multihead.num_heads, multihead.embed_dim
+        with torch.no_grad():
+            Q, K, V = multihead.in_proj_weight.reshape(3, heads, -1, d)
+            O = multihead.out_proj.weight.reshape(d, heads, -1).transpose(0, 1)
+            query_bias = value_bias = None
+            if multihead.in_proj_bias is not None:
+                query_bias, _, b = multihead.in_proj_bias.reshape(3, heads, -1)
+                value_bias = torch.einsum("hdk,hk->d", O, b) + multihead.out_proj.bias
+            own = Attention(Q, K, V, O, 1 / math.sqrt(d // heads), query_bias, value_bias)
+        module = cls(d, heads, bias=query_bias is not None, batch_first=multihead.batch_first)
+        module.flow = ContinuousAttentionLayer.from_attention(
+            own,
+            beta=beta,
+            learn_beta=learn_beta,
+            beta_schedule=beta_schedule,
+            horizon=horizon,
+            steps=steps,
+            step=step,
+            geometry=Euclidean() if geometry is None else geometry,
+            checkpoint=checkpoint,
+            validate=validate,
+        )
+        return module.train(multihead.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As nn.MultiheadAttention.forward: the displacement, and the attention at the start if need_weights.
+
+        query is key: tokens attend to themselves. Otherwise key, which must be value, is a context that stays where it
+        is (cross-attention). key_padding_mask: (batch, m), True (or -inf) HIDES a key, torch's convention. attn_mask:
+        (n, m) or (batch * heads, n, m), True hides or additive; is_causal says that it is the causal one.
+        """
+        if key is not value:
+            raise ValueError("key and value are different tensors; a flow has one cloud to attend to, pass it as both.")
+        batched = query.ndim == 3
+        itself = query is key
+        x, y = (z.transpose(0, 1) if batched and not self.batch_first else z for z in (query, key))
+        self.flow._check(x)
+        hidden = None if key_padding_mask is None else _hides(key_padding_mask)
+        causal = attn_mask is not None and is_causal and itself
+        pairs = None if attn_mask is None or causal else self._pairs(attn_mask, x, hidden)
+        log_weights = None
+        if hidden is not None and pairs is None:
+            checks.token_mask(~hidden, y)
+            log_weights = uniform_log_weights(~hidden, x.dtype)
+
+        def field(p: Projections, x: Tensor) -> Tensor:
+            against = x if itself else y
+            if pairs is None:
+                return drift.against_cloud(replace(p, causal=True) if causal else p, x, against, log_weights)
+            q, k, v = p.queries(x), p.keys(against), p.values(against)
+            return p.with_constant(p.summed(F.scaled_dot_product_attention(q, k, v, attn_mask=pairs, scale=p.scale)))
+
+        moved = self.flow.evolve(x, field) - x
+        weights = None
+        if need_weights:
+            p = self.flow.attention().prepared()
+            bias = None if log_weights is None else log_weights[..., None, :]
+            logits = dense.logits(p.queries(x) * p.scale, p.keys(y), bias, causal)
+            weights = dense.probabilities(logits if pairs is None else logits + pairs)[0]
+            weights = weights.mean(-3) if average_attn_weights else weights
+        return (moved.transpose(0, 1) if batched and not self.batch_first else moved), weights
+
+    def _pairs(self, attn_mask: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
+        """What is added to the logits of every pair, ([batch,] heads or 1, n, m), the hidden keys among them."""
+        pairs = _additive(attn_mask, x.dtype)
+        if pairs.ndim == 2:
+            pairs = pairs[None]
+        elif x.ndim == 3:
+            pairs = pairs.unflatten(0, (x.shape[0], self.num_heads))
+        return pairs if hidden is None else pairs.masked_fill(hidden[..., None, None, :], -torch.inf)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """torch's masks, True = hide or additive, as additive ones."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
+
+
+def _hides(key_padding_mask: Tensor) -> Tensor:
+    """torch's padding masks, True = hide or additive with -inf, as booleans."""
+    if key_padding_mask.dtype == torch.bool:
+        return key_padding_mask
+    if not key_padding_mask.is_floating_point():
+        raise ValueError(f"key_padding_mask has dtype {key_padding_mask.dtype}, expected bool (True hides) or float.")
+    return key_padding_mask < 0
