@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,19 +16,21 @@ from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.base import checks
+from attn_flow.base.words import brief
 from attn_flow.dynamics.particles import push_forward
-from attn_flow.dynamics.steppers import Adaptive
-from attn_flow.measures import Measure
+from attn_flow.dynamics.steppers import Adaptive, Step
+from attn_flow.measures import Cloud, Measure
 from attn_flow.observe.quantities import clusters
 from attn_flow.prediction.zero_temperature import integration
 
 SLOW = 1e-3  # of |V|: tokens faster than this are not yet candidates
 NEAR = 0.05  # of the radius: candidates linked by steps of this size share one Newton iteration
+REMEDY = "Run flow(attention, x0, t) at a finite beta instead, or give the support that tokens really have."
 NEWTON = 6  # iterations from a candidate to the equilibrium; convergence is quadratic
 JOINT = 2048  # largest n (d-1) for which interacting tokens are certified together
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Settled:
     """Where tokens went at beta = inf, and what is known about it, token by token."""
 
@@ -40,6 +42,10 @@ class Settled:
     )
     t: float  # how long the flow ran
 
+    def __repr__(self) -> str:
+        found = f"{int(self.certified.sum())} of {self.certified.numel()} tokens certified"
+        return f"Settled({found}, x={brief(self.x)}, t={self.t:g})"
+
 
 def settle(
     attention: Attention,
@@ -47,33 +53,67 @@ def settle(
     support: Measure | str | None = None,
     *,
     horizon: float = 100.0,
-    **options: Any,
+    step: Step | Adaptive | None = None,
+    h: float = 0.05,
 ) -> Settled:
     """Run the zero-temperature flow until every token is certified at a stable equilibrium, or t reaches the horizon.
+
+    x0: tokens (..., n, d) of one norm; they are not changed. support: as in `limit`. horizon: the latest time.
+    step, h: as in `flow`; chosen by the support if not given.
 
     The certificate: the Jacobian J of the velocity along the sphere has all eigenvalues in Re < 0, and Newton's
     iteration from the token stays within 10 |v| / rate and ends at a zero of the velocity (which is then the limit
     returned). Computed in float64. With support "tokens" they interact, and J is that of all of them together.
-    A continuum of equilibria, a cycle, and a token on a border are not certified. Options go to `flow`.
+    A continuum of equilibria, a cycle, and a token on a border are not certified. A head of rank one is refused: its
+    drift jumps across a hyperplane, where tokens slide and no equilibrium is smooth.
+
+    >>> import torch
+    >>> from attn_flow import Attention
+    >>> G, V = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.diag(torch.tensor([2.0, 1.0])).double()
+    >>> biased = Attention.from_matrices(G, V, query_bias=torch.tensor([0.1, 0.0]).double())
+    >>> settle(biased, torch.tensor([[0.6, 0.8], [-0.6, 0.8]]).double()).x.round(decimals=6)
+    tensor([[ 1., 0.],
+            [-1., 0.]], dtype=torch.float64)
     """
     checks.tokens("x0", x0)
     checks.positive("horizon", horizon)
+    if math.isinf(horizon):
+        raise ValueError("horizon = inf, expected the time after which to give up.")
     cold = attention.to(torch.float64).with_beta(math.inf)
     support = support if support is None or isinstance(support, str) else support.to(torch.float64)
     shape, interacting = x0.shape[:-1], isinstance(support, str)
+    size = float(torch.linalg.matrix_norm(cold.values, 2).sum())
+    ranks = None if interacting or isinstance(support, Cloud) else _ranks(cold)
+    if ranks is not None and cold.dim > 1 and 1 in ranks:
+        raise ValueError(
+            f"head {ranks.index(1)} has G of rank 1 in d = {cold.dim}: at beta = inf its drift jumps across the "
+            f"hyperplane where G x = 0, and tokens slide along it. {REMEDY}"
+        )
     with torch.no_grad():
-        x = x0.detach().double() if interacting else x0.detach().double().flatten(0, -2)
+        x = x0.detach().double().clone()  # written into below
+        x = x if interacting else x.flatten(0, -2)
         arguments = integration(cold, x, support)
         if isinstance(arguments["step"], Adaptive):
             arguments["step"] = Adaptive(tol=1e-6)  # the Newton polish, not the path, decides the digits
-        arguments |= options
+        arguments |= {"h": h} | ({} if step is None else {"step": step})
         speed, rate = (torch.full_like(x[..., 0], math.nan) for _ in range(2))
         certified = torch.zeros_like(speed, dtype=torch.bool)
         now, span = 0.0, min(5.0, horizon)
         while span > 0 and not bool(certified.all()):
             # Tokens that do not interact leave the integration once they are certified.
             left = torch.ones_like(certified) if interacting else ~certified
-            moved = push_forward(cold, x if interacting else x[left], span, **arguments)
+            if isinstance(arguments["step"], Adaptive):
+                # A smooth drift turns by O(1) in times of 1/|V|: many more steps are a drift that jumps.
+                arguments["step"] = replace(arguments["step"], max_steps=int(1000 + 200 * span * size))
+            try:
+                moved = push_forward(cold, x if interacting else x[left], span, **arguments)
+            except (ValueError, FloatingPointError) as error:
+                if ranks is None or min(ranks) == cold.dim:
+                    raise
+                raise ValueError(
+                    f"head {ranks.index(min(ranks))} has G of rank {min(ranks)} in d = {cold.dim}, and tokens run into "
+                    f"its kernel, where the drift at beta = inf is undefined, before t = {now + span:g}. {REMEDY}"
+                ) from error
             found = _certify(cold, moved, arguments)
             for held, part in zip((x, certified, speed, rate), found):
                 held[left] = part.reshape(held[left].shape)
@@ -81,6 +121,14 @@ def settle(
     return Settled(
         x.reshape(x0.shape).to(x0.dtype), certified.reshape(shape), speed.reshape(shape), rate.reshape(shape), now
     )
+
+
+def _ranks(attention: Attention) -> list[int]:
+    """Rank of [G_h, K^T b_h] of every head: 1 where the direction of G x + b has two values only."""
+    seen = attention.G.detach()
+    if attention.G_bias is not None:
+        seen = torch.cat([seen, attention.G_bias.detach()[..., None]], dim=-1)
+    return torch.linalg.matrix_rank(seen).flatten().tolist()
 
 
 def _certify(cold: Attention, x: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -8,7 +8,8 @@ x' = P_x rho V S G x / |S^{1/2} G x|: the same with M = V S G. In both the drift
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from attn_flow.attention import Attention
 from attn_flow.base import checks
 from attn_flow.dynamics.particles import flow
-from attn_flow.dynamics.steppers import Adaptive, rk4
+from attn_flow.dynamics.steppers import Adaptive, Step, rk4
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
 from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Measure, UniformSphere
@@ -66,30 +67,87 @@ def zero_temperature_flow(
     x0: Tensor,
     t: float | Sequence[float] | Tensor,
     support: Measure | str | None = None,
-    **options: Any,
+    *,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    step: Step | Adaptive | None = None,
+    h: float = 0.05,
 ) -> Trajectory:
-    """The flow on the sphere at beta = inf from x0 (..., n, d) at t[0]; a single number T stands for 101 times up to T.
+    """The flow on the sphere at beta = inf, where every token moves by itself.
 
+    attention: its beta is not used. x0: tokens (..., n, d) at time t[0]; they keep their norms.
+    t: increasing times, or a number T > 0 for 101 times from 0 to T.
     support: what tokens attend to. None: the full sphere; a measure with a tilted mean at beta = inf (an ellipsoid,
-    a mixture, a frozen Cloud); "tokens": the moving cloud itself (hardmax). Exact where `linear_part` says so (tokens
-    keep their norms); otherwise integrated by `flow`, which takes the options (step, h, weights, ...).
+        a mixture, a frozen Cloud); "tokens": the moving cloud itself (hardmax).
+    weights, mask: (..., n), kept in the path; they matter to the motion with support "tokens" only.
+    step, h: integrate by `flow` with this step; without, the solution is exact where it is linear (`linear_part`)
+        and integrated otherwise.
+    Returns a Trajectory, differentiable in x0 and the weights where it is exact.
+
+    >>> import torch
+    >>> from attn_flow import Attention
+    >>> attention = Attention.from_matrices(torch.eye(2), torch.diag(torch.tensor([2.0, 1.0])))
+    >>> path = zero_temperature_flow(attention, torch.tensor([[0.6, 0.8]]), [0.0, 1.0])
+    >>> path.x[1, 0, 1] / path.x[1, 0, 0]  # the tangent falls by e^{-t}: 4/3 e^{-1}
+    tensor(0.4905)
     """
-    times = torch.as_tensor(t, dtype=torch.float64)
-    times = torch.linspace(0, float(times), 101, dtype=torch.float64) if times.ndim == 0 else times
+    known_support(attention, support)
+    times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()
+    if times.ndim == 0:
+        if not 0 < float(times) < math.inf:
+            raise ValueError(f"t = {float(times)}, expected a positive, finite time.")
+        times = torch.linspace(0, float(times), 101, dtype=torch.float64)
+    checks.times(times)
     linear = None if isinstance(support, str) else linear_part(attention, support)
-    if linear is None or options:
-        return flow(attention.with_beta(math.inf), x0, times, **{**integration(attention, x0, support), **options})
-    checks.tokens("x0", x0)
+    if linear is None or step is not None:
+        arguments = integration(attention, x0, support, mask) | ({} if step is None else {"step": step})
+        cold = attention.with_beta(math.inf)
+        if support == "tokens":
+            return flow(cold, x0, times, h=h, weights=weights, mask=mask, **arguments)
+        path = flow(cold, filled(x0, mask), times, h=h, **arguments)
+        return replace(path, weights=weights, mask=mask)
+    x0 = filled(x0, mask)
     W, N = (A.to(x0) for A in linear)
     about = {"attention": attention.with_beta(math.inf).summary(), "geometry": "Sphere", "step": "exact time change"}
-    return Trajectory(times, linear_flow(W, N, x0, times - times[0]), about=about)
+    return Trajectory(times, linear_flow(W, N, x0, times - times[0]), weights, mask, about)
 
 
-def integration(attention: Attention, x0: Tensor, support: Measure | str | None) -> dict[str, Any]:
-    """Arguments of `flow` for the zero-temperature flow on the sphere through the tokens x0."""
+def filled(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x (..., n, d) with padding put on the first token of its cloud: it needs some direction, and has no mass."""
+    if mask is None:
+        checks.tokens("x0", x)
+        return x
+    checks.token_mask(mask, x)
+    first = mask.expand(x.shape[:-1]).to(torch.uint8).argmax(-1)
+    seen = x.gather(-2, first[..., None, None].expand(*x.shape[:-2], 1, x.shape[-1]))
+    x = torch.where(mask[..., None], x, seen)
+    checks.tokens("x0", x)
+    return x
+
+
+def known_support(attention: Attention, support: Measure | str | None) -> None:
+    """Refuse what is no support, or one of another dimension."""
+    words = "expected None (the full sphere), a measure, or 'tokens' (the moving cloud itself)"
     if isinstance(support, str) and support != "tokens":
-        raise ValueError(f"support = {support!r}, expected None, a measure, or 'tokens' (the moving cloud itself).")
-    radius = x0.detach().norm(dim=-1)
+        raise ValueError(f"support = {support!r}, {words}.")
+    if not (support is None or isinstance(support, str) or hasattr(support, "tilted_mean")):
+        raise ValueError(f"support is a {type(support).__name__}, {words}.")
+    widths: dict[type, Callable[[Any], int]] = {
+        UniformSphere: lambda mu: mu.d,
+        Cloud: lambda mu: mu.x.shape[-1],
+        Gaussian: lambda mu: mu.mean.shape[-1],
+        EllipsoidSupport: lambda mu: mu.mean.shape[-1],
+    }
+    if type(support) in widths and (d := widths[type(support)](support)) != attention.dim:
+        raise ValueError(f"support has dimension {d}, expected d = {attention.dim} to match the attention.")
+
+
+def integration(
+    attention: Attention, x0: Tensor, support: Measure | str | None, mask: Tensor | None = None
+) -> dict[str, Any]:
+    """Arguments of `flow` for the zero-temperature flow on the sphere through the tokens x0."""
+    known_support(attention, support)
+    radius = filled(x0, mask).detach().norm(dim=-1)
     if float(radius.max() - radius.min()) > 1e-4 * float(radius.max()):
         raise ValueError(
             f"tokens have norms from {float(radius.min()):.4g} to {float(radius.max()):.4g}, expected one sphere; "
@@ -126,6 +184,12 @@ def linear_flow(W: Tensor, N: Tensor, x0: Tensor, t: Tensor) -> Tensor:
     if size == 0:  # M = c I: every direction is stationary
         return x0.expand(t.shape[0], *x0.shape)
     h = 0.5 / size
+    reach = float(torch.linalg.matrix_norm(N.detach(), 2))  # of dt/dtau, so that tau is at least t / |N|
+    if checks.can_look(target) and (least := float(target.max()) / (reach * h)) > PANELS:
+        raise ValueError(
+            f"t = {float(t.max()):.3g} takes at least {least:.2g} panels of the time change, more than {PANELS}: tokens "
+            "turn or rest long before. Ask for a shorter time; LimitMap.push_forward(x) is the limit itself."
+        )
     z, w, legendre = _gauss_legendre(x)
     powers = ((z + 1) / 2)[:, None] ** torch.arange(ORDER + 1, dtype=x.dtype, device=x.device)
     found: list[tuple[Tensor, Tensor]] = []
@@ -147,6 +211,11 @@ def linear_flow(W: Tensor, N: Tensor, x0: Tensor, t: Tensor) -> Tensor:
         left = arrival <= target[:, token].amax(0)
         if not bool(left.any()):
             break
+        if bool((speed[-1, left] <= 4 * torch.finfo(x.dtype).eps * reach).all()):
+            raise ValueError(
+                f"{int(left.sum())} tokens ran into ker G before t = {float(t.max()):.3g}, where the drift is undefined; "
+                f"they are there at t = {float((clock * radius.reshape(-1)[token])[left].max()):.4g}. Ask for less."
+            )
         end = series.sum(0)[left]
         x, clock, token = end / end.norm(dim=-1, keepdim=True), arrival[left], token[left]
     else:
