@@ -7,9 +7,7 @@ from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Ellipsoid, Euclidean, Sphere
 from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Mixture, UniformSphere
 from attn_flow.nn.layer import ContinuousAttentionLayer
-from attn_flow.prediction.finite_n import resolution
-from attn_flow.prediction.limit_map import LimitMap, limit, zero_temperature_flow
-from attn_flow.prediction.timeline import phases
+from attn_flow.prediction import LimitMap, limit, phases, resolution, zero_temperature_flow
 from attn_flow.transport.distances import wasserstein
 
 __version__ = "0.1.0"

@@ -24,7 +24,7 @@ from attn_flow.experiments.concentration_figure import plot
 from attn_flow.geometry import Sphere
 from attn_flow.measures import Cloud
 from attn_flow.measures.quadrature import circle
-from attn_flow.prediction.limit_map import LimitMap, limit, resolution
+from attn_flow.prediction import LimitMap, limit, resolution
 from attn_flow.prediction.timeline import phases, w2_curve
 from attn_flow.prediction.zero_temperature import zero_temperature_flow
 

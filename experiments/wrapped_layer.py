@@ -19,7 +19,7 @@ from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound, claim
 from attn_flow.experiments.figures import THEORY, caption, label, panels, shades
 from attn_flow.observe.quantities import clusters
-from attn_flow.prediction.limit_map import limit, resolution
+from attn_flow.prediction import limit, resolution
 from attn_flow.transport.distances import wasserstein
 
 if TYPE_CHECKING:

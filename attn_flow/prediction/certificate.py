@@ -71,9 +71,9 @@ def settle(
     >>> from attn_flow import Attention
     >>> G, V = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.diag(torch.tensor([2.0, 1.0])).double()
     >>> biased = Attention.from_matrices(G, V, query_bias=torch.tensor([0.1, 0.0]).double())
-    >>> settle(biased, torch.tensor([[0.6, 0.8], [-0.6, 0.8]]).double()).x.round(decimals=6)
-    tensor([[ 1., 0.],
-            [-1., 0.]], dtype=torch.float64)
+    >>> settled = settle(biased, torch.tensor([[0.6, 0.8], [-0.6, 0.8]]).double())
+    >>> settled.x[:, 0].round(decimals=6), settled.certified
+    (tensor([ 1., -1.], dtype=torch.float64), tensor([True, True]))
     """
     checks.tokens("x0", x0)
     checks.positive("horizon", horizon)

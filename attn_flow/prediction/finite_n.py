@@ -17,7 +17,7 @@ class ResolutionWarning(UserWarning):
     """The cloud has too few tokens for this beta and dimension: the mean-field prediction need not hold."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Resolution:
     """Whether n tokens resolve the argmax that the mean-field prediction takes over the whole support."""
 
@@ -25,6 +25,9 @@ class Resolution:
     number: Tensor  # (..., heads) beta |G x| n^{-2/(d-1)}, mean over tokens; <~ 1 is resolved
     n: Tensor  # (...,) effective number of tokens 1 / sum w^2
     verdict: str  # "resolved", "marginal" or "unresolved", of the worst cloud and head
+
+    def __repr__(self) -> str:
+        return f"Resolution({self.verdict}, number up to {float(self.number.max()):.3g}, n {float(self.n.min()):.4g})"
 
 
 def resolution(
@@ -36,12 +39,30 @@ def resolution(
     beta: float | Tensor | None = None,
     warn: bool = True,
 ) -> Resolution:
-    """Resolution of the cloud x (..., n, d) at the attention's beta (or `beta`), in memory linear in n.
+    """Whether n tokens can follow the mean-field prediction, in memory linear in n.
 
     The softmax sees logits within O(1) of the maximum, a cap of tokens of squared radius 1/(beta |G x|), while n tokens
-    on S^{d-1} are n^{-1/(d-1)} apart (THEORY 1, finite n). Unresolved (number > 1): warns by name.
+    on S^{d-1} are n^{-1/(d-1)} apart (THEORY 1, finite n).
+
+    Args:
+        attention: who attends to whom.
+        x: the cloud (..., n, d).
+        weights, mask: (..., n), as in `Cloud`.
+        beta: 0 <= beta <= inf in place of the attention's own; a number, or a tensor (..., heads).
+        warn: where unresolved (number > 1), warn by name (`ResolutionWarning`).
+
+    Returns:
+        A `Resolution`: the number beta |G x| n^{-2/(d-1)}, how many tokens are their own argmax, and a verdict.
+
+    Example:
+        >>> from attn_flow import Attention, Sphere
+        >>> x = Sphere().uniform(1000, 3, generator=torch.Generator().manual_seed(0))
+        >>> resolution(Attention.identity(3, beta=10.0), x)
+        Resolution(resolved, number up to 0.01, n 1000)
     """
     checks.tokens("x", x)
+    if beta is not None:
+        checks.inverse_temperature(beta)
     cloud = attention.cloud(x, weights, mask)
     p = cloud.probabilities
     beta = attention.beta if beta is None else beta
@@ -61,7 +82,7 @@ def resolution(
         spacing = n ** (-2 / (d - 1)) if d > 1 else torch.zeros_like(n)
         number.append((b[..., h] if b.ndim and b.shape[-1] > 1 else b[..., 0] if b.ndim else b) * reach * spacing)
     numbers = torch.stack(number, dim=-1)
-    worst = float(numbers.max())
+    worst = float(numbers.detach().max())
     verdict = "resolved" if worst <= 0.1 else "marginal" if worst <= 1 else "unresolved"
     found = Resolution(torch.stack(own, dim=-1), numbers, n, verdict)
     if warn and verdict == "unresolved":

@@ -1,10 +1,10 @@
 """Is a Gaussian layer stable? Growth rates of all its perturbations, degree by degree.
 
-Where the leading eigenvalue lambda = v gamma of M is negative, the tokens of a cluster at e repel each other and balance at
-a Gaussian of precision Sigma^-1 = beta (lambda - G_ V_)/|v| across e (THEORY 1; _ are compressions to e^perp). Perturb its
-density to rho (1 + h): a token at y sees the mean P^-1 E[grad h] more under N(B y, P^-1), with P = beta G_ V_ / v and
-B = v V_^-1, so that h' = -div(rho du)/rho with du = V_ P^-1 E[grad h]. On polynomials this lowers no degree but its
-top part, homogeneous of degree n, which maps as
+Where the leading eigenvalue lambda = v gamma of M is negative, the tokens of a cluster at e repel each other and
+balance at a Gaussian of precision Sigma^-1 = beta (lambda - G_ V_)/|v| across e (THEORY 1; _ are compressions to
+e^perp). Perturb its density to rho (1 + h). A token at y then sees its mean moved by P^-1 E[grad h] under N(B y,
+P^-1), where P = beta G_ V_ / v and B = v V_^-1, so that h' = -div(rho du)/rho with du = V_ P^-1 E[grad h]. That
+raises no degree of a polynomial h; on the top part of it, homogeneous of degree n, it is
 
     L_n h(y) = <A y, (grad h)(B y)>,      A = (V_ P^-1)^T Sigma^-1,
 

@@ -8,7 +8,7 @@ M = V G for the eigenvalues of largest real part. THEORY 1 derives what is compu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -19,21 +19,31 @@ from attn_flow.attention import Attention
 from attn_flow.base import checks
 from attn_flow.measures import Measure, UniformSphere
 from attn_flow.prediction.certificate import Settled, settle
-from attn_flow.prediction.finite_n import Resolution, ResolutionWarning, resolution
-from attn_flow.prediction.rates import algebraic, exponential_rates, stay, terminal
-from attn_flow.prediction.spectral import Spectrum, spectrum
-from attn_flow.prediction.zero_temperature import linear_part, zero_temperature_flow
-
-__all__ = ["LimitMap", "Resolution", "ResolutionWarning", "limit", "resolution", "zero_temperature_flow"]
+from attn_flow.prediction.rates import Stay, algebraic, exponential_rates, stay, terminal
+from attn_flow.prediction.requirements import Requirement, assumed, examined
+from attn_flow.prediction.spectral import Array, Spectrum, spectrum
+from attn_flow.prediction.zero_temperature import known_support, linear_part, zero_temperature_flow
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LimitMap:
-    """The predicted limit of an attention flow, and how it is known. None stands for "does not apply".
+    """The predicted limit of an attention flow, and how it is known; made by `limit`. None: "does not apply".
 
     case: "fixed" (P(x) = Pi x/|Pi x|), "rotating" (concentrates on E and turns in it), "jordan" (rate 1/t),
     "stationary" (M = c I), "undefined" (G singular; `off_kernel` is the case of tokens outside ker G) or
     "nonlinear" (several heads, biases, other supports: established token by token by `settle`).
+    Rates are per unit of t, eigenvalues those of M. `requires` says what is assumed, `examine` checks it on a cloud.
+
+    Example:
+        >>> from attn_flow import Attention, Sphere, limit
+        >>> G, V = torch.tensor([[2.0, 0.5], [0.0, 1.0]]), torch.eye(2)
+        >>> found = limit(Attention.from_matrices(G, V))
+        >>> found
+        LimitMap(fixed, dim E = 1, leading 2, gap 1, rate_w2 0.5)
+        >>> found.push_forward(torch.tensor([[-0.2, 1.0]]) / 1.04**0.5)  # the projector is oblique
+        tensor([[1., 0.]])
+        >>> [need.name for need in found.requires]
+        ['large n', 'off the border', 'simple leading eigenvalue', 'bounded density']
     """
 
     case: Literal["fixed", "rotating", "jordan", "stationary", "undefined", "nonlinear"]
@@ -58,9 +68,48 @@ class LimitMap:
     terminal_case: str | None = None
     terminal_basis: Tensor | None = field(default=None, repr=False)  # leading subspace of V
     terminal_rate: float | None = None  # v_top - v_next
-    exit_rate: float | None = None  # how fast clusters leave E, v_top - <e, V e> in the plain case; 0: they stay
+    exit_rate: float | None = None  # how fast clusters leave E, v_top - <e, V e> in the plain case; 0: they stay;
+    # inf: no layer forms, since its modes grow ever faster with their degree
     layer: float | None = None  # beta W2^2 of the Gaussian layer that clusters keep where M has a negative leading part
     evidence: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        words = [self.case if self.off_kernel is None else f"{self.case}, off ker G {self.off_kernel}"]
+        words += [] if self.dimension is None else [f"dim E = {self.dimension}"]
+        numbers = ("leading", "gap", "rate_w2", "exit_rate")
+        words += [f"{name} {value:.6g}" for name in numbers if (value := getattr(self, name))]
+        return f"LimitMap({', '.join(words)})"
+
+    @property
+    def requires(self) -> tuple[Requirement, ...]:
+        """What the prediction assumes, as far as the weights can tell."""
+        return assumed(self)
+
+    def examine(
+        self,
+        x: Tensor,
+        *,
+        weights: Tensor | None = None,
+        mask: Tensor | None = None,
+        beta: float | None = None,
+    ) -> tuple[Requirement, ...]:
+        """`requires`, checked against the initial cloud x (n, d) with its weights and mask (n,), and beta if given.
+
+        Example:
+            >>> from attn_flow import Attention, limit
+            >>> from attn_flow.measures.quadrature import circle
+            >>> G, V = torch.diag(torch.tensor([4.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0]))
+            >>> for need in limit(Attention.from_matrices(G, V)).examine(circle(100).x):
+            ...     if need.met is False:
+            ...         print(need.name)
+            asymmetric law
+        """
+        checks.tokens("x", x)
+        if x.ndim != 2 or x.shape[-1] != self.attention.dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected one cloud (n, {self.attention.dim}).")
+        if beta is not None:
+            checks.inverse_temperature(beta)
+        return examined(self, x, weights, mask, beta)
 
     @property
     def dimension(self) -> int | None:
@@ -68,7 +117,9 @@ class LimitMap:
         return None if self.basis is None else self.basis.shape[1]
 
     def rate(self, p: float = 2.0) -> float | None:
-        """c_p = min(g, tail/p): W_p(mu_t, P_# mu_0) ~ e^{-c_p t} at beta = inf, for bounded densities."""
+        """c_p = min(g, tail/p): W_p(mu_t, P_# mu_0) ~ e^{-c_p t} at beta = inf, for bounded densities; p >= 1."""
+        if not 1 <= p < math.inf:
+            raise ValueError(f"p = {p}, expected a number with 1 <= p < inf.")
         if self.g is None or self.tail is None:
             return None
         return 0.0 if self.case == "jordan" else min(self.g, self.tail / p)
@@ -78,30 +129,45 @@ class LimitMap:
         c = self.rate(p)
         if c is None or self.C is None:
             raise ValueError(f"case {self.case!r} has no rates, so no t_beta; expected a linear limit with a gap.")
+        _check_cold(beta)
         return math.log(beta / math.log(beta + 1)) / (2 * (c + self.C))
 
     def t_min(self, beta: float) -> float:
-        """log(beta) / (2 g): the time of smallest W2, where the cluster is as wide as the temperature resolves.
+        """The time of smallest W2, to leading order in log(beta): log(beta)/(2g) times (g + x)/(c_2 + x).
 
-        W2 there is ~ e^{-c_2 t_min} = beta^{-c_2/(2g)}: beta^{-1/2} unless the tail is slower than g.
+        The clusters are as narrow as the temperature resolves, e^{-gt} = beta^{-1/2}, at t = log(beta)/(2g). From then
+        on their offset, beta^{-1/2}, grows at the exit rate x, while tokens that linger still arrive: W2 of those falls
+        like e^{-c_2 t}. Where the tail is no slower than g, c_2 = g, this is log(beta)/(2g) and W2 ~ beta^{-1/2} there;
+        where it is (c_2 < g), the two meet later. Needs an asymmetric law (`requires`).
         """
-        if self.g is None:
+        if self.g is None or self.rate_w2 is None or self.case == "jordan":
             raise ValueError(f"case {self.case!r} has no rate g, so no t_min; expected a linear limit with a gap.")
-        return math.log(beta) / (2 * self.g)
+        _check_cold(beta)
+        leaves = self.exit_rate or 0.0
+        later = 1.0 if math.isinf(leaves) else (self.g + leaves) / (self.rate_w2 + leaves)
+        return math.log(beta) / (2 * self.g) * later
 
     def width(self, beta: float) -> float:
         """sqrt(sum_i |v_1| / (beta (lambda_1 - lambda_i))): W2 of the Gaussian layer around E."""
         if self.layer is None:
             raise ValueError(f"no Gaussian layer: {self.evidence.get('layer', 'the limit is not linear')}.")
+        _check_cold(beta)
         return math.sqrt(self.layer / beta)
 
     def push_forward(self, x: Tensor, t: float | None = None) -> Tensor:
-        """P(x), (..., n, d), differentiable in x; with t the moving push-forward e^{tau(t) M} Pi x on the sphere of E.
+        """P(x), where each token goes; with t the moving push-forward e^{tau(t) M} Pi x on the sphere of E.
 
-        Tokens keep their norm. A rotating limit exists only at a time t. Tokens without an established limit
-        (Pi x = 0, x in ker G, not certified) raise; `settle` reports a nonlinear case token by token.
+        Args:
+            x: tokens (..., n, d); they are not changed, and keep their norm.
+            t: a time >= 0, for a limit that rotates: it exists only at a time.
+
+        Returns:
+            Tokens (..., n, d), differentiable in x where the limit is linear. Tokens without an established limit
+            (Pi x = 0, x in ker G, not certified) raise; `settle` reports a nonlinear case token by token.
         """
         checks.tokens("x", x)
+        if t is not None and not 0 <= t < math.inf:
+            raise ValueError(f"t = {t}, expected a finite time >= 0; push_forward(x) without one is the limit itself.")
         if self.case == "nonlinear":
             return self._settled(x)
         case = self.off_kernel if self.case == "undefined" else self.case
@@ -116,7 +182,7 @@ class LimitMap:
         assert self.projector is not None
         if self.kernel is not None:
             self._refuse(x, self.attention.to(x).G[0], "lie in ker G, where the drift is undefined")
-        if t is not None:
+        if t:
             x = zero_temperature_flow(self.attention, x, [0.0, t], self.support).x[-1]
         A = (self.direction if t is None else self.projector).to(x)
         y = self._refuse(x, A, "have Pi x = 0 to rounding: they lie on the border between two limits")
@@ -132,7 +198,10 @@ class LimitMap:
         return y
 
     def settle(self, x: Tensor, horizon: float = 100.0) -> Settled:
-        """The zero-temperature flow of x until every token is certified or the horizon is reached, with evidence."""
+        """The zero-temperature flow of x (..., n, d) until every token is certified or t reaches the horizon.
+
+        Returns `Settled`: positions, and for every token whether it is certified, its speed and its rate.
+        """
         return settle(self.attention, x, self.support, horizon=horizon)
 
     def _settled(self, x: Tensor) -> Tensor:
@@ -151,7 +220,13 @@ class LimitMap:
             "case off_kernel tol leading gap gap_error frequencies dimension basis projector g kappa tail rate_w1",
             "rate_w2 C terminal_case terminal_basis terminal_rate exit_rate layer evidence",
         ]
-        return {name: _plain(getattr(self, name)) for name in " ".join(names).split()}
+        found = {name: _plain(getattr(self, name)) for name in " ".join(names).split()}
+        return {**found, "requires": [asdict(need) for need in self.requires]}
+
+
+def _check_cold(beta: float) -> None:
+    if not 1 < beta < math.inf:
+        raise ValueError(f"beta = {beta}, expected 1 < beta < inf: times and widths are estimates for low temperature.")
 
 
 def _plain(value: Any) -> Any:
@@ -165,17 +240,34 @@ def _plain(value: Any) -> Any:
 
 
 def limit(attention: Attention, support: Measure | str | None = None, tol: float = 1e-6) -> LimitMap:
-    """The limit map of an attention flow on the sphere at low temperature.
+    """The limit map of an attention flow on the sphere at low temperature: where the tokens concentrate.
 
-    support: None = tokens fill the sphere, M = V G; a centred EllipsoidSupport (or capped Gaussian) S, M = V S G; any
-    other measure, a frozen Cloud, or "tokens" (the moving cloud itself, hardmax): nonlinear. beta is not used.
-    tol: gaps below tol |M|, parts of M below it, and singular values of G below tol |G| count as zero.
+    Args:
+        attention: softmax without a causal mask; beta is not used. A linear flow x' = P_x M x of your own is
+            `Attention.from_matrices(I, M)`.
+        support: what tokens attend to. None: they fill the sphere, M = V G; a centred EllipsoidSupport (or capped
+            Gaussian) of covariance S: M = V S G; any other measure, a frozen Cloud, or "tokens" (the moving cloud
+            itself, hardmax): nonlinear.
+        tol: gaps below tol |M|, parts of M below it, and singular values of G below tol |G| count as zero.
+
+    Returns:
+        A `LimitMap`: its case, the subspace E and projector Pi, rates, what follows, `requires` and `evidence`.
+
+    Example:
+        >>> from attn_flow import Attention
+        >>> G, V = torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0]))
+        >>> found = limit(Attention.from_matrices(G, V))
+        >>> found.case, round(found.g, 4), round(found.t_min(1000.0), 2)
+        ('fixed', 0.3333, 10.36)
     """
     if attention.kind != "softmax" or attention.causal:
         raise ValueError(
             f"attention of kind {attention.kind!r}, causal={attention.causal}; the limit map is for softmax without a "
             "causal mask."
         )
+    if not 0 < tol < 1:
+        raise ValueError(f"tol = {tol}, expected a relative tolerance between 0 and 1.")
+    known_support(attention, support)
     linear = None if isinstance(support, str) else linear_part(attention, support, tol)
     values = attention.to(torch.float64).values.detach().sum(-3).cpu().numpy()
     common: dict[str, Any] = {"attention": attention, "support": support, "tol": tol}
@@ -195,14 +287,12 @@ def limit(attention: Attention, support: Measure | str | None = None, tol: float
     flat = singular[0] <= tol * singular[0].max()
     case, off_kernel, kernel = found.case, None, None
     if flat.any():
-        # G x stays outside ker G, but reaches it in finite time unless the leading growth rate is positive.
-        grows = found.leading > tol * np.linalg.norm(M, 2)
-        case, off_kernel = "undefined", (found.case if grows else "undefined")
+        case, off_kernel = "undefined", _off_kernel(found, M, N, tol)
         kernel = place(singular[1][flat].T)
     cond = float(singular[0].max() / singular[0].min()) if singular[0].min() > 0 else math.inf
-    exit_rate, layer, why_layer = None, None, "derived for tokens that fill the sphere"
+    after = Stay(why="derived for tokens that fill the sphere")
     if support is None or isinstance(support, UniformSphere):
-        exit_rate, layer, why_layer = stay(found, values, N, tol)
+        after = stay(found, values, N, tol)
     return LimitMap(
         case=case,  # type: ignore[arg-type]
         **common,
@@ -218,18 +308,40 @@ def limit(attention: Attention, support: Measure | str | None = None, tol: float
         **exponential_rates(found, M, N, tol),
         C=float(np.linalg.norm(W, 2)) * (cond + 2),
         **terminal(values, tol, attention.Q.device),
-        exit_rate=exit_rate,
-        layer=layer,
+        exit_rate=after.exit_rate,
+        layer=after.layer,
         evidence={
             "because": _because(found, case, off_kernel, tol * float(np.linalg.norm(M, 2))),
             "gap_threshold": max(tol * float(np.linalg.norm(M, 2)), found.gap_error),
             "projector_norm": found.condition,
             "condition_of_G": cond,
             "nilpotency_index": found.index,
-            "layer": why_layer,
+            "layer": after.why,
+            "layer_modes": list(after.modes),
             **algebraic(found, tol),
         },
     )
+
+
+def _off_kernel(found: Spectrum, M: Array, N: Array, tol: float) -> str:
+    """The case of tokens outside ker G, for singular G: "undefined" where they run into ker G in finite time.
+
+    Time is t = int |N x|/|x| dtau along x = e^{tau M} x_0, and 0 is an eigenvalue of M. A positive leading part keeps
+    |N x|/|x| away from 0. With leading part 0 the direction x tends to lies in E; semisimple: |N Pi x| decides, a
+    rotation on the line keeps it. Jordan: |N x|/|x| ~ tau^{-j}, and t ends for j >= 2 (for j = 1 tokens approach
+    exponentially in t, since t ~ log tau).
+    """
+    size = float(np.linalg.norm(M, 2))
+    if found.leading > tol * size:
+        return found.case
+    seen = lambda A: np.linalg.norm(N @ A, 2) > tol * np.linalg.norm(N, 2) * np.linalg.norm(A, 2)
+    if found.case == "jordan":
+        if found.frequencies:
+            return "undefined"
+        nilpotent = (M - found.leading * np.eye(len(M))) @ found.projector
+        before = np.linalg.matrix_power(nilpotent, found.index - 2) @ found.projector
+        return "jordan" if seen(found.limit) or seen(before) else "undefined"
+    return found.case if seen(found.projector) else "undefined"
 
 
 def _because(found: Spectrum, case: str, off_kernel: str | None, threshold: float) -> str:
@@ -243,7 +355,11 @@ def _because(found: Spectrum, case: str, off_kernel: str | None, threshold: floa
     if case != "undefined":
         return words
     if off_kernel == "undefined":
+        if found.case == "jordan" and found.frequencies:
+            return "G is singular and a rotating Jordan block leads at 0: nothing is derived for it"
         return f"G is singular and the leading real part {found.leading:.3g} <= 0: tokens run into ker G in finite time"
+    if found.case == "jordan" and abs(found.leading) <= threshold:
+        words = words.replace("approach like 1/t", "towards ker G, exponentially in t, or like 1/t where |G x| stays")
     return f"G is singular: undefined on ker G; off it, {words}"
 
 

@@ -6,11 +6,13 @@ Zero-temperature flow x' = P_x M x / |N x|, N = G for full support; THEORY 1 (ar
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from attn_flow.prediction.hermite import degrees, mode_rates
 from attn_flow.prediction.spectral import Array, Spectrum, levels, spectrum
 
 
@@ -58,13 +60,17 @@ def _speed(M: Array, N: Array, basis: Array, real: float, imag: Array) -> float:
 
 
 def algebraic(found: Spectrum, tol: float) -> dict[str, float]:
-    """Jordan block: a typical token is 1/t away, and the mass still crossing is t^{-m}, m = rank N^{q-1}; so
-    W_p ~ t^{-min(1, m/p)}."""
+    """Jordan block: powers of 1/t. A typical token is 1/t away; a share t^{-m} still crosses, m = rank N^{q-1}.
+
+    Paired with their limits, tokens are t^{-min(1, m/p)} away in L^p. W_p is that too where more mass crosses one way
+    than the other; where as much crosses back (an even law), the crossing masses replace each other and W_p ~ 1/t.
+    """
     if found.case != "jordan" or found.frequencies:
         return {}
     singular = np.linalg.svd(found.limit)[1]
     m = int((singular > tol * singular[0]).sum())
-    return {"algebraic_w1": 1.0, "algebraic_w2": min(1.0, m / 2)}
+    paired = min(1.0, m / 2)
+    return {"algebraic_w1": 1.0, "algebraic_l2": paired, "algebraic_w2": paired, "algebraic_w2_even": 1.0}
 
 
 def terminal(V: Array, tol: float, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -77,39 +83,63 @@ def terminal(V: Array, tol: float, device: torch.device | str = "cpu") -> dict[s
     }
 
 
-def stay(found: Spectrum, V: Array, G: Array, tol: float) -> tuple[float | None, float | None, str]:
-    """What clusters at +-e do, dim E = 1 and V e = v e, G e = gamma e: (exit rate, beta W2^2 of their layer, why).
+@dataclass(frozen=True)
+class Stay:
+    """What clusters at +-e do after they have formed; None where it is not known."""
+
+    exit_rate: float | None = None  # 0: they stay; inf: no layer to rest in
+    layer: float | None = None  # beta W2^2 of the Gaussian layer
+    modes: tuple[float, ...] = ()  # largest growth rate of the layer's perturbations of degree 1, 2, ...
+    why: str = ""
+
+
+def stay(found: Spectrum, V: Array, G: Array, tol: float) -> Stay:
+    """Whether clusters at +-e stay, for dim E = 1 and V e = v e, G e = gamma e.
 
     Write _ for compressions to e^perp, and y for the offset of a cluster, lambda = v gamma.
     lambda > 0: tokens of a cluster agree and contract. If gamma > 0 each cluster sees itself, y' = (V_ - v) y; if
         gamma < 0 it sees its antipode, y+' = v y+ + V_ y-: it leaves at rate v + max |Re spec V_|.
     lambda < 0: tokens of a cluster repel; m_beta = (Sigma^-1 + beta |gamma|)^-1 beta G_ y balances them at the Gaussian
-        Sigma^-1 = beta (lambda - G_ V_)/|v|, W2^2 = sum_i |v|/(beta (lambda - lambda_i)). Its offset has
-        y' = (V_ - lambda G_^-1) y (both signs of it if gamma < 0), so the layer is permanent only where that is stable:
-        V_ and G_ of the signs of v and gamma suffice. (THEORY 1 has v < 0 as the condition for both.)
+        Sigma^-1 = beta (lambda - G_ V_)/|v|, W2^2 = sum_i |v|/(beta (lambda - lambda_i)). It is permanent only where
+        all its modes are stable (`hermite`): the offset, degree 1, with y' = (V_ - lambda G_^-1) y, and every other
+        degree (both signs if gamma < 0). V_ and G_ diagonal of the signs of v and gamma suffice. Modes of degree n
+        scale like (v V_^-1)^n: where that is larger than 1, higher ones grow ever faster and there is no layer at all.
     """
     if found.case != "fixed" or found.dimension != 1:
-        return None, None, f"derived for one fixed direction; here case {found.case!r}, dim E = {found.dimension}"
+        return Stay(why=f"derived for one fixed direction; here case {found.case!r}, dim E = {found.dimension}")
     e = found.basis[:, 0]
     v, gamma, size = float(e @ V @ e), float(e @ G @ e), float(np.linalg.norm(V, 2) * np.linalg.norm(G, 2))
     if np.linalg.norm(V @ e - v * e) > math.sqrt(tol) * np.linalg.norm(V, 2):
-        return None, None, "V e is not along e: V moves the clusters at once"
+        return Stay(why="V e is not along e: V moves the clusters at once")
     if abs(found.leading) <= tol * size:
-        return None, None, "the leading eigenvalue is 0: clusters neither contract nor repel"
+        return Stay(why="the leading eigenvalue is 0: clusters neither contract nor repel")
     across = np.linalg.svd(e[None])[2][1:].T
     V_, G_ = across.T @ V @ across, across.T @ G @ across
     real = lambda A: np.linalg.eigvals(A).real
     if found.leading > 0:
         leaves = real(V_).max() - v if gamma > 0 else v + np.abs(real(V_)).max()
         seen = "itself" if gamma > 0 else "its antipode"
-        return max(0.0, float(leaves)), None, f"leading eigenvalue > 0: each cluster sees {seen} and collapses"
-    exit_rate = None
-    if np.linalg.matrix_rank(G_, tol=tol * np.linalg.norm(G, 2)) == len(G_):
-        D = V_ - found.leading * np.linalg.inv(G_)
-        exit_rate = max(0.0, float(real(D).max() if gamma > 0 else np.abs(real(D)).max()))
+        return Stay(max(0.0, float(leaves)), why=f"leading eigenvalue > 0: each cluster sees {seen} and collapses")
+    if np.linalg.matrix_rank(G_, tol=tol * np.linalg.norm(G, 2)) < len(G_):
+        return Stay(why="leading eigenvalue < 0 and G is singular across E")
     block = G_ @ V_
     if np.linalg.norm(block - block.T) > math.sqrt(tol) * size:
-        return exit_rate, None, "leading eigenvalue < 0, but G V is not symmetric across E: the layer is no Gaussian"
+        D = V_ - found.leading * np.linalg.inv(G_)
+        leaves = float(real(D).max() if gamma > 0 else np.abs(real(D)).max())
+        why = "leading eigenvalue < 0, but G V is not symmetric across E: the layer is no Gaussian"
+        return Stay(leaves if leaves > 0 else None, why=f"{why}; the exit rate is its offset's, others may be faster")
     lower = np.linalg.eigvalsh((block + block.T) / 2)
-    words = {None: "of unknown stability", 0.0: "permanent"}.get(exit_rate, "left at the exit rate")
-    return exit_rate, float((abs(v) / (found.leading - lower)).sum()), f"leading eigenvalue < 0: a layer, {words}"
+    layer = float((abs(v) / (found.leading - lower)).sum())
+    # A cluster that sees its antipode is one that sees itself, reflected: G, V, gamma and v change sign.
+    sign = 1.0 if gamma > 0 else -1.0
+    spectra = [mode_rates(sign * V_, sign * G_, sign * v, sign * gamma, n).real for n in degrees(len(V_))]
+    modes = tuple(float(z.max() if gamma > 0 else np.abs(z).max()) for z in spectra)
+    if np.abs(np.linalg.eigvals(V_)).min() < abs(v) * (1 - tol) and max(modes) > tol * abs(v):
+        why = "high modes of it grow ever faster (an eigenvalue of V across E is below |v|): no layer forms"
+        return Stay(math.inf, layer, modes, f"leading eigenvalue < 0: {why}")
+    fastest = int(np.argmax(modes)) + 1
+    if modes[fastest - 1] <= tol * abs(v):
+        why = f"a layer, permanent (modes to degree {len(modes)} decay)"
+        return Stay(0.0, layer, modes, f"leading eigenvalue < 0: {why}")
+    why = f"a layer, left at the exit rate of its modes of degree {fastest}"
+    return Stay(modes[fastest - 1], layer, modes, f"leading eigenvalue < 0: {why}")

@@ -5,6 +5,8 @@ e^{tau M} x / |e^{tau M} x| tends to the invariant subspace E of the eigenvalues
 Eigenvectors are not used for it: they do not exist for Jordan blocks and are meaningless near them.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +16,7 @@ from scipy.linalg import LinAlgError, qr, schur, solve_sylvester
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Spectrum:
     """What e^{tau M} does to a direction for large tau; every array is float64 NumPy."""
 
@@ -30,8 +32,12 @@ class Spectrum:
     condition: float  # |Pi|: 1 for a normal M
     tol: float
 
+    def __repr__(self) -> str:
+        return f"Spectrum({self.case}, dim E = {self.dimension}, leading {self.leading:.6g}, gap {self.gap:.6g})"
+
     @property
     def dimension(self) -> int:
+        """dim E."""
         return self.basis.shape[1]
 
 
@@ -41,7 +47,13 @@ def spectrum(M: Array, tol: float = 1e-6) -> Spectrum:
     With M = Q [[T11, T12], [0, T22]] Q^T, leading block first: T11 Y - Y T22 = -T12, Pi = Q_1 [I, -Y] Q^T.
     A gap counts when it is larger than tol |M| and larger than what rounding can make of a multiple eigenvalue,
     eps |M| |Pi|: a Jordan block of size q comes out of any eigenvalue solver as q eigenvalues eps^{1/q} apart.
+
+    >>> spectrum(np.array([[2.0, 0.5], [0.0, 1.0]])).projector  # oblique: M is not normal
+    array([[1. , 0.5],
+           [0. , 0. ]])
     """
+    if np.iscomplexobj(M):
+        raise ValueError(f"M has dtype {np.asarray(M).dtype}, expected real entries: a linear map of real tokens.")
     M = np.asarray(M, dtype=np.float64)
     if M.ndim != 2 or M.shape[0] != M.shape[1]:
         raise ValueError(f"M has shape {M.shape}, expected a square matrix (d, d).")

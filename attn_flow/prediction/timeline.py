@@ -7,6 +7,7 @@ finite beta is taken over by V (arXiv 2605.10931; THEORY 1). The phases are read
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,14 +16,21 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from attn_flow.base import checks
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.observe.quantities import alignment
 from attn_flow.prediction.finite_n import Resolution, resolution
 from attn_flow.prediction.limit_map import LimitMap
+from attn_flow.prediction.requirements import Requirement
+from attn_flow.prediction.zero_temperature import filled
 from attn_flow.transport.distances import wasserstein
 
 FALL = 0.75  # a path concentrates if W2 falls at least to this part of its start
 PLATEAU = 2.0  # and is metastable while W2 is within this factor of its minimum
+
+
+class RoundingWarning(UserWarning):
+    """The path came closer to its limit than rounding can hold: what breaks the symmetry of the law is rounding."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,10 @@ class Phase:
     predicted: float | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Phases:
+    """The phases of one path, and the curve they were read off."""
+
     t: list[float]
     w2: list[float]
     t_min: float
@@ -46,6 +56,21 @@ class Phases:
     phases: tuple[Phase, ...]
     settling: Phase | None  # the final approach to V's leading subspace
     resolution: Resolution | None  # can these tokens follow the mean-field prediction at this beta
+    requires: tuple[Requirement, ...] = ()  # what the prediction assumes, checked on the first cloud
+    rounding: float | None = None  # the W2 below which rounding decides, where the path fell below it
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the prediction need not hold here: assumptions the cloud does not meet, and W2 below rounding."""
+        found = tuple(str(need) for need in self.requires if need.met is False)
+        if self.rounding is None:
+            return found
+        text = f"W2 falls to {self.min_w2:.1g}, below {self.rounding:.1g}: only rounding breaks the symmetry of this"
+        return (*found, f"{text} law, and what follows is rounding too")
+
+    def __repr__(self) -> str:
+        words = ", ".join(f"{p.phase} [{p.start:.3g}, {p.end:.3g}]" for p in self.phases)
+        return f"Phases({words}; min W2 {self.min_w2:.3g} at t = {self.t_min:.3g}, {len(self.doubts)} doubts)"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -54,16 +79,14 @@ class Phases:
             "phases": [asdict(phase) for phase in self.phases],
             "settling": None if self.settling is None else asdict(self.settling),
             "resolution": None if self.resolution is None else self.resolution.verdict,
+            "requires": [asdict(need) for need in self.requires],
+            "doubts": list(self.doubts),
         }
 
 
 def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
     """W2(mu_t, P_# mu_0) at every time of a path, (T, ...); against the moving push-forward where E rotates."""
-    x0 = path.x[0]
-    if path.mask is not None:  # padding needs some direction; it has no mass
-        first = path.mask.to(torch.uint8).argmax(-1)
-        seen = x0.gather(-2, first[..., None, None].expand(*x0.shape[:-2], 1, x0.shape[-1]))
-        x0 = torch.where(path.mask[..., None], x0, seen)
+    x0 = filled(path.x[0], path.mask)
     options: Any = {"weights_x": path.weights, "weights_y": path.weights, "mask_x": path.mask, "mask_y": path.mask}
     target = None if limit.frequencies else limit.push_forward(x0)
     if target is not None and limit.case == "fixed" and limit.dimension == 1:
@@ -80,30 +103,62 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
 
 
 def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None = None, warn: bool = True) -> Phases:
-    """Phases of one path (T, n, d) with rates fitted and predicted. For a batch, call it on its elements.
+    """When a path concentrates, rests and leaves, with rates fitted and predicted.
 
-    w2 (T,) if the curve is known already; otherwise it is computed. A finite beta known to the path brings the
-    resolution of the cloud with it, and its warning.
+    Args:
+        path: one path (T, n, d), T >= 3, as `flow` returns it. For a batch, call it on its elements.
+        limit: the prediction, `limit(attention)`.
+        w2: W2(mu_t, P_# mu_0) (T,) if it is known already; otherwise it is computed.
+        warn: warn where the tokens cannot resolve the prediction (`ResolutionWarning`), or where W2 falls below what
+            rounding can hold.
+
+    Returns:
+        `Phases`: the intervals with their rates, the minimum, the settling on V's leading direction, whether the
+        requirements of the prediction are met by the path's first cloud, and doubts in words.
+
+    Example:
+        >>> from attn_flow import Attention, flow, limit
+        >>> from attn_flow.measures.quadrature import circle
+        >>> G, V = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.diag(torch.tensor([1.0, 2.0])).double()
+        >>> attention = Attention.from_matrices(G, V, beta=30.0)
+        >>> cloud = circle(100, lambda theta: torch.exp(torch.cos(theta - 1)))
+        >>> path = flow(attention, cloud.x, torch.linspace(0, 20, 41), weights=cloud.weights, h=0.1)
+        >>> [phase.phase for phase in phases(path, limit(attention)).phases]
+        ['concentrating', 'metastable', 'terminal']
     """
     if path.x.ndim != 3:
         raise ValueError(
             f"path.x has shape {tuple(path.x.shape)}, expected one path (T, n, d); take its elements one by one, "
             "for example Trajectory(path.t, path.x[:, b])."
         )
+    checks.times(path.t)
+    if not isinstance(limit, LimitMap):
+        raise ValueError(f"limit is a {type(limit).__name__}, expected a LimitMap; pass limit(attention).")
     curve = w2_curve(path, limit) if w2 is None else w2
     w = np.asarray(curve.detach().cpu() if isinstance(curve, Tensor) else curve, dtype=np.float64)
     t = path.t.detach().cpu().double().numpy()
-    predicted = {"concentrating": limit.rate_w2, "metastable": 0.0, "terminal": limit.exit_rate}
+    exit_rate = limit.exit_rate if limit.exit_rate is None or math.isfinite(limit.exit_rate) else None
+    predicted = {"concentrating": limit.rate_w2, "metastable": 0.0, "terminal": exit_rate}
     found = split(t, w, predicted, _tangent(path, limit))
-    return Phases(
+    beta = path.about.get("attention", {}).get("beta")
+    finite = float(beta) if isinstance(beta, (int, float)) and beta > 0 else None
+    # W2^2 is a sum of squares of order one; at beta = inf and for clusters that stay it may fall to nothing.
+    floor = 8 * math.sqrt(torch.finfo(path.x.dtype).eps)
+    lost = finite is not None and bool(limit.exit_rate) and float(w.min()) < floor
+    result = Phases(
         t=t.tolist(),
         w2=w.tolist(),
         t_min=float(t[w.argmin()]),
         min_w2=float(w.min()),
         phases=found,
         settling=_settling(path, limit, t) if found[-1].phase == "terminal" else None,
-        resolution=_resolution(path, limit, warn),
+        resolution=_resolution(path, limit, warn, finite),
+        requires=limit.examine(path.x[0], weights=path.weights, mask=path.mask, beta=finite),
+        rounding=floor if lost else None,
     )
+    if warn and lost:
+        warnings.warn(result.doubts[-1], RoundingWarning, stacklevel=2)
+    return result
 
 
 def split(
@@ -179,24 +234,31 @@ def _slope(t: NDArray, w: NDArray, inside: NDArray, sign: float) -> tuple[float 
 
 
 def _settling(path: Trajectory, limit: LimitMap, t: NDArray) -> Phase | None:
-    """The L2 angle to V's leading subspace over its last decades, against v_top - v_next."""
-    if limit.terminal_basis is None or limit.terminal_rate is None:
+    """The offset of what has gathered at V's leading direction +-e, against v_top - v_next.
+
+    A cluster that sees only itself has y_i' = V_ m - v_top y_i: its mean m decays at v_top - v_next, differences of its
+    tokens at v_top. So the mean of each side is fitted, not the spread: two clusters that arrive from both
+    sides and merge would show v_top. Where V leads by more than one direction there is no such mean.
+    """
+    if limit.terminal_basis is None or limit.terminal_rate is None or limit.terminal_basis.shape[1] > 1:
         return None
-    E, p = limit.terminal_basis.to(path.x), path.cloud(0).probabilities
-    outside = (path.x - path.x @ E @ E.mT).square().sum(-1) / path.x.square().sum(-1)
-    w = (p * outside).sum(-1).sqrt().detach().cpu().double().numpy()
-    inside = (np.arange(len(t)) > w.argmax()) & (w < 0.1) & (w > 1e-9)
-    # Clusters that arrive from two sides first merge, faster; the last half is the approach of what they became.
-    inside &= t >= (t[inside].min(initial=math.inf) + t[inside].max(initial=-math.inf)) / 2 if inside.any() else inside
+    e, p = limit.terminal_basis.to(path.x)[:, 0], path.cloud(0).probabilities
+    side = torch.stack([path.x[-1] @ e >= 0, path.x[-1] @ e < 0]).to(path.x) * p  # (2, n)
+    outside = path.x - (path.x @ e)[..., None] * e
+    offset = torch.einsum("sn,tnd->tsd", side, outside) / path.x[0].norm(dim=-1).mean()
+    mass = side.sum(-1).clamp_min(torch.finfo(path.x.dtype).tiny)
+    w = (offset.square().sum(-1) / mass).sum(-1).sqrt().detach().cpu().double().numpy()
+    spread = (p * outside.square().sum(-1)).sum(-1).sqrt().detach().cpu().double().numpy()
+    # Small enough to be linear, and above the rounding of a mean.
+    inside = (np.arange(len(t)) > spread.argmax()) & (spread < 0.1) & (w > 1e3 * torch.finfo(path.x.dtype).eps)
     rate, error = _slope(t, w, inside, -1.0)
     if rate is None:
         return None
     return Phase("settling", float(t[inside][0]), float(t[inside][-1]), rate, error, limit.terminal_rate)
 
 
-def _resolution(path: Trajectory, limit: LimitMap, warn: bool) -> Resolution | None:
-    beta = path.about.get("attention", {}).get("beta")
-    if not isinstance(beta, (int, float)):
+def _resolution(path: Trajectory, limit: LimitMap, warn: bool, beta: float | None) -> Resolution | None:
+    if beta is None:
         return None
     cloud = {"weights": path.weights, "mask": path.mask}
-    return resolution(limit.attention.to(path.x.dtype), path.x[0], **cloud, beta=float(beta), warn=warn)
+    return resolution(limit.attention.to(path.x.dtype), path.x[0], **cloud, beta=beta, warn=warn)

@@ -21,7 +21,7 @@ from attn_flow.base import checks
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import Adaptive, Step, rk4
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.geometry import Sphere
+from attn_flow.geometry import Euclidean, Sphere, placed
 from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Measure, UniformSphere
 
 PANELS = 100_000  # of the time change; each spans 1/(2 |M|) in tau
@@ -113,14 +113,10 @@ def zero_temperature_flow(
 
 
 def filled(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x (..., n, d) with padding put on the first token of its cloud: it needs some direction, and has no mass."""
-    if mask is None:
-        checks.tokens("x0", x)
-        return x
-    checks.token_mask(mask, x)
-    first = mask.expand(x.shape[:-1]).to(torch.uint8).argmax(-1)
-    seen = x.gather(-2, first[..., None, None].expand(*x.shape[:-2], 1, x.shape[-1]))
-    x = torch.where(mask[..., None], x, seen)
+    """The tokens x (..., n, d), padding put where it has some direction; it has no mass."""
+    if mask is not None:
+        checks.token_mask(mask, x)
+    x = placed("x0", x, mask, Euclidean())
     checks.tokens("x0", x)
     return x
 
@@ -185,10 +181,10 @@ def linear_flow(W: Tensor, N: Tensor, x0: Tensor, t: Tensor) -> Tensor:
         return x0.expand(t.shape[0], *x0.shape)
     h = 0.5 / size
     reach = float(torch.linalg.matrix_norm(N.detach(), 2))  # of dt/dtau, so that tau is at least t / |N|
-    if checks.can_look(target) and (least := float(target.max()) / (reach * h)) > PANELS:
+    if checks.can_look(target) and (least := float(target.detach().max()) / (reach * h)) > PANELS:
         raise ValueError(
-            f"t = {float(t.max()):.3g} takes at least {least:.2g} panels of the time change, more than {PANELS}: tokens "
-            "turn or rest long before. Ask for a shorter time; LimitMap.push_forward(x) is the limit itself."
+            f"t = {float(t.max()):.3g} takes at least {least:.2g} panels of the time change, more than {PANELS}: "
+            "tokens turn or rest long before. Ask for a shorter time; LimitMap.push_forward(x) is the limit itself."
         )
     z, w, legendre = _gauss_legendre(x)
     powers = ((z + 1) / 2)[:, None] ** torch.arange(ORDER + 1, dtype=x.dtype, device=x.device)
@@ -213,8 +209,9 @@ def linear_flow(W: Tensor, N: Tensor, x0: Tensor, t: Tensor) -> Tensor:
             break
         if bool((speed[-1, left] <= 4 * torch.finfo(x.dtype).eps * reach).all()):
             raise ValueError(
-                f"{int(left.sum())} tokens ran into ker G before t = {float(t.max()):.3g}, where the drift is undefined; "
-                f"they are there at t = {float((clock * radius.reshape(-1)[token])[left].max()):.4g}. Ask for less."
+                f"{int(left.sum())} tokens run into ker G before t = {float(t.max()):.3g}, where the drift is "
+                f"undefined: they are there at t = {float((clock * radius.reshape(-1)[token])[left].max()):.4g}. "
+                "Ask for a shorter time."
             )
         end = series.sum(0)[left]
         x, clock, token = end / end.norm(dim=-1, keepdim=True), arrival[left], token[left]

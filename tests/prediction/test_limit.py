@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_flow.attention import Attention
+from attn_flow.dynamics.steppers import Adaptive
 from attn_flow.geometry import Sphere
 from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Mixture, UniformSphere
-from attn_flow.prediction.limit_map import ResolutionWarning, limit, resolution
+from attn_flow.prediction import ResolutionWarning, limit, resolution
 from attn_flow.prediction.spectral import levels, spectrum
 from attn_flow.prediction.zero_temperature import linear_flow, zero_temperature_flow
 
@@ -166,13 +167,14 @@ def test_rotating_pair_needs_a_time_and_follows_it() -> None:
 
 
 def test_jordan_limit_and_its_rates() -> None:
-    """Counter-example to "rate 1/t" for every W_p: tokens are 1/t away, but W2 ~ t^{-1/2} (mass still crossing)."""
+    """Paired with their limits tokens are 1/t away, and t^{-1/2} in L2 (mass still crossing); W2 is below."""
     J = matrix([1, 1], [0, 1])
     A = attention(J, torch.eye(2, dtype=f64))
     found = limit(A)
     assert found.case == "jordan"
     assert found.evidence["algebraic_w1"] == 1.0
-    assert found.evidence["algebraic_w2"] == 0.5
+    assert found.evidence["algebraic_l2"] == found.evidence["algebraic_w2"] == 0.5
+    assert found.evidence["algebraic_w2_even"] == 1.0
     theta = 2 * math.pi * (torch.arange(4000, dtype=f64) + 0.5) / 4000
     x = torch.stack([theta.cos(), theta.sin()], -1)
     target = found.push_forward(x)
@@ -425,7 +427,7 @@ def test_ellipsoidal_support_has_the_covariance_inside(generator: torch.Generato
     assert limit(A, Gaussian(support.mean, S, cap=1.5)).leading == pytest.approx(found.leading)
     x = Sphere().uniform(10, 3, generator=generator, dtype=f64)
     exact = zero_temperature_flow(A, x, [0.0, 1.0], support).x[-1]
-    integrated = zero_temperature_flow(A, x, [0.0, 1.0], support, h=0.05).x[-1]  # options: by `flow`
+    integrated = zero_temperature_flow(A, x, [0.0, 1.0], support, step=Adaptive(tol=1e-9)).x[-1]
     assert torch.allclose(exact, integrated, atol=1e-6)
     with pytest.raises(ValueError, match="without cap"):
         limit(A, Gaussian(support.mean, S))

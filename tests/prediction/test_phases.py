@@ -12,7 +12,7 @@ from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import euler
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.measures.quadrature import circle
-from attn_flow.prediction.limit_map import ResolutionWarning, limit
+from attn_flow.prediction import ResolutionWarning, limit
 from attn_flow.prediction.timeline import phases, split, w2_curve
 from attn_flow.prediction.zero_temperature import zero_temperature_flow
 

@@ -1,0 +1,240 @@
+"""What predictions assume; the counter-examples of THEORY 1 to what was once taken for granted."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attn_flow.attention import Attention
+from attn_flow.dynamics.particles import flow
+from attn_flow.geometry import Sphere
+from attn_flow.measures import quadrature
+from attn_flow.prediction import LimitMap, limit, phases, zero_temperature_flow
+from attn_flow.prediction.hermite import mode_rates
+from attn_flow.prediction.timeline import RoundingWarning
+from attn_flow.transport.distances import wasserstein
+
+f64 = torch.float64
+
+
+def matrix(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=f64)
+
+
+def diag(*entries: float) -> Tensor:
+    return torch.diag(torch.tensor(entries, dtype=f64))
+
+
+def rotation(degrees: float) -> Tensor:
+    a = math.radians(degrees)
+    return matrix([math.cos(a), -math.sin(a)], [math.sin(a), math.cos(a)])
+
+
+def met(found: tuple) -> dict[str, bool | None]:
+    return {need.name: need.met for need in found}
+
+
+# --- Jordan blocks ----------------------------------------------------------------------------------------------
+
+
+def test_w2_at_a_jordan_block_by_transport() -> None:
+    """M = [[1,1],[0,1]]: W2 ~ t^{-1/2} for a law whose crossing masses differ; 1/t for an even one, whose wrong sides
+    replace each other: there W2^2 = 2 - 2 E|x_1|."""
+    A = Attention.from_matrices(torch.eye(2, dtype=f64), matrix([1, 1], [0, 1]))
+    found, t = limit(A), torch.tensor([0.0, 5.0, 20.0], dtype=f64)
+    for uneven, expected in ((0.9, [1.06, 1.02]), (0.0, [1.42, 1.50])):
+        cloud = quadrature.circle(12_000, lambda theta, uneven=uneven: 1 + uneven * torch.cos(theta - 0.5))
+        path = zero_temperature_flow(A, cloud.x, t).x
+        target = found.push_forward(cloud.x)
+        w2 = [float(wasserstein(x, target, weights_x=cloud.weights, weights_y=cloud.weights)) for x in path[1:]]
+        power = found.evidence["algebraic_w2" if uneven else "algebraic_w2_even"]
+        scaled = [w * time**power for w, time in zip(w2, t[1:].tolist())]
+        assert scaled == pytest.approx(expected, abs=0.03)
+        if not uneven:
+            assert w2 == pytest.approx((2 - 2 * path[1:, :, 0].abs().mean(-1)).sqrt().tolist(), rel=1e-6)
+        assert met(found.examine(cloud.x, weights=cloud.weights))["unequal crossing masses"] is bool(uneven)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------
+
+
+def test_modes_of_a_layer_against_the_closed_form() -> None:
+    """mu_k = [sum_j k_j (V_j/G_j)(lambda - lambda_j)/|v|] prod_i (v/V_i)^{k_i} for diagonal blocks."""
+    V, G, v, gamma = np.array([-2.0, 1.5]), np.array([1.0, -3.0]), -1.0, 1.0
+    for n in range(1, 6):
+        expected = []
+        for k in range(n + 1):
+            powers = np.array([k, n - k])
+            expected.append((powers * V / G * (v * gamma - V * G) / abs(v)).sum() * np.prod((v / V) ** powers))
+        rates = mode_rates(np.diag(V), np.diag(G), v, gamma, n)
+        assert np.allclose(np.sort(rates.real), np.sort(expected), rtol=1e-10)
+        assert np.abs(rates.imag).max() < 1e-10
+
+
+def test_a_stable_offset_does_not_make_a_permanent_layer() -> None:
+    """G = 1 + R(60), V = -1 + -3 R(-60): the offset decays at 1, the covariance's anisotropy grows at 2/3."""
+    G, V = torch.block_diag(diag(1), rotation(60)), torch.block_diag(diag(-1), -3 * rotation(-60))
+    beta = 300.0
+    found = limit(Attention.from_matrices(G, V, beta))
+    assert found.evidence["layer_modes"][:2] == pytest.approx([-1.0, 2 / 3])
+    assert found.exit_rate == pytest.approx(2 / 3)
+    assert "left at the exit rate of its modes of degree 2" in found.evidence["layer"]
+    # A Gaussian layer of 21 x 21 nodes at each end, its variances apart by 4%.
+    u = torch.linspace(-3, 3, 21, dtype=f64)
+    a, b = (z.flatten() for z in torch.meshgrid(u, u, indexing="ij"))
+    width = math.sqrt(found.layer / 2 / beta)
+    x = Sphere().retract(torch.stack([torch.ones_like(a), width * a, width * b], -1))
+    w = torch.exp(-(a**2) / 2 * 0.98 - b**2 / 2 * 1.02)
+    path = flow(found.attention, torch.cat([x, -x]), [0.0, 1.0, 2.0, 3.0], h=0.05, weights=w.repeat(2))
+    y, p = path.x[:, : len(x), 1:], w / w.sum()
+    y = y - (p[:, None] * y).sum(1, keepdim=True)
+    spread = torch.linalg.eigvalsh(torch.einsum("n,tni,tnj->tij", p, y, y))
+    anisotropy = (spread[:, 1] - spread[:, 0]) / spread.sum(-1)
+    growth = torch.log(anisotropy[1:] / anisotropy[:-1])
+    assert torch.allclose(growth, torch.full((3,), 2 / 3, dtype=f64), atol=0.05)
+
+
+def test_high_modes_leave_no_layer() -> None:
+    """G_perp < 0 < V_perp < |v|: mode 3 grows at 2 where the offset grows at 1/6, and higher ones ever faster."""
+    found = limit(Attention.from_matrices(diag(1, -3), diag(-1, 0.5)))
+    assert found.evidence["layer_modes"][:3] == pytest.approx([1 / 6, -2 / 3, 2.0])
+    assert found.exit_rate == math.inf
+    assert "no layer forms" in found.evidence["layer"]
+    json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_the_permanent_layer_of_the_specification_still_is() -> None:
+    found = limit(Attention.from_matrices(diag(1, 2), diag(-1, -3)))
+    assert found.exit_rate == 0.0
+    assert max(found.evidence["layer_modes"]) < 0
+
+
+# --- singular G -------------------------------------------------------------------------------------------------
+
+
+def test_singular_G_and_a_rotation_never_end() -> None:
+    """G = diag(1,1,0), V = J + 1: |G x| is constant along the flow; tokens turn for ever outside ker G."""
+    A = Attention.from_matrices(diag(1, 1, 0), torch.block_diag(rotation(90), diag(1)))
+    found = limit(A)
+    assert (found.case, found.off_kernel) == ("undefined", "rotating")
+    x = Sphere().retract(matrix([0.6, 0.3, 0.7]))
+    path = zero_temperature_flow(A, x, torch.linspace(0, 20, 5, dtype=f64)).x
+    size = (path @ A.G[0].mT).norm(dim=-1)
+    assert torch.allclose(size, size[0].expand_as(size), atol=1e-10)
+    assert torch.allclose(found.push_forward(x, 3.0), zero_temperature_flow(A, x, [0.0, 3.0]).x[-1], atol=1e-10)
+
+
+def test_singular_G_and_a_nilpotent_M_have_a_limit() -> None:
+    """G = [[0,1],[0,0]], V = I: tan(theta/2) = e^{-t} tan(theta_0/2), and the limit is sign(x_2) e_1."""
+    A = Attention.from_matrices(matrix([0, 1], [0, 0]), torch.eye(2, dtype=f64))
+    found = limit(A)
+    assert (found.case, found.off_kernel) == ("undefined", "jordan")
+    x = Sphere().retract(matrix([-0.3, 1.0], [0.5, -1.0]))
+    assert torch.allclose(found.push_forward(x), matrix([1, 0], [-1, 0]), atol=1e-12)
+    moved = zero_temperature_flow(A, x[:1], [0.0, 2.0]).x[-1, 0]
+    half = lambda z: math.tan(math.atan2(float(z[1]), float(z[0])) / 2)
+    assert half(moved) == pytest.approx(math.exp(-2) * half(x[0]), rel=1e-9)
+
+
+def test_singular_G_and_a_singular_V_rest_outside_the_kernel() -> None:
+    """V = 0 on what G sees: M has the eigenvalue 0 beyond ker G, and tokens rest where G x is not 0."""
+    found = limit(Attention.from_matrices(diag(1, 1, 0), diag(0, -1, 1)))
+    assert (found.case, found.off_kernel) == ("undefined", "fixed")
+    sinks = limit(Attention.from_matrices(diag(1, 1, 0), diag(-1, -1, 1)))
+    assert sinks.off_kernel == "undefined"
+    with pytest.raises(ValueError, match="run into ker G before t = 50"):
+        zero_temperature_flow(sinks.attention, Sphere().retract(matrix([0.5, 0.4, 0.3])), [0.0, 50.0])
+
+
+# --- requirements -----------------------------------------------------------------------------------------------
+
+
+def test_a_symmetric_law_is_told_so() -> None:
+    """G = diag(4,1), V = diag(1,2), uniform nodes, beta = 100: W2 falls below rounding where t_min = 4.6 * 4/3."""
+    A = Attention.from_matrices(diag(4, 1), diag(1, 2), 100.0)
+    found, cloud = limit(A), quadrature.circle(200)
+    path = flow(A, cloud.x, torch.linspace(0, 40, 81, dtype=f64), weights=cloud.weights, h=0.1)
+    with pytest.warns(RoundingWarning, match="only rounding breaks the symmetry of this law"):
+        seen = phases(path, found)
+    assert seen.min_w2 < 1e-7
+    assert met(seen.requires)["asymmetric law"] is False
+    assert any("asymmetric law (NOT met)" in doubt for doubt in seen.doubts)
+    assert any("rounding" in doubt for doubt in seen.as_dict()["doubts"])
+    lopsided = quadrature.circle(200, lambda theta: torch.exp(torch.cos(theta - 1)))
+    assert met(found.examine(lopsided.x, weights=lopsided.weights, beta=100.0)) == {
+        "large n": True,
+        "off the border": True,
+        "simple leading eigenvalue": True,
+        "bounded density": None,
+        "asymmetric law": True,
+    }
+
+
+def test_a_reflection_that_G_does_not_share_protects_nobody() -> None:
+    G = matrix([4, 0.3], [0, 1])
+    found = limit(Attention.from_matrices(G, diag(1, 2)))
+    if found.exit_rate:
+        assert met(found.examine(quadrature.circle(100).x))["asymmetric law"] is True
+
+
+def test_requirements_of_every_case() -> None:
+    eye = torch.eye(2, dtype=f64)
+    few = Sphere().uniform(20, 10, dtype=f64, generator=torch.Generator().manual_seed(0))
+    found = limit(Attention.from_matrices(diag(3, *[1] * 9), torch.eye(10, dtype=f64)))
+    assert met(found.examine(few, beta=100.0))["large n"] is False
+    border = limit(Attention.from_matrices(diag(2, 1), eye)).examine(matrix([0, 1], [1, 0]))
+    assert met(border)["off the border"] is False
+    kernel = limit(Attention.from_matrices(diag(1, 0), eye)).examine(matrix([0, 1], [1, 0]))
+    assert met(kernel)["outside ker G"] is False
+    plane = limit(Attention.from_matrices(diag(2, 2, 1), torch.eye(3, dtype=f64)))
+    assert met(plane.requires)["simple leading eigenvalue"] is False
+    assert met(limit(Attention.random(3, heads=2, dtype=f64)).requires) == {"certificates": None}
+    assert met(limit(Attention.identity(3, dtype=f64)).requires) == {"large n": None}
+    assert "(not checked)" in str(plane.requires[0])
+    with pytest.raises(ValueError, match=r"expected one cloud \(n, 3\)"):
+        plane.examine(few)
+
+
+# --- times ------------------------------------------------------------------------------------------------------
+
+
+def test_settling_is_the_mean_not_the_merger_of_two_sides() -> None:
+    """Nearly symmetric clusters meet at e2 from both sides at v_top = 2; their mean settles at v_top - v_next = 1."""
+    A = Attention.from_matrices(diag(3, 1), diag(1, 2), 100.0)
+    cloud = quadrature.circle(300, lambda theta: torch.exp(0.001 * torch.cos(theta - 1)))
+    path = flow(A, cloud.x, torch.linspace(0, 36, 73, dtype=f64), weights=cloud.weights, h=0.1)
+    found = phases(path, limit(A), warn=False).settling
+    assert found is not None
+    assert found.predicted == pytest.approx(1.0)
+    assert found.rate == pytest.approx(1.0, abs=0.02)
+    spread = (path.x[..., 0].square() * cloud.weights).sum(-1).sqrt()
+    early = (path.t >= found.start) & (path.t <= found.start + 5)
+    slope = np.polyfit(path.t[early].numpy(), -np.log(spread[early].numpy()), 1)[0]
+    assert slope == pytest.approx(2.0, abs=0.1)  # what the spread would have said
+
+
+def test_t_min_where_the_tail_is_slow() -> None:
+    found = limit(Attention.from_matrices(diag(1.1, 1), diag(1, 1.05)))
+    g, c, leaves = 0.05 / 1.1, 0.025, 0.05
+    assert (found.g, found.rate_w2, found.exit_rate) == pytest.approx((g, c, leaves))
+    assert found.t_min(1e4) == pytest.approx(math.log(1e4) / (2 * g) * (g + leaves) / (c + leaves))
+    staying = limit(Attention.from_matrices(diag(1, 3), diag(3, 0.5)))
+    assert staying.t_min(1e4) == pytest.approx(math.log(1e4) / (2 * staying.rate_w2))
+    for beta in (0.0, -1.0, 0.5, math.nan, math.inf):
+        for call in (found.t_min, found.t_beta):
+            with pytest.raises(ValueError, match="expected 1 < beta < inf"):
+                call(beta)
+
+
+def test_reprs_are_short() -> None:
+    A = Attention.from_matrices(diag(*range(1, 31)), torch.eye(30, dtype=f64))
+    found = limit(A)
+    assert isinstance(found, LimitMap)
+    assert repr(found) == "LimitMap(fixed, dim E = 1, leading 30, gap 1, rate_w2 0.0172414)"
+    biased = limit(Attention.from_matrices(diag(2, 1), diag(1, 1), query_bias=torch.ones(2, dtype=f64)))
+    settled = biased.settle(matrix([0.6, 0.8]))
+    assert len(repr(settled)) < 300
+    assert "certified" in repr(settled)
