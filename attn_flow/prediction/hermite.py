@@ -18,13 +18,14 @@ import math
 from itertools import combinations_with_replacement
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attn_flow.prediction.spectral import Array
 
 Polynomial = dict[tuple[int, ...], float]
 
 
-def mode_rates(V: Array, G: Array, v: float, gamma: float, degree: int) -> np.ndarray:
+def mode_rates(V: Array, G: Array, v: float, gamma: float, degree: int) -> NDArray[np.complex128]:
     """The complex growth rates of the modes of one degree >= 1 of the layer; V, G (m, m) across e, v gamma < 0.
 
     >>> mode_rates(np.array([[0.5]]), np.array([[-3.0]]), v=-1.0, gamma=1.0, degree=3).real
@@ -32,8 +33,10 @@ def mode_rates(V: Array, G: Array, v: float, gamma: float, degree: int) -> np.nd
     """
     P = G @ V / v  # in units of beta, as the precision below
     precision = (v * gamma * np.eye(len(V)) - G @ V) / abs(v)
-    A, B = (V @ np.linalg.inv(P)).T @ precision, v * np.linalg.inv(V)
-    return np.linalg.eigvals(_action(A, B, degree))
+    A: Array = np.asarray((V @ np.linalg.inv(P)).T @ precision, dtype=np.float64)
+    B: Array = np.asarray(v * np.linalg.inv(V), dtype=np.float64)
+    rates: NDArray[np.complex128] = np.asarray(np.linalg.eigvals(_action(A, B, degree)), dtype=np.complex128)
+    return rates
 
 
 def degrees(m: int, largest: int = 12, entries: int = 120) -> range:
