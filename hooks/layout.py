@@ -141,14 +141,21 @@ def encoder_inside(model: Any) -> nn.Module:
     model: the encoder itself, or a pipeline, a SentenceTransformer, a model of encoder and decoder (its encoder), a
     DataParallel, DistributedDataParallel or compiled model. Returns the module inside, not a copy.
     """
-    while True:
-        inside = _inside(model)
-        if inside is None:
-            break
+    while (inside := _inside(model)) is not None:
         model = inside
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}, expected a torch.nn.Module such as AutoModel gives.")
     return model
+
+
+def refuse_to_change(model: Any) -> None:
+    """ValueError for what would not heed, or not bear, hooks attached to the encoder inside."""
+    while model is not None:
+        if isinstance(model, nn.DataParallel):
+            raise ValueError("model is a DataParallel, whose replicas would share one state; wrap model.module first.")
+        if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
+            raise ValueError("model is compiled and may not heed the change; change model._orig_mod, compile it after.")
+        model = _inside(model)
 
 
 def _inside(model: Any) -> Any:
@@ -160,7 +167,7 @@ def _inside(model: Any) -> Any:
         return model.model if isinstance(getattr(model, "model", None), nn.Module) else None
     if isinstance(model, nn.Sequential) and len(model) and hasattr(model[0], "auto_model"):  # a SentenceTransformer
         return model[0].auto_model
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and has(model, "decoder"):
+    if hasattr(model, "get_encoder") and has(model, "encoder") and has(model, "decoder"):
         return model.get_submodule("encoder")
     return None
 
@@ -174,7 +181,8 @@ def blocks(model: nn.Module) -> list[Block]:
     path, root, arch = found[0]
     if len(found) > 1:
         names = ", ".join(p for p, _, _ in found)
-        raise ValueError(f"{type(model).__name__} holds several encoders: {names}; pass one of them, model.{path}.")
+        parts = " or ".join(f"model.{p}" for p, _, _ in found)
+        raise ValueError(f"{type(model).__name__} holds several encoders: {names}; pass one of them, {parts}.")
     prefix = f"{path}." if path else ""
     return [Block(i, prefix + p, arch, root, block) for i, (p, block) in enumerate(_firings(root, arch))]
 

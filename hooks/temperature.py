@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attn_flow.hooks.architectures import has
 from attn_flow.hooks.attach import Attached, Clock, padded
-from attn_flow.hooks.layout import Block, blocks
+from attn_flow.hooks.layout import Block, blocks, refuse_to_change
 from attn_flow.hooks.weights import projections
 
 
@@ -42,6 +42,7 @@ def scale_beta(
     Exact on every backend: queries are scaled where they are made. Position terms that are computed from queries
     scale along (rotary, DeBERTa's); an additive position bias (MPNet, T5) does not. A tensor may require gradients.
     """
+    refuse_to_change(model)
     found = blocks(model)
     chosen = chosen_layers(found, layers)
     table = as_factors(beta_factor)

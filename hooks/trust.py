@@ -124,7 +124,7 @@ def few(inputs: Mapping[str, Tensor], tokens: int = FEW) -> dict[str, Tensor]:
 def alterations(block: Block) -> list[str]:
     """What `wrap` and `scale_beta` have changed in a block, in words."""
     changed = []
-    for path in ("", block.architecture.attn, block.architecture.q):
+    for path in dict.fromkeys(("", block.architecture.attn, block.architecture.q)):
         module = block[path]
         replaced = module.__dict__.get("forward")
         if isinstance(replaced, ReplacedForward):

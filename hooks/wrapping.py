@@ -26,7 +26,7 @@ from attn_flow.hooks.attach import (
     padded,
     with_hidden,
 )
-from attn_flow.hooks.layout import Block, blocks
+from attn_flow.hooks.layout import Block, blocks, refuse_to_change
 from attn_flow.hooks.temperature import attach_scaling, chosen_layers, factor_of
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache")
@@ -55,6 +55,7 @@ def wrap(
     block: flow the whole block instead, x' = f(x) - x, feed-forward part and norms included.
     permanent: attach now, until `.remove()`. Parameters and state dict keep their names either way.
     """
+    refuse_to_change(model)
     found = blocks(model)
     chosen = chosen_layers(found, layers)
     if beta is not None and beta_factor is not None:
