@@ -45,7 +45,7 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
                 complain("error: the input is nested too deeply to be read.")
                 raise typer.Exit(2) from None
             except RuntimeError as error:  # torch has no error of its own for memory it is refused on CPU
-                if "allocate" not in str(error) and "out of memory" not in str(error):
+                if not any(words in str(error) for words in ("allocate", "out of memory", "Storage size")):
                     raise
                 complain("error: not enough memory for this; ask for less (fewer tokens, a smaller batch or width).")
                 raise typer.Exit(2) from None

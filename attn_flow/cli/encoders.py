@@ -167,11 +167,12 @@ def spectra(
     loaded, _, _ = open_model(model, device, "float64", pickle)
     found = run(attentions(loaded))
     if out is not None:
+        from attn_flow.base.figures import save_figure
         from attn_flow.probe.figures import spectra_figure
 
         writable(out)
         write_json(found, out / "spectra.json")
-        spectra_figure(found, model).savefig(out / "spectra.png", dpi=150)
+        save_figure(spectra_figure(found, model), out / "spectra.png")
     if as_json:
         say(found)
         return

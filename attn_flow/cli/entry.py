@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from attn_flow.base.files import writing_alone
 from attn_flow.cli import encoders
 from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, reporting, say, table, writable
 from attn_flow.cli.training import train
@@ -119,7 +121,10 @@ def simulate(
     if out is not None:
         writable(out)
     world = processes(patience=timedelta(days=1))  # while the first process measures W2, the others wait
-    numbers = run(G_matrix, V_matrix, betas, cloud, parse_numbers(t, "t"), h, step, out=out, progress=show, world=world)
+    alone = nullcontext() if out is None or not world.first else writing_alone(out / "simulate.json")
+    with alone:
+        times = parse_numbers(t, "t")
+        numbers = run(G_matrix, V_matrix, betas, cloud, times, h, step, out=out, progress=show, world=world)
     if numbers is None:
         return
     if as_json:
@@ -171,7 +176,8 @@ def reproduce(
     missed = 0
     everything = {}
     for each in NAMES if name == "all" else (name,):
-        numbers = run(each, out, quick=quick, seed=seed, progress=not (quiet or as_json))
+        with writing_alone(out / f"{each}.json"):
+            numbers = run(each, out, quick=quick, seed=seed, progress=not (quiet or as_json))
         missed += len(failed(numbers))
         everything[each] = numbers
         if not as_json:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from attn_flow.base.figures import save_figure
 from attn_flow.base.files import plain, versions, write_json
 from attn_flow.experiments import load
 
@@ -19,8 +20,8 @@ def reproduce(
     numbers = experiment.compute(quick=quick, seed=seed, progress=progress)
     run = {"name": name, "quick": quick, "seed": seed, "seconds": round(time.perf_counter() - start, 1)}
     if out is not None:
+        save_figure(experiment.plot(numbers), Path(out) / f"{name}.png", tight=True)
         write_json({"run": {**run, "versions": versions()}, **numbers}, Path(out) / f"{name}.json")
-        experiment.plot(numbers).savefig(Path(out) / f"{name}.png", dpi=150, bbox_inches="tight")
     return {**plain(numbers), "run": run}
 
 

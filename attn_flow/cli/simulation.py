@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.base import memory
+from attn_flow.base.figures import save_figure
 from attn_flow.base.files import plain, versions, write_json
 from attn_flow.cli.console import number_name
 from attn_flow.dynamics.distributed import ALONE, Processes
@@ -85,7 +86,7 @@ def simulate(
                 title = (
                     rf"$\beta$ = {number_name(beta)}: nearest to the predicted limit at t = {float(path.t[least]):.3g}"
                 )
-                clouds_figure(path, shown, title).savefig(Path(out) / f"clouds_beta_{number_name(beta)}.png", dpi=150)
+                save_figure(clouds_figure(path, shown, title), Path(out) / f"clouds_beta_{number_name(beta)}.png")
     if not world.first:
         return None
     law = f"{len(cloud.x)} {'weighted nodes' if cloud.weights is not None else 'tokens'} in d = {cloud.x.shape[-1]}"
@@ -98,7 +99,7 @@ def simulate(
         from attn_flow.cli.figures import simulation_figure
 
         write_json({**numbers, "versions": versions()}, Path(out) / "simulate.json")
-        simulation_figure(numbers).savefig(Path(out) / "simulate.png", dpi=150)
+        save_figure(simulation_figure(numbers), Path(out) / "simulate.png")
     return plain(numbers)
 
 

@@ -40,9 +40,16 @@ class Saved:
     def weights(self) -> dict[str, Tensor]:
         return {name[6:]: tensor for name, tensor in self.tensors.items() if name.startswith("stack.")}
 
+    def fill(self, stack: DeepStack) -> None:
+        """Weights into a stack."""
+        try:
+            stack.load_state_dict(self.weights())
+        except RuntimeError:
+            raise ValueError(f"{self.path} holds the weights of another stack; move it away to start over.") from None
+
     def restore(self, stack: DeepStack, optimiser: torch.optim.Optimizer) -> None:
         """Weights and moments into a stack and its optimiser."""
-        stack.load_state_dict(self.weights())
+        self.fill(stack)
         names = {parameter: name for name, parameter in stack.named_parameters()}
         for group in optimiser.param_groups:
             for parameter in group["params"]:
@@ -83,8 +90,11 @@ def read(path: str | Path) -> Saved:
     tensors, words = read_tensors(path)
     if words.get("format") != FORMAT:
         raise ValueError(f"{path} is no checkpoint of attn-flow train; use another --out.")
-    loaded = {name: json.loads(words[name]) for name in ("update", "recipe", "decided", "scaler")}
-    return Saved(path, digest=words["digest"], tensors=tensors, **loaded)
+    try:
+        loaded = {name: json.loads(words[name]) for name in ("update", "recipe", "decided", "scaler")}
+        return Saved(path, digest=words["digest"], tensors=tensors, **loaded)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} lacks a part of a checkpoint ({error}); move it away to start over.") from None
 
 
 def check_same(saved: Saved, recipe: Recipe, task: Task) -> None:
@@ -109,8 +119,11 @@ def check_same(saved: Saved, recipe: Recipe, task: Task) -> None:
 def load(path: str | Path) -> DeepStack:
     """The trained stack of a run's folder or checkpoint, in evaluation mode on the CPU."""
     saved = read(path)
-    stack = Recipe(**saved.recipe).make_stack(**saved.decided)
-    stack.load_state_dict(saved.weights())
+    try:
+        stack = Recipe(**saved.recipe).make_stack(**saved.decided)
+    except TypeError as error:
+        raise ValueError(f"{saved.path} is of another version ({error}).") from None
+    saved.fill(stack)
     return stack.eval()  # type: ignore[return-value]
 
 
@@ -125,12 +138,12 @@ def kept_lines(log: Path, before: int) -> list[str]:
     if not log.is_file():
         return []
     kept = []
-    for line in log.read_text().splitlines():
+    for line in log.read_text(errors="replace").splitlines():
         try:
             if json.loads(line)["update"] < before:
                 kept.append(line)
         except (json.JSONDecodeError, KeyError, TypeError):
-            break
+            continue
     return kept
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attn_flow.base.files import in_one_step, writing_alone
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.distributed import Processes, processes
 from attn_flow.nn.stack import DeepStack
@@ -68,6 +69,8 @@ def train_stack(
         precision = _precision(recipe, world.device)
         scaler = torch.amp.GradScaler(world.device.type, enabled=precision is torch.float16)
         folder = None if out is None else Path(out)
+        if folder is not None and world.first:
+            held.enter_context(writing_alone(folder / checkpoint.CHECKPOINT))
         start = 0 if folder is None else _resume(folder, recipe, task, stack, optimiser, scaler, world)
         world.wait()  # everyone has read before anyone writes
         log = held.enter_context(_log(folder if world.first else None, start, tensorboard))
@@ -226,9 +229,7 @@ def _log(out: Path | None, start: int, tensorboard: bool) -> Iterator[Callable[[
     checkpoint.tidy(out)
     path = out / checkpoint.LOG
     kept = checkpoint.kept_lines(path, start)
-    beside = path.with_suffix(".rewritten")
-    beside.write_text("".join(f"{line}\n" for line in kept))
-    os.replace(beside, path)
+    in_one_step(path, lambda beside: Path(beside).write_text("".join(f"{line}\n" for line in kept)))
     board = _tensorboard(out, start) if tensorboard else None
     with path.open("a", buffering=1) as file:  # a whole line reaches the system at once
 
