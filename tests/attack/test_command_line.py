@@ -183,7 +183,7 @@ COMMANDS = [
     (["train"], "Missing argument 'task'"),
     *[(["train", task], "expected one of 'majority'") for task in ("", "nothing", "../x")],
     (["train", "text", "--out", "run"], "task 'text' needs a file of label<TAB>text lines"),
-    (["train", "text", "--file", "nowhere.txt", "--out", "run"], "no text file 'nowhere.txt'"),
+    (["train", "text", "--file", "nowhere.txt", "--out", "run"], "no file nowhere.txt"),
     (["train", "text", "--file", "table.tsv", "--out", "run"], "line 1 has 1 field(s), expected label<TAB>text"),
     (["train", "masked", "--file", "two.txt", "--out", "run"], "characters, expected at least 20 * tokens"),
     (["train", "masked", "--file", "latin.txt", "--out", "run"], "is no UTF-8 text"),

@@ -35,7 +35,8 @@ def test_limit_contract():
 def test_limit_rates_of_the_paper():
     found = json.loads(run("limit", "--G", "1,0;0,3", "--V", "3,0;0,.5", "--json", "--beta", "100").stdout)
     assert (found["rate_w1"], found["rate_w2"]) == pytest.approx((0.5, 0.25))
-    assert found["times"][0]["t_min"] == pytest.approx(math.log(100) / (2 * found["g"]))
+    g, c, x = found["g"], found["rate_w2"], found["exit_rate"] or 0.0
+    assert found["times"][0]["t_min"] == pytest.approx(math.log(100) / (2 * g) * (g + x) / (c + x))
     assert "fixed" in run("limit", "--G", "1,0;0,3", "--V", "-3,0;0,-.5", "--beta", "100").stdout
 
 

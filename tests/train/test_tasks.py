@@ -139,7 +139,7 @@ def test_missing_fields_are_named(tmp_path: Path, name: str, content: str, messa
 
 
 def test_unusable_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no text file .*gone.tsv"):
+    with pytest.raises(ValueError, match=r"no file .*gone.tsv"):
         labelled(tmp_path / "gone.tsv")
     (tmp_path / "b.tsv").write_bytes(b"x\t\xff\xfe\n")
     with pytest.raises(ValueError, match="is no UTF-8 text"):
