@@ -17,6 +17,11 @@ def can_look(*tensors: Tensor) -> bool:
     return not any(t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
 
 
+def read(*numbers: Tensor) -> list[float]:
+    """Some numbers () of one device, in one read: an accelerator is waited for once."""
+    return torch.stack([number.detach().double() for number in numbers]).cpu().tolist()
+
+
 def all_finite(x: Tensor) -> bool:
     """One pass over x: a NaN or inf always shows in the sum; a finite sum that overflows is looked at again."""
     return math.isfinite(float(x.detach().sum())) or bool(torch.isfinite(x).all())

@@ -89,11 +89,19 @@ class Integrator:
             far = h * (v.detach().norm(dim=-1) / x.detach().norm(dim=-1).clamp_min(1.0)).amax()
             self._farthest = far if self._farthest is None else torch.maximum(self._farthest, far)
 
-    def warn_of_step(self, step: Step, h: float, t: float) -> None:
-        """Warn, once, of a step so long that its error u^(p+1)/(p+1)! is no longer small; u = |h v| / max(1, |x|)."""
+    def arrive(self, x: Tensor, step: Step, h: float, t: float) -> None:
+        """At a kept time, in one read: raise if tokens are not finite, warn once of steps that they outran.
+
+        A step is too long once its error u^(p+1)/(p+1)! is no longer small; u = |h v| / max(1, |x|).
+        """
+        if not checks.can_look(x) or self._farthest is None:
+            return
+        total, far = checks.read(x.sum(), self._farthest)
+        if not math.isfinite(total) or self.shard.world.count > 1:
+            self.check(x, t)
         order = getattr(step, "order", 1)
         most = (LOCAL_ERROR * math.factorial(order + 1)) ** (1 / (order + 1))
-        far = self.shard.world.largest(0.0 if self._farthest is None else float(self._farthest))
+        far = self.shard.world.largest(far)
         if not self._warned and far > most:
             self._warned = True
             warnings.warn(
@@ -124,11 +132,12 @@ class Integrator:
                 begins = True
                 x = self.kicked(step(velocity, start + i * size, x, size, self.geometry), size)
                 now = start + (i + 1) * size if i + 1 < steps else end
-                self.check(x, now)
+                if x.device.type == "cpu":  # an accelerator would have to wait for every step
+                    self.check(x, now)
                 if self.ends(now, x):
                     yield now, self.everyone(x)
                     return
-            self.warn_of_step(step, size, end)
+            self.arrive(x, step, size, end)
             yield end, self.everyone(x)
 
     def adaptive(self, x: Tensor, times: list[float], step: Adaptive, h: float) -> Iterator[tuple[float, Tensor]]:
@@ -165,7 +174,8 @@ class Integrator:
                 grown = step.next_step(used, scaled, before)
                 size = max(size, grown) if last else grown  # a step cut short to hit a time is no reason to slow down
                 before = (used, scaled)
-                self.check(x, now)
+                if self.noise is not None:  # an accepted step without kicks is finite
+                    self.check(x, now)
                 if held is not None:
                     first = velocity(now, x) if first is None else first
                     everyone, velocities = self.shard.everyone(x), self.shard.everyone(first)
@@ -174,7 +184,6 @@ class Integrator:
                         held, self.shard = merged, Shard(self.shard.world, merged.x.shape[-2])
                         x, first = self.shard.own(merged.x), None
                         velocity = self.velocity(held.log_weights)
-                    self.tokens_left = int(held.alive.sum(-1).max())
                 if self.ends(now, x, held):
                     yield now, self.everyone(x, held)
                     return
@@ -183,7 +192,10 @@ class Integrator:
     def everyone(self, x: Tensor, held: Merged | None = None) -> Tensor:
         """The whole cloud, of this process's tokens, merged or not."""
         x = self.shard.everyone(x)
-        return x if held is None else held.everyone(x)
+        if held is None:
+            return x
+        self.tokens_left = int(held.alive.sum(-1).max())
+        return held.everyone(x)
 
     def may_merge(self, step: Adaptive, t0: float) -> bool:
         first = at(self.attention, t0)

@@ -389,8 +389,8 @@ class ContinuousAttentionLayer(nn.Module):
                 bound = 4 * p.scale * q * k
             else:
                 bound = p.logit_bound(self.geometry.longest)
-            finite, size = torch.stack([start.sum().to(bound.dtype), bound]).tolist()
-        if not math.isfinite(finite):
+            total, size = checks.read(start.sum(), bound)
+        if not math.isfinite(total):
             checks.finite("x", x)
             check_placed("x", start, self.geometry)
         return size > dense.LOGIT_RANGE
