@@ -105,11 +105,12 @@ def _oblique(axis: Any, row: dict[str, Any]) -> None:
 
 def _cases(axis: Any, cases: dict[str, Any]) -> None:
     rotating, jordan, plane = cases["rotating"], cases["jordan"], cases["plane"]
-    axis.loglog(jordan["t"][1:], jordan["w1"][1:], "o-", color=COLOURS[1], markersize=3, label="Jordan, $W_1$")
-    axis.loglog(jordan["t"][1:], jordan["w2"][1:], "o-", color=COLOURS[4], markersize=3, label="Jordan, $W_2$")
     t = np.array(jordan["t"][2:])
-    axis.loglog(t, jordan["w1"][-1] * t[-1] / t, **THEORY)
-    axis.loglog(t, jordan["w2"][-1] * np.sqrt(t[-1] / t), **THEORY, label=r"$t^{-1}$, $t^{-1/2}$")
+    for name, colour, power in (("even", COLOURS[1], 1.0), ("uneven", COLOURS[4], 0.5)):
+        w2 = jordan[name]["w2"]
+        axis.loglog(jordan["t"][1:], w2[1:], "o-", color=colour, markersize=3, label=f"Jordan, {name} law, $W_2$")
+        words = r"$t^{-1}$, $t^{-1/2}$" if name == "uneven" else None
+        axis.loglog(t, w2[-1] * (t[-1] / t) ** power, **THEORY, label=words)
     axis.loglog(rotating["t"][1:], rotating["moving"][1:], color=COLOURS[0], label="rotating, moving")
     axis.loglog(rotating["t"][1:], rotating["frozen"][1:], color=COLOURS[0], linestyle=":", label="rotating, frozen")
     axis.loglog(plane["t"][1:], plane["w2"][1:], color=COLOURS[2], label="dim E = 2")

@@ -1,5 +1,5 @@
 """How far two laws are: Wasserstein distances, exact or with a proved error."""
 
-from attn_flow.transport.distances import Transport, solve, wasserstein
+from attn_flow.transport.distances import Limits, Transport, solve, wasserstein
 
-__all__ = ["Transport", "solve", "wasserstein"]
+__all__ = ["Limits", "Transport", "solve", "wasserstein"]

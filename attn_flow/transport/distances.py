@@ -19,19 +19,11 @@ import torch
 from torch import Tensor
 
 from attn_flow.base import checks
+from attn_flow.base.words import brief
 from attn_flow.transport.candidates import TREE_DIMENSION, nearest, shortlist
 from attn_flow.transport.coupling import SOLVERS, Array, Ground, Index, Plan, leak, potential
 from attn_flow.transport.entropic import certified
 
-# Points a side up to which the dense solvers are fastest: low dimension, and beyond a k-d tree's reach.
-DENSE_LIMIT = 1_000
-DENSE_LIMIT_HIGH_DIMENSION = 3_000
-# Points a side up to which the certified shortlist is affordable: minutes and a few hundred megabytes.
-SHORTLIST_LIMIT = 100_000
-# Sinkhorn in float64 on the CPU: seconds for every pair of points, schedule and interval of one blur together; and
-# how many of them are taken without being asked for.
-SINKHORN_SECONDS = 1e-6
-PATIENCE = 900.0
 # Points closer than this part of the clouds' extent are one atom; the distance moved is part of the error.
 COINCIDENT = 1e-10
 # Leaders tried before a cloud counts as spread.
@@ -48,7 +40,18 @@ SPHERE_RTOL = 1e-4
 METHODS = ("auto", *SOLVERS, "shortlist", "sinkhorn", "geomloss", "sliced")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class Limits:
+    """What "auto" takes on by itself; a solver asked for by name is not held to it."""
+
+    dense: int = 1_000  # points a side up to which the dense solvers are fastest, in low dimension
+    dense_high_dimension: int = 3_000  # and beyond a k-d tree's reach
+    shortlist: int = 100_000  # points a side up to which it is affordable: minutes and a few hundred megabytes
+    sinkhorn_seconds: float = 1e-6  # for every pair of points: schedule and interval of one blur, float64 on the CPU
+    patience: float = 900.0  # seconds taken without being asked for
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Transport:
     """W_p of a batch of pairs of clouds: |distance - W_p| <= error, in the units of x (arc length if geodesic).
 
@@ -63,10 +66,74 @@ class Transport:
     p: float
     cost: str
 
+    def __repr__(self) -> str:
+        if self.distance.ndim:
+            numbers = f"distance={brief(self.distance)}, error up to {float(self.error.max()):.2g}"
+        else:
+            numbers = f"{self.distance.item():.6g} +- {self.error.item():.2g}"
+        return f"Transport({numbers}, method={self.method!r}, p={self.p:g}, {self.cost})"
 
-def wasserstein(x: Tensor, y: Tensor, p: float = 2, **options: object) -> Tensor:
-    """W_p(x, y), the batch shape of x (..., n, d) and y (..., m, d); the options and errors of `solve`."""
-    return solve(x, y, p, **options).distance  # type: ignore[arg-type]
+
+def wasserstein(
+    x: Tensor,
+    y: Tensor,
+    p: float = 2,
+    *,
+    weights_x: Tensor | None = None,
+    weights_y: Tensor | None = None,
+    mask_x: Tensor | None = None,
+    mask_y: Tensor | None = None,
+    cost: str = "euclidean",
+    method: str = "auto",
+    rtol: float = 0.01,
+    merge_tol: float | None = None,
+    blur: float | None = None,
+    scaling: float = 0.9,
+    n_projections: int = 200,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The Wasserstein distance W_p of two clouds of tokens, within rtol of the truth or refused.
+
+    W_p(mu, nu) = ( min over couplings P of sum_ij P_ij c(x_i, y_j)^p )^{1/p}. `solve` is the same with the error it
+    proved and the method it took, and says more about the options.
+
+    Args:
+        x, y: clouds (..., n, d) and (..., m, d); leading axes broadcast.
+        p: 1 <= p < inf.
+        weights_x, weights_y: masses (..., n), (..., m), of any total; equal ones if not given.
+        mask_x, mask_y: True for tokens; a token hidden by its mask is not there.
+        cost: "euclidean", |x - y|, or "geodesic", arc length on the sphere the tokens lie on.
+        method: "auto", or a solver by name (`solve`).
+        rtol: the relative error allowed.
+        merge_tol, blur, scaling, n_projections, generator: of the solvers.
+
+    Returns:
+        The distance, of the batch shape, in the units of x; differentiable in x, y and the weights.
+
+    Example:
+        >>> x = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+        >>> wasserstein(x, x + torch.tensor([3.0, 4.0]))  # a translation by 5
+        tensor(5.)
+        >>> wasserstein(x, x, weights_x=torch.tensor([1.0, 0.0]), p=1)  # half of the mass goes from 0 to 1
+        tensor(0.5000)
+    """
+    return solve(
+        x,
+        y,
+        p,
+        weights_x=weights_x,
+        weights_y=weights_y,
+        mask_x=mask_x,
+        mask_y=mask_y,
+        cost=cost,
+        method=method,
+        rtol=rtol,
+        merge_tol=merge_tol,
+        blur=blur,
+        scaling=scaling,
+        n_projections=n_projections,
+        generator=generator,
+    ).distance
 
 
 def solve(
@@ -86,21 +153,38 @@ def solve(
     scaling: float = 0.9,
     n_projections: int = 200,
     generator: torch.Generator | None = None,
+    limits: Limits | None = None,
 ) -> Transport:
-    """W_p between clouds x (..., n, d) and y (..., m, d), leading dimensions broadcast.
+    """W_p with the error that was proved and the method that proved it.
 
-    Along the first of them the shortlist starts each pair from the plan of the one before, where that is feasible and
-    close: a finely sampled path takes a fraction of the time of its clouds one by one, and is proved as well.
+    Along the first batch axis the shortlist starts each pair from the plan of the one before, where that is feasible
+    and close: a finely sampled path takes a fraction of the time of its clouds one by one, and is proved as well.
 
-    weights (..., n) are normalised to probabilities; where a mask is False the point is not there.
-    cost "geodesic": arc length on the sphere the points lie on (any radius); gradients are tangent to it.
+    Args:
+        x, y: clouds (..., n, d) and (..., m, d); leading axes broadcast. Any scale from 1e-300 to 1e300 will do.
+        p: 1 <= p < inf.
+        weights_x, weights_y: masses (..., n), (..., m), normalised to probabilities.
+        mask_x, mask_y: where False the point is not there.
+        cost: "euclidean", or "geodesic": arc length on the sphere the points lie on (any radius); gradients are
+            tangent to it.
+        method: "line" (d = 1), "circle" (geodesic, d = 2), "assignment" (equal numbers, equal weights), "simplex",
+            "shortlist" (certified to 1e-6 of the distance, or to the rounding of its potentials where that is more:
+            n eps of the largest cost), "sinkhorn" and "geomloss" (Euclidean p = 2, certified interval, refused beyond
+            rtol), "sliced" (another distance: the p-th mean of W_p over `n_projections` random directions), or "auto".
+        rtol: |distance - W_p| <= rtol W_p is proved or refused; a distance below 1e-6 of the extent of nine tenths
+            of the mass is rounding, and returned with its error.
+        merge_tol: points closer than this are merged into atoms; default 1e-10 of that extent.
+        blur, scaling: the Sinkhorn schedule, as in geomloss; by default the blur is lowered until rtol is proved.
+        n_projections, generator: of "sliced".
+        limits: how many points and seconds "auto" takes on; `Limits()` if not given.
 
-    method: "line" (d = 1), "circle" (geodesic, d = 2), "assignment" (equal numbers, equal weights), "simplex",
-    "shortlist" (certified to 1e-6 of the distance, or to the rounding of its potentials where that is more: n eps of
-    the largest cost), "sinkhorn" and "geomloss" (Euclidean p = 2, certified interval, refused beyond rtol), "sliced"
-    (another distance: the p-th mean of W_p over `n_projections` random directions), or "auto".
-    merge_tol: points closer than this are merged into atoms; default 1e-10 of the extent of the clouds.
-    blur, scaling: the Sinkhorn schedule, as in geomloss; by default the blur is lowered until rtol is proved.
+    Returns:
+        A `Transport`: distance and error of the batch shape in the units of x, method, p and cost.
+
+    Example:
+        >>> x = torch.tensor([[0.0], [1.0]])
+        >>> solve(x, x + 0.25, p=1)
+        Transport(0.25 +- 0, method='line', p=1, euclidean)
     """
     if not (isinstance(p, (int, float)) and 1 <= p < math.inf):
         raise ValueError(f"p = {p}, expected a number with 1 <= p < inf.")
@@ -126,7 +210,7 @@ def solve(
         raise ValueError(
             f"x has batch shape {tuple(x.shape[:-2])} and y {tuple(y.shape[:-2])}, expected shapes that broadcast."
         )
-    ground = Ground(float(p), cost)
+    ground, limits = Ground(float(p), cost), limits or Limits()
     dtype = torch.promote_types(x.dtype, y.dtype)
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     if math.prod(batch) == 0:
@@ -135,28 +219,36 @@ def solve(
     a, b, there_x, there_y = (z.expand(*batch, z.shape[-1]) for z in (a, b, there_x, there_y))
     distances, errors = [], []
     used: dict[str, None] = {}
-    plans: dict[tuple[int, ...], Plan] = {}
+    plans: dict[tuple[int, ...], tuple[Plan, float]] = {}
     for k in itertools.product(*map(range, batch)):
         keep_x, keep_y = there_x[k], there_y[k]
         xi, yi, ai, bi = (z[keep].double() for z, keep in zip((x[k], y[k], a[k], b[k]), (keep_x, keep_y) * 2))
+        ai, bi = (w / w.detach().max() for w in (ai, bi))  # whose sum may overflow
         ai, bi = ai / ai.sum(), bi / bi.sum()
-        radius = _radius(xi, yi) if cost == "geodesic" else 1.0
+        unit = _unit(xi, yi)
+        xi, yi = xi / unit, yi / unit
+        radius = _radius(xi, yi, unit) if cost == "geodesic" else 1.0
         if cost == "geodesic":
             xi, yi = (z / z.norm(dim=-1, keepdim=True) for z in (xi, yi))
+        share = 1.0
+        if method == "auto" and cost == "euclidean" and not (ai.requires_grad or bi.requires_grad):
+            xi, ai, yi, bi, share = _without_hermits(xi, ai, yi, bi, float(p))
         if method == "sliced":
             distance, error = _sliced(xi, ai, yi, bi, ground, n_projections, generator)
             name = method
         elif method in ("sinkhorn", "geomloss"):
-            distance, error = certified(xi, ai, yi, bi, ground, rtol, blur, scaling, method, dtype)
+            width = None if blur is None else blur / unit
+            distance, error = certified(xi, ai, yi, bi, ground, rtol, width, scaling, method, dtype)
             name = method
         else:
-            tol = None if merge_tol is None else merge_tol / radius
-            before = plans.pop((k[0] - 1, *k[1:]), None) if k else None
-            distance, error, name, plan = _pair(xi, ai, yi, bi, ground, method, rtol, tol, before)
-            if plan is not None:
-                plans[k] = plan
-        distances.append(distance * radius)
-        errors.append(error * radius)
+            tol = None if merge_tol is None else merge_tol / (radius * unit)
+            before = _in_units(plans.pop((k[0] - 1, *k[1:]), None) if k else None, unit, ground.p)
+            distance, error, name, plan = _pair(xi, ai, yi, bi, ground, method, rtol, tol, before, limits)
+            if plan is not None and share == 1:
+                plans[k] = plan, unit
+        size = radius * unit * share ** (1 / ground.p)
+        distances.append(distance * size)
+        errors.append(error * size)
         used[name] = None
     stack = torch.stack(distances).reshape(batch)
     bound = torch.tensor(errors, dtype=dtype, device=x.device).reshape(batch)
@@ -178,15 +270,80 @@ def _cloud(name: str, x: Tensor, weights: Tensor | None, mask: Tensor | None) ->
     batch = torch.broadcast_shapes(x.shape[:-1], *(z.shape for z in (weights, mask) if z is not None))
     ones = torch.ones(batch, dtype=x.dtype, device=x.device)
     there = torch.ones_like(ones, dtype=torch.bool) if mask is None else mask.expand(batch)
-    return x.expand(*batch, x.shape[-1]), ones if weights is None else weights.to(x.dtype).expand(batch), there
+    masses = ones if weights is None else weights.expand(batch)  # in their own precision, which may be the higher
+    return x.expand(*batch, x.shape[-1]), masses, there
 
 
-def _radius(x: Tensor, y: Tensor) -> float:
+def _unit(x: Tensor, y: Tensor) -> float:
+    """1, or for tiny and huge clouds a power of two of the order of their extent.
+
+    Dividing by it is exact, and p-th powers of distances then neither overflow nor vanish.
+    """
+    both = torch.cat([x, y]).detach()
+    top = float(both.abs().max())
+    if top == 0:
+        return 1.0
+    scale = math.ldexp(1.0, math.frexp(top)[1] - 1)
+    extent = float((both.amax(0) / scale - both.amin(0) / scale).max())
+    scale *= math.ldexp(1.0, math.frexp(extent)[1] - 1) if extent > 0 else 1.0
+    return 1.0 if 1e-20 < scale < 1e20 else scale
+
+
+def _in_units(before: tuple[Plan, float] | None, unit: float, p: float) -> Plan | None:
+    """The plan of the pair before, its potential in the units of this one."""
+    if before is None:
+        return None
+    plan, other = before
+    return plan if plan.v is None else replace(plan, v=plan.v * (other / unit) ** p)
+
+
+def _without_hermits(
+    x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """The clouds without far points that both have, and the share of mass that is left.
+
+    A point z that holds the same mass in both clouds, at distances of at least D from all others, which are less than
+    2^{1/p} D apart, stays where it is: sending mass out of z and other mass into it costs 2 D^p, more than sending that
+    mass directly. Left in, it would set the scale of rounding.
+    """
+    both = torch.cat([x, y]).detach()
+    if _extent(both, torch.cat([a, b]).detach(), 1.0) <= 1e3 * _extent(both, torch.cat([a, b]).detach(), 0.9):
+        return x, a, y, b, 1.0
+    share = 1.0
+    while True:
+        centre = torch.cat([x, y]).detach().median(0).values
+        i = int((x.detach() - centre).norm(dim=-1).argmax())
+        same_x, same_y = ((z.detach() == x.detach()[i]).all(-1) for z in (x, y))
+        mass = float(a.detach()[same_x].sum())
+        rest = torch.cat([x.detach()[~same_x], y.detach()[~same_y]])
+        if not len(rest) or not (same_y.any() and abs(float(b.detach()[same_y].sum()) - mass) <= 1e-15):
+            break
+        far = float((rest - x.detach()[i]).norm(dim=-1).min())
+        across = 2 * float((rest - rest.mean(0)).norm(dim=-1).max())  # at least their diameter
+        if not across < 2 ** (1 / p) * far:
+            break
+        x, a, y, b = x[~same_x], a[~same_x], y[~same_y], b[~same_y]
+        share *= float(a.detach().sum())
+        a, b = a / a.sum(), b / b.sum()
+    return x, a, y, b, share
+
+
+def _extent(z: Tensor, w: Tensor, part: float) -> float:
+    """The largest side of the box around the median that holds `part` of the mass, along each axis by itself."""
+    centre = z.median(0).values
+    away, order = (z - centre).abs().sort(0)
+    held = w[order].cumsum(0) / w.sum()
+    first = (held < part * (1 - 1e-12)).sum(0).clamp(max=len(z) - 1)
+    return 2 * float(away.gather(0, first[None]).max())
+
+
+def _radius(x: Tensor, y: Tensor, unit: float) -> float:
     norm = torch.cat([x, y]).detach().norm(dim=-1)
     radius = float(norm.mean())
     if radius == 0 or float((norm - radius).abs().max()) > SPHERE_RTOL * radius:
+        low, high = (float(bound) * unit for bound in (norm.min(), norm.max()))
         raise ValueError(
-            f"the geodesic cost got points with norms from {float(norm.min()):.6g} to {float(norm.max()):.6g}, "
+            f"the geodesic cost got points with norms from {low:.6g} to {high:.6g}, "
             "expected one sphere around the origin; use Sphere(radius).retract, or cost='euclidean'."
         )
     return radius
@@ -202,15 +359,16 @@ def _pair(
     rtol: float,
     merge_tol: float | None,
     start: Plan | None,
+    limits: Limits,
 ) -> tuple[Tensor, float, str, Plan | None]:
     """W_p of one pair, its error bound, the solver's name and its plan, of atoms where points were merged."""
-    both = torch.cat([x, y]).detach()
-    extent = float((both.amax(0) - both.amin(0)).max())
+    # Of nine tenths of the mass: a few far points must not set what counts as coincident, or as rounding.
+    extent = _extent(torch.cat([x, y]).detach(), torch.cat([a, b]).detach(), 0.9)
     mass_gradient = a.requires_grad or b.requires_grad
     # Equal points tie in every shortlist, so it too starts from atoms.
     if merge_tol is not None or (method in ("auto", "shortlist") and not mass_gradient):
-        merged = _merged(x, a, y, b, ground, COINCIDENT * extent if merge_tol is None else merge_tol)
-        name = method if method != "auto" or merged is None else _choose(*merged[:4], ground)
+        merged = _merged(x, a, y, b, ground, COINCIDENT * extent if merge_tol is None else merge_tol, limits)
+        name = method if method != "auto" or merged is None else _choose(*merged[:4], ground, limits)
         if merged is not None and name != "beyond":
             distance, error, plan = _exact(*merged[:4], ground, name, start)
             error += merged[4]
@@ -221,14 +379,15 @@ def _pair(
                     f"merging within merge_tol = {merge_tol:.3g} gives {distance.item():.6g} with an error up to "
                     f"{error:.3g}, more than rtol = {rtol:g} of it; lower merge_tol."
                 )
-    name = _choose(x, a, y, b, ground) if method == "auto" else method
+    name = _choose(x, a, y, b, ground, limits) if method == "auto" else method
     if name == "beyond":
-        return *_beyond(x, a, y, b, ground, rtol, extent), None
+        return *_beyond(x, a, y, b, ground, rtol, extent, limits), None
     distance, error, plan = _exact(x, a, y, b, ground, name, start)
     if not _good(distance, error, rtol, extent, ground.p):
         raise ValueError(
             f"method {name!r} proved only {distance.item():.6g} with an error up to {error:.3g}, more than "
-            f"rtol = {rtol:g} of it; raise rtol, or use method='assignment' or 'simplex'."
+            f"rtol = {rtol:g} of it; raise rtol, leave out points far from all others, or use method='assignment' or "
+            "'simplex'."
         )
     return distance, error, name, plan
 
@@ -255,7 +414,7 @@ def _in_distance(distance: float, gap: float, p: float) -> float:
     return distance * -math.expm1(math.log1p(-share) / p) if share < 1 else gap ** (1 / p)
 
 
-def _choose(x: Tensor, a: Tensor, y: Tensor, b: Tensor, ground: Ground) -> str:
+def _choose(x: Tensor, a: Tensor, y: Tensor, b: Tensor, ground: Ground, limits: Limits) -> str:
     """The cheapest exact solver for these sizes, or "beyond"."""
     (n, d), m = x.shape, len(y)
     mass_gradient = a.requires_grad or b.requires_grad
@@ -263,20 +422,20 @@ def _choose(x: Tensor, a: Tensor, y: Tensor, b: Tensor, ground: Ground) -> str:
         return "line"
     if d == 2 and ground.cost == "geodesic" and not mass_gradient:
         return "circle"
-    if n * m <= (DENSE_LIMIT if d <= TREE_DIMENSION else DENSE_LIMIT_HIGH_DIMENSION) ** 2:
+    if n * m <= (limits.dense if d <= TREE_DIMENSION else limits.dense_high_dimension) ** 2:
         uniform = n == m and all(float(w.max() - w.min()) <= 1e-12 / n for w in (a.detach(), b.detach()))
         return "assignment" if uniform and not mass_gradient else "simplex"
-    return "shortlist" if max(n, m) <= SHORTLIST_LIMIT else "beyond"
+    return "shortlist" if max(n, m) <= limits.shortlist else "beyond"
 
 
 def _beyond(
-    x: Tensor, a: Tensor, y: Tensor, b: Tensor, ground: Ground, rtol: float, extent: float
+    x: Tensor, a: Tensor, y: Tensor, b: Tensor, ground: Ground, rtol: float, extent: float, limits: Limits
 ) -> tuple[Tensor, float, str]:
     """More points than the shortlist affords: merge as far as rtol allows, else Sinkhorn with its interval."""
     tol = rtol * extent / 8
     for _ in range(2):
-        merged = _merged(x, a, y, b, ground, tol)
-        name = "beyond" if merged is None else _choose(*merged[:4], ground)
+        merged = _merged(x, a, y, b, ground, tol, limits)
+        name = "beyond" if merged is None else _choose(*merged[:4], ground, limits)
         if merged is None or name == "beyond":
             break
         distance, error, _ = _exact(*merged[:4], ground, name)
@@ -287,11 +446,11 @@ def _beyond(
     if ground != Ground(2.0, "euclidean"):
         raise ValueError(
             f"clouds of {len(x)} and {len(y)} points, p = {ground.p:g}, {ground.cost} cost: beyond "
-            f"{SHORTLIST_LIMIT} points only the Euclidean p = 2 distance is certified. "
+            f"{limits.shortlist} points only the Euclidean p = 2 distance is certified. "
             "Subsample, or use method='sliced'."
         )
-    seconds = 0.0 if x.is_cuda else SINKHORN_SECONDS * len(x) * len(y)
-    if seconds > PATIENCE:
+    seconds = 0.0 if x.is_cuda else limits.sinkhorn_seconds * len(x) * len(y)
+    if seconds > limits.patience:
         raise ValueError(
             f"clouds of {len(x)} and {len(y)} points would take about {seconds / 3600:.1f} hours of method='sinkhorn'; "
             "subsample, merge near points by merge_tol, use method='sliced', or ask for method='sinkhorn' or "
@@ -356,13 +515,13 @@ def _potentials(x: Tensor, y: Tensor, ground: Ground, plan: Plan) -> tuple[Array
 
 
 def _merged(
-    x: Tensor, a: Tensor, y: Tensor, b: Tensor, ground: Ground, tol: float
+    x: Tensor, a: Tensor, y: Tensor, b: Tensor, ground: Ground, tol: float, limits: Limits
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, float] | None:
     """Both clouds as atoms, and the distance they moved: W_p changes by no more. None where it would not pay."""
     owner_x, owner_y = _atoms(x, tol), _atoms(y, tol)
     atoms = 1 + int(owner_x.max()), 1 + int(owner_y.max())
     # Small uniform clouds lose the assignment solver by merging; large ones gain by any atom.
-    worth = 0.25 if len(x) * len(y) <= DENSE_LIMIT**2 else 0.95
+    worth = 0.25 if len(x) * len(y) <= limits.dense**2 else 0.95
     if atoms[0] * atoms[1] > worth * len(x) * len(y):
         return None
     X, A, moved_x = _merge(x, a, owner_x, ground)

@@ -67,12 +67,21 @@ def softmin(eps: float, x: Tensor, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor
 
 
 def softmins(
-    eps: float, x: Tensor, y: Tensor, a: Tensor, b: Tensor, f: Tensor, g: Tensor, means: bool = False
+    eps: float,
+    x: Tensor,
+    y: Tensor,
+    a: Tensor,
+    b: Tensor,
+    f: Tensor,
+    g: Tensor,
+    means: bool = False,
+    entries: int = BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The softmins of g over y (n,) and of f over x (m,), both from K_ij = e^{(f_i + g_j - C_ij)/eps}, computed once.
 
     f_i - eps log sum_j b_j K_ij is the softmin of g: near the fixed point K is of order one, so no maximum is needed.
-    For x is y, half of K is enough. With `means`, also the means of y and x under those weights, else empty.
+    For x is y, half of K is enough; it comes in blocks of `entries`. With `means`, also the means of y and x under
+    those weights, else empty.
     """
     unit = 1 / (eps * math.log(2))  # exp2 takes half the time of exp
     left = torch.cat([x, f[:, None] - x.square().sum(-1, keepdim=True) / 2, torch.ones_like(x[:, :1])], -1) * unit
@@ -80,7 +89,7 @@ def softmins(
     Q = b[:, None] * torch.cat([torch.ones_like(b)[:, None], y], -1) if means else b[:, None]
     P = a[:, None] * torch.cat([torch.ones_like(a)[:, None], x], -1) if means else a[:, None]
     rows, columns = torch.zeros_like(P), torch.zeros_like(Q)
-    step = max(BLOCK // len(y), 32)
+    step = max(entries // len(y), 32)
     for i in range(0, len(x), step):
         block, first = slice(i, i + step), i if x is y else 0
         # Below the clamp nothing counts, and denormal numbers are slow.

@@ -20,7 +20,7 @@ from torch import Tensor
 from attn_flow.transport import distances
 from attn_flow.transport.candidates import _sparse, nearest, shortlist
 from attn_flow.transport.coupling import Ground, Plan, staircase
-from attn_flow.transport.distances import solve, wasserstein
+from attn_flow.transport.distances import Limits, solve, wasserstein
 from attn_flow.transport.entropic import divergence, interval, softmin, softmins
 
 F64 = torch.float64
@@ -151,32 +151,28 @@ def test_merging_moves_no_further_than_it_says() -> None:
     assert abs(float(found.distance) - exact("clusters, unequal masses")) <= float(found.error)
 
 
-def test_beyond_the_shortlist_clusters_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distances, "SHORTLIST_LIMIT", 1000)
+def test_beyond_the_shortlist_clusters_are_merged() -> None:
     name = "clusters, unequal masses"
-    found = solve(*CASES[name])
+    found = solve(*CASES[name], limits=Limits(shortlist=1000))
     assert found.method == "merged simplex"
     assert abs(float(found.distance) - exact(name)) <= float(found.error) <= 0.01 * float(found.distance)
 
 
-def test_beyond_the_shortlist_spread_clouds_go_to_sinkhorn_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distances, "SHORTLIST_LIMIT", 200)
-    monkeypatch.setattr(distances, "DENSE_LIMIT", 100)
+def test_beyond_the_shortlist_spread_clouds_go_to_sinkhorn_or_are_refused() -> None:
+    limits = Limits(dense=100, shortlist=200)
     x, y = (z[:250] for z in CASES["spread, moved"])
-    found = solve(x, y, rtol=0.1)
+    found = solve(x, y, rtol=0.1, limits=limits)
     assert found.method == "sinkhorn"
     assert abs(float(found.distance) - float(wasserstein(x, y, method="assignment"))) <= float(found.error)
     with pytest.raises(ValueError, match=r"only the Euclidean p = 2 distance is certified\. Subsample"):
-        solve(x, y, 1)
+        solve(x, y, 1, limits=limits)
 
 
-def test_beyond_the_shortlist_hours_are_not_spent_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distances, "SHORTLIST_LIMIT", 200)
-    monkeypatch.setattr(distances, "DENSE_LIMIT", 100)
-    monkeypatch.setattr(distances, "SINKHORN_SECONDS", 1.0)
+def test_beyond_the_shortlist_hours_are_not_spent_unasked() -> None:
+    limits = Limits(dense=100, shortlist=200, sinkhorn_seconds=1.0)
     x, y = (z[:250] for z in CASES["spread, moved"])
     with pytest.raises(ValueError, match=r"about 17\.4 hours .* subsample, merge .* method='sliced'"):
-        solve(x, y)
+        solve(x, y, limits=limits)
 
 
 # A path.
@@ -244,11 +240,10 @@ def test_softmin_is_its_formula() -> None:
 
 @pytest.mark.parametrize("scale", [0.1, 1e4])  # near the fixed point, and where the kernel matrix overflows
 @pytest.mark.parametrize("same", [False, True])
-def test_both_softmins_are_their_formula(scale: float, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_flow.transport.entropic.BLOCK", 1)  # several blocks of rows
+def test_both_softmins_are_their_formula(scale: float, same: bool) -> None:
     x, a, f = normal(70, 3), normal(70, seed=2).softmax(-1), scale * normal(70, seed=4)
     y, b, g = (x, a, f) if same else (normal(50, 3, seed=1), normal(50, seed=3).softmax(-1), scale * normal(50, seed=5))
-    found = softmins(0.3, x, y, a, b, f, g, means=True)
+    found = softmins(0.3, x, y, a, b, f, g, means=True, entries=1)  # several blocks of rows
     known = *softmin(0.3, x, y, b.log() + g / 0.3), *softmin(0.3, y, x, a.log() + f / 0.3)
     for ours, theirs in zip(found, known):
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
