@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from attn_flow.averages import dense, sinkhorn
 from attn_flow.base import checks
+from attn_flow.base.words import introduce
 
 Kind = Literal["softmax", "unnormalised", "hardmax", "sinkhorn"]
 ALL = slice(None)
 NO_BATCH = torch.Size(())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Projections:
     """Maps from tokens to queries, keys and values of every head, and from the heads' averages to the drift.
 
@@ -47,7 +48,7 @@ class Projections:
     cold: bool
     truncation: float | None
     batch: torch.Size
-    given: Mapping[str, Any] = field(repr=False)
+    given: Mapping[str, Any]
     precise: bool | None = None
 
     @classmethod
@@ -107,6 +108,9 @@ class Projections:
             batch=batch,
             given=given,
         )
+
+    def __repr__(self) -> str:
+        return introduce(self, "query", "key", "value", "output", "scale", "kind", "causal", "cold", "precise")
 
     @cached_property
     def double(self) -> Projections:

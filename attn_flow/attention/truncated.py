@@ -13,6 +13,7 @@ from torch import Tensor
 from attn_flow.attention.projections import ALL, Projections
 from attn_flow.averages import compiled, dense, fourier, near
 from attn_flow.averages.patches import worth
+from attn_flow.base.words import introduce
 
 # The share of a query's weights that may be left out where nothing else is asked: what the dtype hardly resolves.
 TRUNCATION = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -20,7 +21,7 @@ COMPILED_PAIRS = 2**22  # pairs of queries and keys from which the compiled kern
 FEWEST_PAIRS = min(COMPILED_PAIRS, fourier.PAIRS, near.PAIRS)  # from which anything here can pay
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Truncated:
     """A drift (..., n, d) over the keys that matter: |drift - F| <= error (..., n), rounding to its dtype aside.
 
@@ -30,6 +31,9 @@ class Truncated:
     drift: Tensor
     error: Tensor
     pairs: float
+
+    def __repr__(self) -> str:
+        return introduce(self, "drift", "error", "pairs")
 
 
 def over_near_keys(

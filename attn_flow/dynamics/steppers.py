@@ -31,7 +31,21 @@ class Step(Protocol):
 class RungeKutta:
     """An explicit tableau: stages k_i at t + c_i h, x + h sum_j a_ij k_j; the step x + h sum_i b_i k_i.
 
-    `embedded` are the weights of a second, lower-order result: the difference estimates the local error.
+    Args:
+        name: what paths remember of it.
+        order: of convergence.
+        a: rows of weights of the earlier stages, from the second stage on.
+        b: weights of the stages in the step.
+        embedded: those of a second, lower-order result: the difference estimates the local error.
+
+    Example:
+        >>> from attn_flow import Attention, Euclidean, flow
+        >>> heun = RungeKutta("heun", 2, a=((1.0,),), b=(0.5, 0.5))
+        >>> x0 = torch.tensor([[1.0]])
+        >>> flow(Attention.identity(1, 0.0), x0, [0.0, 0.5], step=heun, h=0.5, geometry=Euclidean()).x
+        tensor([[[1.0000]],
+        <BLANKLINE>
+                [[1.6250]]])
     """
 
     name: str

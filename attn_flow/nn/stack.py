@@ -1,9 +1,6 @@
 """A toy deep encoder: embedding, L residual attention layers in continuous time, a head.
 
-stack = DeepStack(inputs=20, outputs=4, length=16, depth=2, horizon=2.0, beta=4.0)
-logits = stack(ids)                  # (batch, outputs)
-path = stack.trajectory(ids)         # the tokens through depth, a Trajectory
-stack.attentions()                   # what each layer learned, as Attention
+`stack(ids)` are the logits, `stack.trajectory(ids)` the tokens through depth, `stack.attentions()` what was learned.
 """
 
 from __future__ import annotations
@@ -45,6 +42,12 @@ class DeepStack(nn.Module):
     ffn: hidden width of x <- retract(x + P_x FFN(x)) after each layer; 0 for none.
     noise: sigma of independent kicks sqrt(h) sigma xi after each step, in training mode only, as dropout.
     checkpoint: recompute each step in the backward pass instead of keeping it.
+
+    Example:
+        >>> stack = DeepStack(inputs=20, outputs=4, length=16, depth=2, horizon=2.0, beta=4.0)
+        >>> ids = torch.randint(20, (8, 16))
+        >>> stack(ids).shape, stack.trajectory(ids)
+        (torch.Size([8, 4]), Trajectory(...))
     """
 
     def __init__(
