@@ -168,7 +168,9 @@ def encoder(texts: int) -> dict[str, Any] | None:
     layers = []
     for attention, x in zip(attentions(model), path.x):
         x = x.clone().requires_grad_(True)
-        total = log_energy(x, float(attention.beta), attention.G, mask=path.mask).sum()
+        beta = attention.common_beta
+        assert beta is not None  # an encoder's layer has one
+        total = log_energy(x, beta, attention.G, mask=path.mask).sum()
         (uphill,) = torch.autograd.grad(total, x)
         with torch.no_grad():
             output = attention.drift(x, mask=path.mask)

@@ -1,8 +1,9 @@
 """A corpus of any size through an encoder in constant memory: `record_corpus(model, tokenizer, texts, folder)`.
 
 The state of a run is one file, replaced in one step: sums, sample, position in the texts. A run killed at any moment
-goes on from the last one and ends with the same bits. Batch b belongs to shard b mod n, so that n processes see the
-very batches of one process, and their sums merge to its own.
+goes on from the last one and ends with the same bits, if the machine, its threads and the versions of torch and
+transformers are the same; else with the same numbers to rounding. Batch b belongs to shard b mod n, so that n
+processes see the very batches of one process, and their sums merge to its own.
 """
 
 from __future__ import annotations

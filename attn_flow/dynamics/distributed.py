@@ -24,8 +24,10 @@ T = TypeVar("T")
 class Processes:
     """Which of how many processes this is, and the device it works on; `processes()` makes it.
 
-    What several processes compute is the same, bit for bit, on each of them; against one process it is the same to
-    rounding, because sums are added in another order.
+    What several processes compute is the same, bit for bit, on each of them, if they run on processors of one kind
+    with the same versions: each decides for itself what all must decide alike (steps, merges). Against one process it
+    is the same to rounding, because sums are added in another order; a stop time of `Adaptive` is then the same to
+    what rounding makes of its steps (1e-10, where the step follows errors of 1e-6).
     """
 
     rank: int

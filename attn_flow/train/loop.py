@@ -2,6 +2,9 @@
 
 Nothing random has a state: batch k and kick k are functions of (seed, k). The checkpoint of update k is written
 when the loss of update k is known to be finite and before its step, so that the last one is always good.
+
+The curve is the same to the last bit on one machine with the same versions, instruction set, and numbers of threads
+and processes. Where one of them differs sums round differently, and training makes that grow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Everything that decides a training run, in one value: the same recipe gives the same loss curve."""
+"""Everything that decides a training run, in one value: the same recipe gives the same loss curve on one machine."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tolerances import rounding
 
 from attn_flow import Attention, Sphere, flow
 from attn_flow.averages import compiled, near
@@ -43,8 +44,10 @@ def test_equals_the_other_path(masks, beta):
     mask = torch.rand(700, generator=generator) > 0.2
     for options in ({}, {"weights": weights}, {"mask": mask}):
         ours, theirs, exact = both(attention, sphere(700, 3), **options)
-        assert bool(((ours.drift - exact).norm(dim=-1) <= ours.error + 2e-6).all())
-        assert float((ours.drift - theirs.drift).abs().max()) < 4e-6
+        # Rounding of either sign in sums of 700: four times their square root.
+        slack = rounding(exact, 4 * 26, torch.float32)
+        assert bool(((ours.drift - exact).norm(dim=-1) <= ours.error + slack).all())
+        assert float((ours.drift - theirs.drift).abs().max()) < slack
         assert ours.pairs == theirs.pairs
 
 
@@ -53,8 +56,9 @@ def test_every_width(d, k):
     attention = Attention.random(d, 2, k, generator=torch.Generator().manual_seed(2), beta=30.0)
     x = torch.randn(400, d, generator=torch.Generator().manual_seed(3))
     ours, theirs, exact = both(attention, x)
-    assert float((ours.drift - exact).abs().max()) < 1e-5 * float(exact.abs().max())
-    assert float((ours.drift - theirs.drift).abs().max()) < 1e-5 * float(exact.abs().max())
+    slack = rounding(exact, 4 * 20, torch.float32)  # of either sign in sums of 400
+    assert float((ours.drift - exact).abs().max()) < slack
+    assert float((ours.drift - theirs.drift).abs().max()) < slack
 
 
 def test_drifts_and_flows_go_through_it(monkeypatch):
@@ -87,7 +91,7 @@ def test_queries_of_their_own():
     v = k.float()
     found = near.softmax(q, k, v, tolerance=1e-6, scale=50.0)
     exact = torch.softmax(50.0 * q @ k.mT, dim=-1) @ k
-    assert float((found.average - exact).abs().max()) < 2e-6
+    assert float((found.average - exact).abs().max()) < 1e-6 + rounding(exact, 70, torch.float32)
 
 
 def test_no_compiler_is_said(monkeypatch, tmp_path):
