@@ -2,20 +2,23 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from encoder_zoo import inputs, tiny, tokenizer, words
 from safetensors import safe_open
 from tolerances import rounding
+from torch import nn
 
-from attn_flow.hooks import Statistics, merge_shards, record, record_corpus
+from attn_flow.hooks import Statistics, merge_shards, record, record_corpus, scale_beta
 from attn_flow.hooks.moments import Moments, Reservoir, keys
 
 TEXTS = words([1 + (7 * i) % 12 for i in range(60)])
@@ -251,3 +254,104 @@ def test_progress_is_shown_only_when_asked(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == ""
     corpus(progress=True)
     assert "tokens/s" in capsys.readouterr().err
+
+
+def test_a_run_of_another_model_or_tokenizer_is_refused_with_what_differs(tmp_path: Path) -> None:
+    def run(model: nn.Module, tok: Any = None, **options) -> Statistics:
+        return record_corpus(model, tok or tokenizer(), TEXTS, tmp_path, **{**OPTIONS, "reservoir": 40, **options})
+
+    whole = run(tiny("BERT"))
+    edited = tiny("BERT")
+    with torch.no_grad():  # one entry of one matrix
+        edited.encoder.layer[1].output.dense.weight[3, 5] += 1e-3
+    other = tokenizer()
+    other.add_tokens(["never used"])
+    cases = [
+        (edited, None, r"what differs: the weights \('BertModel \w+' there, 'BertModel \w+' now\)\. Use"),
+        (tiny("BERT", torch.float64), None, r"the dtype \('float32' there, 'float64' now\)"),
+        (tiny("BERT"), other, r"what differs: the tokenizer \('\w+ \w+' there, '\w+ \w+' now\)\. Use"),
+    ]
+    for model, tok, message in cases:
+        with pytest.raises(ValueError, match=message):
+            run(model, tok)
+    scaled = tiny("BERT")
+    with scale_beta(scaled, 2.0), pytest.raises(ValueError, match="what is wrapped or scaled"):
+        run(scaled)
+    assert equal(Statistics.load(tmp_path), whole)
+    anew = run(edited, again=True)
+    assert not equal(anew, whole)
+    assert equal(Statistics.load(tmp_path), anew)
+
+
+def test_other_masks_are_other_inputs(tmp_path: Path) -> None:
+    x = inputs("BERT")
+    record_corpus(tiny("BERT"), x, folder=tmp_path)
+    mask = x["attention_mask"].clone()
+    mask[0, -1] = 0
+    with pytest.raises(ValueError, match="over other texts"):
+        record_corpus(tiny("BERT"), {**x, "attention_mask": mask}, folder=tmp_path)
+
+
+def test_states_cannot_join_halfway_but_start_over(tmp_path: Path) -> None:
+    whole = corpus(tmp_path)
+    with pytest.raises(ValueError, match=r"states \(False there, True now\)"):
+        corpus(tmp_path, states=True)
+    assert equal(corpus(tmp_path, states=True, again=True), whole)
+    files = json.loads((tmp_path / "manifest.json").read_text())["files"]
+    assert sum(entry["tokens"] for entry in files) == whole.n
+    corpus(tmp_path, again=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["statistics.safetensors"]  # nothing stale is left
+
+
+def test_a_finished_run_knows_its_limit(tmp_path: Path) -> None:
+    texts = [*TEXTS[:3], *words([40])]
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="1 texts were longer than 32 tokens"):
+            assert corpus(tmp_path, texts).about["limit"] == 32
+
+
+def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+    corpus(tmp_path)
+    path = tmp_path / "statistics.safetensors"
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[-9] ^= 4
+    for content in (bytes(flipped), whole[:-1], whole[:100], b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"statistics\.safetensors is damaged.*move it away"):
+            corpus(tmp_path)
+    assert corpus(tmp_path, again=True).done
+
+
+def test_two_runs_do_not_write_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = launch(folder, 0.1, False)
+    deadline = time.monotonic() + 120
+    while not (folder / "statistics.safetensors").exists() and time.monotonic() < deadline:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="another run is writing"):
+        corpus(folder)
+    corpus(folder, shard="0/2")  # another shard is another run
+    process.kill()
+    process.wait()
+    assert equal(corpus(folder), corpus())
+    assert not list(folder.glob(".*"))
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    corpus(tmp_path, TEXTS[:20])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"statistics\.safetensors could not be written .*too large"):
+            corpus(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert Statistics.load(tmp_path).texts == 20
+    assert equal(corpus(tmp_path), corpus())
+
+
+def test_a_short_repr() -> None:
+    assert len(repr(corpus())) < 300
+    assert "n=" in repr(corpus())
