@@ -20,12 +20,25 @@ NormPlacement = str  # "post": norm(x + A x), "pre": x + A norm(x), "parallel": 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One layout. Paths are relative to the block; `blocks`, `embed_norm` and `after_norm` to the encoder.
+    """One layout of encoders. Paths are relative to the block; `blocks`, `embed_norm` and `after_norm` to the encoder.
 
     attn is called with the tokens (already normalised in a pre-norm block); q, k, v, o are its projections, one fused
     module if `fused` says how its rows are ordered (c: which of q, k, v; h: head; k: head dimension). `emit` is the
     last module before the residual sum, where it is not attn itself; `ffn` is the same for the feed-forward part.
     A value that depends on the options of a model is a function of the block.
+
+    name: for people. blocks: the path of the list of blocks, or a function of the encoder that lists (path, block) in
+    the order they fire. norm1, norm2: the norms of attention and feed-forward part; norm_placement: "post", "pre" or
+    "parallel". q_bias, v_bias: parameters added to fused queries and values. layer_scale: the module that scales what
+    attention adds. beta: the inverse temperature, if it is not 1/sqrt(k) or the module's own `scaling`. positions: how
+    positions enter the scores, in words; empty if they do not. causal: whether a token sees only those before it.
+
+    Example:
+        >>> Architecture(
+        ...     name="mine", blocks="encoder.layers", attn="att", q="att.q", k="att.k", v="att.v", o="att.out",
+        ...     norm1="norm_a", norm2="norm_b", ffn="mlp", norm_placement="pre",
+        ... ).positions
+        ''
     """
 
     name: str
@@ -366,5 +379,15 @@ ARCHITECTURES: list[Architecture] = [
 
 
 def register(architecture: Architecture) -> None:
-    """Adds a layout, tried before those already known."""
+    """Adds a layout, tried before those already known.
+
+    architecture: its paths. `self_check` tells whether it fits.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> mine = replace(ARCHITECTURES[0], name="my BERT", blocks="trunk.layer")
+        >>> register(mine)
+        >>> ARCHITECTURES.pop(0).name
+        'my BERT'
+    """
     ARCHITECTURES.insert(0, architecture)

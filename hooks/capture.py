@@ -23,7 +23,18 @@ from attn_flow.hooks.tape import Tape
 
 @contextmanager
 def recording(model: nn.Module, points: str | Sequence[str] = "resid") -> Iterator[Tape]:
-    """Listens to every forward pass inside the `with`: `tape.trajectory()` is the last one, gradients and all."""
+    """Listens to every forward pass of yours inside the `with`: the model runs as ever, gradients and all.
+
+    model: a known encoder. points: what to keep, as in `record`. Yields a Tape: `tape.trajectory()` is the last pass.
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> model, tokenizer = tiny_bert()
+        >>> with recording(model, "attn_out.1") as tape:
+        ...     output = model(**tokenizer(["a b c"], return_tensors="pt"))
+        >>> tape.trajectory().x.shape, tape.trajectory().x.requires_grad
+        (torch.Size([1, 1, 5, 16]), True)
+    """
     with ExitStack() as stack:
         tape = Tape(model, points)
         stack.enter_context(padded(tape.blocks[0].root))

@@ -14,7 +14,18 @@ from attn_flow.hooks.architectures import ARCHITECTURES, Architecture, NormPlace
 
 @dataclass(frozen=True)
 class Block:
-    """One firing of one block: a live handle on its modules. Blocks that share weights are firings of one module."""
+    """One firing of one block: a live handle on its modules. Blocks that share weights are firings of one module.
+
+    index: which layer it is. path: where it is in the model. architecture: the layout matched. root: the encoder whose
+    forward pass fires it. module: the block itself. `block[path]` is a module inside; attn, core, heads, causal,
+    positions, norm_placement, norm_in and beta(head_dim) are what the layout says of this block.
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> block = blocks(tiny_bert()[0])[1]
+        >>> block.heads, block.norm_placement, block["attention.self.query"].in_features
+        (2, 'post', 16)
+    """
 
     index: int
     path: str
@@ -27,6 +38,9 @@ class Block:
 
     def option(self, value: object) -> object:
         return value(self.module) if callable(value) else value
+
+    def __repr__(self) -> str:
+        return f"Block({self.index}, {self.path!r}, {self.architecture.name}, {type(self.module).__name__})"
 
     @property
     def attn(self) -> nn.Module:
@@ -173,7 +187,16 @@ def _inside(model: Any) -> Any:
 
 
 def blocks(model: nn.Module) -> list[Block]:
-    """The blocks of the encoder inside `model`, in the order they fire."""
+    """The blocks of the encoder inside `model`, in the order they fire.
+
+    model: a known encoder, or what holds one. Returns one Block per layer. ValueError, naming what was found, for a
+    model of no known architecture or of several encoders.
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> [(block.path, block.architecture.name) for block in blocks(tiny_bert()[0])]
+        [('encoder.layer.0', 'BERT'), ('encoder.layer.1', 'BERT')]
+    """
     model = encoder_inside(model)
     found = list(_matches(model))
     if not found:

@@ -59,7 +59,19 @@ def _kinds() -> str:
 
 
 class Tape:
-    """What the last forward pass left: `states[kind, layer]` (batch, n, d), and `mask` (batch, n) of real tokens."""
+    """What the last forward pass left: `state((kind, layer))` (batch, n, d), and `mask` (batch, n) of real tokens.
+
+    Made by `recording`, which see; `trajectory()` is the pass as a path without padding.
+
+    Example:
+        >>> from attn_flow.hooks import recording
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> model, tokenizer = tiny_bert()
+        >>> with recording(model, "resid") as tape:
+        ...     output = model(**tokenizer(["a b c"], return_tensors="pt"))
+        >>> tape.state(("resid", 2)).shape, tape.mask.sum().item()
+        (torch.Size([1, 5, 16]), 5)
+    """
 
     def __init__(self, model: nn.Module, points: str | Sequence[str]) -> None:
         self.blocks = blocks(model)

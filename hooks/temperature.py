@@ -37,10 +37,24 @@ def scale_beta(
     *,
     permanent: bool = False,
 ) -> Attached:
-    """Multiplies the inverse temperature of layers by a factor: a number, one per head, or (layers, heads).
+    """Multiplies the inverse temperature of layers by a factor: `with scale_beta(model, 4.0): ...` runs it colder.
 
+    model: a known encoder. beta_factor: a number, one per head, or (layers, heads), from 0; a tensor may require
+    gradients. layers: their indices in firing order; all by default. permanent: attach now, until `.remove()`.
     Exact on every backend: queries are scaled where they are made. Position terms that are computed from queries
-    scale along (rotary, DeBERTa's); an additive position bias (MPNet, T5) does not. A tensor may require gradients.
+    scale along (rotary, DeBERTa's); an additive position bias (MPNet, T5) does not.
+
+    Returns what to use in a `with`, or to `.remove()`; the model leaves as it came.
+
+    Example:
+        >>> from attn_flow.hooks import record
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> model, tokenizer = tiny_bert()
+        >>> plain = record(model, tokenizer, ["a b c"])
+        >>> with scale_beta(model, 4.0, layers=1):
+        ...     colder = record(model, tokenizer, ["a b c"])
+        >>> [bool((a == b).all()) for a, b in zip(plain.x, colder.x)]
+        [True, True, False]
     """
     refuse_to_change(model)
     found = blocks(model)

@@ -22,7 +22,15 @@ from attn_flow.hooks.layout import Block, blocks
 
 @dataclass(frozen=True)
 class Norm:
-    """z = gain * (x - mean) / sqrt(var + eps) + bias; without `centred`, RMSNorm: gain * x / sqrt(mean x^2 + eps)."""
+    """z = gain * (x - mean) / sqrt(var + eps) + bias; without `centred`, RMSNorm: gain * x / sqrt(mean x^2 + eps).
+
+    gain, bias: (d,), bias None if there is none. Called with x (..., d) it is the norm; `unit(x)` is x before gain and
+    bias.
+
+    Example:
+        >>> Norm(torch.ones(2), None, eps=0.0, centred=True)(torch.tensor([1.0, 3.0]))
+        tensor([-1.,  1.])
+    """
 
     gain: Tensor
     bias: Tensor | None
@@ -186,21 +194,46 @@ def folded(attention: Attention, norm: Norm) -> Attention:
 def attentions(model: nn.Module, fold: bool = False) -> list[Attention]:
     """One Attention per layer, in the order they fire, from the live weights of any known encoder.
 
+    model: a known encoder, or what holds one; adapters (LoRA) are merged into what is read. fold: absorb the norm.
+    Returns a list of Attention, float32 or float64.
+
     They act on what the layer's own attention sees: the residual stream after the last norm (post-norm models), or
     the block's normalised input (pre-norm). `fold=True` absorbs that norm's gain and bias: tokens are then
     x -> (x - mean)/std, on the sphere of radius sqrt(d) (see `geometries`). Positions, the feed-forward part and
     whatever else a function of token contents leaves out is listed by `encoder_facts`, and measured by `self_check`.
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> attentions(tiny_bert()[0])[0]
+        Attention(heads=2, dim=16, k=8, v=8, beta=0.353553, softmax, float32)
     """
     return [attention(block, fold) for block in blocks(model)]
 
 
 def norms(model: nn.Module) -> list[Norm | None]:
-    """The norm that feeds each layer's attention, None where nothing normalises (ALBERT's first layer, ...)."""
+    """The norm that feeds each layer's attention.
+
+    model: a known encoder. Returns a Norm per layer, None where nothing normalises (ALBERT's first layer, ...).
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> [norm.gain.shape[0] for norm in norms(tiny_bert()[0])]
+        [16, 16]
+    """
     return [None if (module := block.norm_in) is None else norm(module) for block in blocks(model)]
 
 
 def geometries(model: nn.Module, fold: bool = False) -> list[Geometry]:
-    """Where each layer's tokens live: the ellipsoid of its norm, folded the sphere of radius sqrt(d), else R^d."""
+    """Where each layer's tokens live.
+
+    model: a known encoder. fold: as in `attentions`. Returns a geometry per layer: the ellipsoid of its norm, folded
+    the sphere of radius sqrt(d), and R^d where nothing normalises.
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> [geometry.radius for geometry in geometries(tiny_bert()[0], fold=True)]
+        [4.0, 4.0]
+    """
     found: list[Geometry] = []
     for read in norms(model):
         if read is None:
@@ -213,7 +246,16 @@ def geometries(model: nn.Module, fold: bool = False) -> list[Geometry]:
 
 
 def encoder_facts(model: nn.Module) -> dict[str, Any]:
-    """What the encoder is, and what its Attentions leave out, as a JSON-able dict."""
+    """What the encoder is, and what its Attentions leave out.
+
+    model: a known encoder. Returns plain JSON: architecture, layers, heads, dim, beta per layer, norm, causal, omits...
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> facts = encoder_facts(tiny_bert()[0])
+        >>> facts["architecture"], facts["layers"], facts["heads"], facts["omits"]
+        ('BERT', 2, 2, ['feed-forward part'])
+    """
     found = blocks(model)
     first, attention_0 = found[0], attention(found[0])
     omits = [f"{block.positions} (layer {block.index})" for block in found if block.positions]

@@ -45,15 +45,32 @@ def wrap(
     block: bool = False,
     permanent: bool = False,
 ) -> Attached:
-    """Replaces the attention of some layers by the flow of their own weights; `with wrap(model, [3], steps=32): ...`.
+    """Replaces the attention of some layers by the flow of their own weights: `with wrap(model, [3], steps=32): ...`.
 
+    model: a known encoder, or what holds one (compiled models: wrap first, then compile).
     layers: their indices in firing order (a shared block fires once per layer); all by default.
     beta: inverse temperature of the scores, a number or one per head, instead of the trained 1/sqrt(k).
     beta_factor: the same as a multiple of the trained one.
-    steps, horizon, step: how the flow is integrated; step is any stepper of attn_flow.
+    steps, horizon, step: the flow runs to time `horizon` in so many steps; step is "euler", "rk4", "dopri5", or any
+        step function of attn_flow or your own.
     geometry: a set to retract to between steps, such as geometries(model)[layer]; by default tokens move freely.
     block: flow the whole block instead, x' = f(x) - x, feed-forward part and norms included.
     permanent: attach now, until `.remove()`. Parameters and state dict keep their names either way.
+
+    Returns what to use in a `with`, or to `.remove()`; the model leaves as it came. Gradients flow through it; with
+    gradient checkpointing the backward pass belongs inside the `with`.
+
+    Example:
+        >>> from attn_flow.hooks import record
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> model, tokenizer = tiny_bert()
+        >>> plain = record(model, tokenizer, ["a b c"])
+        >>> with wrap(model, layers=[1]):  # one Euler step of one is the pretrained layer
+        ...     same = record(model, tokenizer, ["a b c"])
+        >>> with wrap(model, layers=[1], beta=8.0, steps=4, step="rk4"):
+        ...     other = record(model, tokenizer, ["a b c"])
+        >>> bool((same.x - plain.x).abs().max() < 1e-5), bool((other.x - plain.x).abs().max() < 1e-5)
+        (True, False)
     """
     refuse_to_change(model)
     found = blocks(model)

@@ -12,7 +12,6 @@ from torch import nn
 
 from attn_flow import Ellipsoid, Euclidean, Sphere
 from attn_flow.hooks import (
-    ARCHITECTURES,
     Architecture,
     attentions,
     blocks,
@@ -24,6 +23,7 @@ from attn_flow.hooks import (
     register,
     self_check,
 )
+from attn_flow.hooks.architectures import ARCHITECTURES
 
 
 def drift_rounding(d: int, dtype: torch.dtype) -> float:
