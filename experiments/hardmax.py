@@ -2,7 +2,7 @@
 
 Alcalde, Fantuzzi, Zuazua, arXiv 2407.01602 (leaders); arXiv 2508.09628 (Frank-Wolfe view). Differs from the papers: a
 vertex of the hull that is not its own argmax does move in R^d; only leaders are stationary (equal norms make every
-token one). Finite beta is run beside hardmax to see by how much the paths part.
+token one for G = I). Finite beta is run beside hardmax to see by how much the paths part.
 """
 
 from __future__ import annotations

@@ -48,10 +48,16 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         curves[str(ratio)] = theory.retrieval_score(ratio * t_crit, s, BETA, LAM, SYMBOLS).tolist()
     ends = lambda t: np.diff(theory.retrieval_score(t, [1 - 1e-4, 1.0], BETA, LAM, SYMBOLS))[0]
     claims = [
-        claim("causal, V = I: decay rate of the second token to x_1(0)", collapse_["rate"], 0.5, 0.01),
+        claim(
+            "causal, V = I: decay rate of the second token to x_1(0)",
+            collapse_["rate"],
+            theory.consensus_rates(2)[1],
+            0.01,
+        ),
         bound("causal: largest distance from x_1(0) at the end", collapse_["end"], at_most=1e-2),
         claim("t_crit at lambda = 1, M = 8, beta = 1", t_crit, 2.457489, 5.1e-7),
         claim("t_crit at beta = 2", theory.recency_time(2.0, LAM, SYMBOLS), 0.600716, 5.1e-7),
+        bound("recency slope while every profile is U-shaped", ends(theory.u_shape_time(BETA, LAM)), at_least=0.0),
         bound("recency slope of the profile just before t_crit", ends(0.99 * t_crit), at_least=0.0),
         bound("recency slope just after", ends(1.01 * t_crit), at_most=0.0),
     ]

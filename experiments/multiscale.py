@@ -139,7 +139,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
             b.semilogy(time, run["modes"][k - 1], color=colour, label=name)
     for sign in (-1, 1):
         for k in (1, 2):
-            b.semilogy(time, np.exp(sign * k**2 * time), **THEORY)
+            b.semilogy(time, np.exp(sign * theory.heat_rate(k, 1.0) * time), **THEORY)  # in units of 1/beta
     b.annotate(r"$V=I$: backward", (0.07, 1.12), fontsize=8)
     b.annotate(r"$V=-I$: forward", (0.02, 0.65), fontsize=8)
     label(

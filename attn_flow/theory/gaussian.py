@@ -11,22 +11,24 @@ from numpy.typing import ArrayLike
 from scipy.integrate import solve_ivp
 from scipy.linalg import eigh
 
-from attn_flow.theory.domain import Array, within
+from attn_flow.theory.domain import Array, real, within
 
 
 def _law(m: ArrayLike, S: ArrayLike) -> tuple[Array, Array]:
-    m, S = np.asarray(m, dtype=np.float64), np.asarray(S, dtype=np.float64)
+    m, S = real("mean", m), real("covariance", S)
     if m.ndim != 1 or S.shape != (len(m), len(m)):
         raise ValueError(f"mean has shape {m.shape} and covariance {S.shape}, expected (d,) and (d, d).")
     if not np.allclose(S, S.T):
         raise ValueError("covariance is not symmetric; expected a symmetric matrix, e.g. (S + S.T)/2.")
+    if (least := float(np.linalg.eigvalsh(S).min(initial=0.0))) < -1e-12 * float(np.abs(S).max(initial=0.0)):
+        raise ValueError(f"covariance has the eigenvalue {least:.3g} < 0, expected a nonnegative matrix.")
     return m, S
 
 
 def velocity(m: ArrayLike, S: ArrayLike, V: ArrayLike, G: ArrayLike, beta: float) -> tuple[Array, Array]:
     """(m', S') of the mean and covariance. arXiv 2501.18322."""
     m, S = _law(m, S)
-    V, G = np.asarray(V, dtype=np.float64), np.asarray(G, dtype=np.float64)
+    V, G = real("V", V), real("G", G)
     growth = V @ S @ G @ S
     return V @ (m + beta * S @ G @ m), beta * (growth + growth.T)
 
@@ -60,7 +62,8 @@ def blow_up_time(S0: ArrayLike, v: float, G: ArrayLike, beta: float) -> float:
     Scalar case: 1/(2 beta v g s_0). arXiv 2501.18322.
     """
     S0 = _law(np.zeros(len(np.asarray(S0))), S0)[1]
-    A = beta * v * (np.asarray(G, dtype=np.float64) + np.asarray(G, dtype=np.float64).T)
+    G = real("G", G)
+    A = beta * v * (G + G.T)
     top = float(eigh(A, np.linalg.inv(S0), eigvals_only=True)[-1])
     # rounding must not turn a stable law (top = 0) into one that blows up at 1e16
     return 1 / top if top > 1e-13 * float(np.abs(A).max() * np.abs(S0).max()) else float("inf")
@@ -74,7 +77,7 @@ def scalar_value(
     S(t) = (I - 2 beta v t S0 G)^{-1} S0,   m(t) = e^{vt} (I - 2 beta v t S0 G)^{-1/2} m0. arXiv 2501.18322.
     """
     m0, S0 = _law(m0, S0)
-    G = np.asarray(G, dtype=np.float64)
+    G = real("G", G)
     if not np.allclose(G, G.T):
         raise ValueError("G is not symmetric; the closed form of the mean needs it. Use `solve` for a general G.")
     t = np.atleast_1d(within("t", t, 0.0))

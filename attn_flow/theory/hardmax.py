@@ -1,7 +1,8 @@
 """Hardmax attention in R^d: leaders, cells and the Frank-Wolfe gap (arXiv 2407.01602, arXiv 2508.09628).
 
 Model: x_i <- (x_i + alpha mean{x_j : j in argmax_j <G x_i, x_j>}) / (1 + alpha). A token is a leader when it is its
-own only argmax; a leader never moves. Tokens that follow a leader v stay in its cell {x : <Gx, v> >= <Gx, w>, all w}
+own only argmax; a leader never moves. A token that is the mean of all it attends to, through ties, stands still too.
+Tokens that follow a leader v stay in its cell {x : <Gx, v> >= <Gx, w>, all w}
 and reach it geometrically. Read as Frank-Wolfe: a step of size alpha/(1+alpha) towards the maximiser of a linear form.
 """
 
@@ -10,17 +11,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attn_flow.theory.domain import Array, integers, within
+from attn_flow.theory.domain import Array, integers, real, within
 
 
 def _tokens(x: ArrayLike, G: ArrayLike | None) -> tuple[Array, Array]:
     """x (n, d) and Gx (n, d)."""
-    x = np.asarray(x, dtype=np.float64)
+    x = real("x", x)
     if x.ndim != 2:
         raise ValueError(f"x has shape {x.shape}, expected (n, d): one cloud of n tokens.")
     if G is None:
         return x, x
-    G = np.asarray(G, dtype=np.float64)
+    G = real("G", G)
     if G.shape != (x.shape[1], x.shape[1]):
         raise ValueError(f"G has shape {G.shape}, expected (d, d) = {(x.shape[1], x.shape[1])} to match x.")
     return x, x @ G.T
@@ -35,15 +36,24 @@ def followed(x: ArrayLike, G: ArrayLike | None = None) -> NDArray[np.bool_]:
 
 
 def leaders(x: ArrayLike, G: ArrayLike | None = None) -> NDArray[np.intp]:
-    """Indices of tokens that are their own only argmax. arXiv 2407.01602."""
+    """Indices of tokens at rest: those that are the mean of all they attend to. arXiv 2407.01602.
+
+    Most are their own only argmax, as every token on a sphere is for G = c I (for another G, few are); through ties a
+    token may stand still between others.
+
+    >>> leaders([[-1.0], [0.0], [1.0]]).tolist()  # 0 attends to all three
+    [0, 1, 2]
+    """
     attends = followed(x, G)
-    return np.flatnonzero(attends.diagonal() & (attends.sum(1) == 1))
+    x = real("x", x)
+    mean = attends @ x / attends.sum(1, keepdims=True)
+    return np.flatnonzero(np.linalg.norm(mean - x, axis=1) <= 1e-14 * np.linalg.norm(x, axis=1).max())
 
 
 def step(x: ArrayLike, alpha: float, G: ArrayLike | None = None) -> Array:
     """x_i <- (x_i + alpha mean_{argmax} x_j)/(1 + alpha). arXiv 2407.01602."""
     alpha = float(within("alpha", alpha, 0.0, open=True))
-    x = np.asarray(x, dtype=np.float64)
+    x = real("x", x)
     attends = followed(x, G)
     return (x + alpha * (attends @ x) / attends.sum(1, keepdims=True)) / (1 + alpha)
 
@@ -60,7 +70,7 @@ def frank_wolfe_gap(x: ArrayLike, vertices: ArrayLike, G: ArrayLike | None = Non
     The linear form is the gradient of f(x) = <x, G x>/2 for symmetric G. arXiv 2508.09628.
     """
     x, g = _tokens(x, G)
-    return (g @ np.asarray(vertices, dtype=np.float64).T).max(1) - (g * x).sum(1)
+    return (g @ real("vertices", vertices).T).max(1) - (g * x).sum(1)
 
 
 def gap_bound(rise: ArrayLike, alpha: float, steps: ArrayLike) -> Array:

@@ -122,15 +122,6 @@ def fourier(theta: ArrayLike, k: int, weights: Array | None = None) -> np.ndarra
     return np.average(wave, axis=-1, weights=weights)
 
 
-def cluster_centres(theta: ArrayLike, k: int) -> Array:
-    """(2 pi j - arg c_k)/k, j = 0..k-1: where mode k of the initial angles theta (n,) puts its k clusters, in [0, 2pi).
-
-    The density is (1 + 2 Re c_k e^{i k theta} + ...)/2pi, and growth keeps the argument of c_k. arXiv 2410.23228.
-    """
-    c = fourier(theta, k)
-    return np.sort((2 * np.pi * np.arange(int(k)) - np.angle(c)) / k % (2 * np.pi))
-
-
 def merge_time(beta: ArrayLike, phi: ArrayLike, phi_end: ArrayLike = 0.1) -> Array:
     """Time for two equal clusters at angle phi to close to phi_end, softmax: exact, by exponential integrals.
 
@@ -163,11 +154,6 @@ def merge_time_law(beta: ArrayLike, phi: ArrayLike) -> Array:
     """T ~ e^{beta (1 - cos phi)} / (2 beta sin^2 phi) for beta (1 - cos phi) >> 1. arXiv 2509.25040."""
     beta, phi = within("beta", beta, 0.0, open=True), within("phi", phi, 0.0, np.pi, open=True)
     return np.exp(2 * beta * np.sin(phi / 2) ** 2) / (2 * beta * np.sin(phi) ** 2)
-
-
-def life_time(beta: ArrayLike, alpha: ArrayLike) -> Array:
-    """e^{beta (1 - alpha)}: order of the time clusters survive whose centres have cosine at most alpha. 2410.06833."""
-    return np.exp(within("beta", beta, 0.0) * (1 - within("alpha", alpha, -1.0, 1.0)))
 
 
 def log_energy_level(masses: ArrayLike, beta: float, cosines: ArrayLike | None = None) -> float:

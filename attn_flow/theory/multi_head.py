@@ -8,44 +8,31 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attn_flow.theory.domain import Array, integers, within
+from attn_flow.theory.domain import Array, integers, real, within
 
 
 def velocity(rho: ArrayLike, m: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
     """rho' = (2/n) (1-rho) ((n-1)rho + 1) sum_h m_h e^{beta m_h rho}, unnormalised; m (..., heads). 2605.04279."""
     rho, n, beta = within("rho", rho, -1.0, 1.0), integers("n", n, 2), within("beta", beta, 0.0)
-    m = np.asarray(m, dtype=np.float64)
+    m = real("m", m)
     pull = (m * np.exp((beta * rho)[..., None] * m)).sum(-1)
     return 2 / n * (1 - rho) * ((n - 1) * rho + 1) * pull
 
 
-def softmax_velocity(rho: ArrayLike, m: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
-    """rho' = 2 (1-rho) ((n-1)rho + 1) sum_h m_h / (e^{beta m_h (1-rho)} + n - 1), softmax; heads m (..., heads)."""
-    rho, n, beta = within("rho", rho, -1.0, 1.0), integers("n", n, 2), within("beta", beta, 0.0)
-    m = np.asarray(m, dtype=np.float64)
-    pull = (m / (np.exp((beta * (1 - rho))[..., None] * m) + n[..., None] - 1)).sum(-1)
-    return 2 * (1 - rho) * ((n - 1) * rho + 1) * pull
-
-
 def terminal_rate(m: ArrayLike, beta: ArrayLike) -> Array:
     """2 sum_h m_h e^{beta m_h}: decay rate of 1 - rho near consensus, unnormalised; m (..., heads). 2605.04279."""
-    m, beta = np.asarray(m, dtype=np.float64), within("beta", beta, 0.0)
+    m, beta = real("m", m), within("beta", beta, 0.0)
     return 2 * (m * np.exp(beta[..., None] * m)).sum(-1)
 
 
 def averaged_rate(m: ArrayLike, beta: ArrayLike) -> Array:
-    """2 H mbar e^{beta mbar}: the terminal rate when every one of the H heads has the mean strength mbar."""
-    m, beta = np.asarray(m, dtype=np.float64), within("beta", beta, 0.0)
+    """2 H mbar e^{beta mbar}: the terminal rate when every one of the H heads has the mean strength mbar.
+
+    `terminal_rate` is at least this for m >= -2/beta, by Jensen: m e^{beta m} is convex there. arXiv 2605.04279.
+    """
+    m, beta = real("m", m), within("beta", beta, 0.0)
     mean = m.mean(-1)
     return 2 * m.shape[-1] * mean * np.exp(beta * mean)
-
-
-def superadditivity(m: ArrayLike, beta: ArrayLike) -> Array:
-    """terminal_rate - averaged_rate >= 0 by Jensen: m e^{beta m} is convex for m >= -2/beta. arXiv 2605.04279."""
-    beta = within("beta", beta, 0.0)
-    with np.errstate(divide="ignore"):
-        within("m", m, float(np.max(-2 / beta)))
-    return terminal_rate(m, beta) - averaged_rate(m, beta)
 
 
 def attention_entropy(rho: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:

@@ -58,15 +58,3 @@ def sign_split_eigenvalues(lam: ArrayLike, p: int, n_plus: int, n_minus: int, be
         [np.full((n_plus - 1) * len(lam_k), -phi_plus), np.full((n_minus - 1) * len(lam_k), -phi_minus)]
     )
     return np.sort(np.concatenate([inner, (a + d) / 2 + root, (a + d) / 2 - root]))
-
-
-def split_temperature(lam_p: float, n_plus: int, n_minus: int) -> float:
-    """|log(n_+/n_-)| / (2 |lambda_p|): the beta above which both sides of a split hold together, lambda_p < 0.
-
-    Both phi_+ and phi_- are positive exactly above it; below it the larger side scatters. It is necessary for
-    stability; `sign_split_eigenvalues` decides the rest (each side has at least two tokens, or the pair modes).
-    """
-    if not lam_p < 0:
-        raise ValueError(f"lam_p = {lam_p}, expected a negative eigenvalue: a positive one aligns, it does not split.")
-    imbalance = integers("n_plus", n_plus, 1) / integers("n_minus", n_minus, 1)
-    return float(np.abs(np.log(imbalance)) / (2 * abs(lam_p)))

@@ -202,6 +202,20 @@ def test_vertices_of_the_hull_may_move_in_flat_space():
     assert hardmax.leaders(on_sphere).tolist() == [0, 1, 2]
 
 
+def test_leaders_on_a_sphere_need_a_multiple_of_the_identity():
+    """G = c I: all of 40 tokens; G = diag(3, 1): 6 of 40 on the circle. And a token may rest through ties."""
+    angle = 2 * np.pi * (np.arange(40) + 0.25) / 40
+    x = np.stack([np.cos(angle), np.sin(angle)], 1)
+    assert len(hardmax.leaders(x, 2 * np.eye(2))) == 40
+    few = hardmax.leaders(x, np.diag([3.0, 1.0]))
+    assert 0 < len(few) < 12
+    np.testing.assert_allclose(hardmax.step(x, 0.3, np.diag([3.0, 1.0]))[few], x[few], atol=1e-13)
+    assert hardmax.leaders([[-1.0], [0.0], [1.0]]).tolist() == [0, 1, 2]
+    for bad, words in (([[np.nan]], "1 NaN or infinite"), ([[1j]], "dtype complex128, expected real")):
+        with pytest.raises(ValueError, match=words):
+            hardmax.leaders(bad)
+
+
 def test_frank_wolfe_gap_and_its_rate():
     vertices = RNG.standard_normal((12, 3))
     root = RNG.standard_normal((3, 3))

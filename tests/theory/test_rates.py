@@ -221,11 +221,6 @@ def test_growth_in_higher_dimension_against_quadrature(kind, d):
     assert rate == pytest.approx(metastability.growth_rate(k, beta, d, kind), rel=1e-4)
 
 
-def test_predicted_cluster_centres():
-    theta = np.concatenate([np.full(10, 0.3), np.full(10, 0.3 + 2 * np.pi / 3), np.full(10, 0.3 - 2 * np.pi / 3)])
-    np.testing.assert_allclose(metastability.cluster_centres(theta, 3), 0.3 + 2 * np.pi * np.arange(3) / 3)
-
-
 def test_exit_time_is_the_time_of_growth_from_the_noise_of_n_tokens():
     gamma = metastability.growth_rate(3, 5.0)
     assert 20000**-0.5 * np.exp(gamma * metastability.exit_time(20000, 5.0)) == pytest.approx(1.0)
@@ -291,7 +286,6 @@ def test_energy_levels():
         metastability.log_energy_level(masses, 50.0, far)
     )
     assert metastability.log_energy_level([1.0], 1e4) == pytest.approx(1e4 - np.log(2e4))
-    assert metastability.life_time(9.0, 0.5) == pytest.approx(np.exp(4.5))
 
 
 # --- equiangular -----------------------------------------------------------------------------------------------------
