@@ -146,7 +146,10 @@ class Tape:
             kind, i = ("resid_pre", i) if i < len(self.blocks) else ("resid_post", i - 1)
         if (kind, i) not in self.states:
             raise ValueError(f"{kind} of layer {i} was not seen: run the model inside the `with` first.")
-        x = self.states[kind, i]
+        return self.batch_first(self.states[kind, i])
+
+    def batch_first(self, x: Tensor) -> Tensor:
+        """A state as the model holds it as (batch, n, d), or back: torch's own encoder may hold (n, batch, d)."""
         return x.transpose(0, 1) if self._batch_second else x
 
     @property

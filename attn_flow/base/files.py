@@ -61,6 +61,11 @@ def write_json(content: Any, path: str | os.PathLike[str]) -> None:
     in_one_step(path, lambda beside: Path(beside).write_text(text + "\n"))
 
 
+def write_bytes(content: bytes, path: str | os.PathLike[str]) -> None:
+    """Anything else: pictures, pages."""
+    in_one_step(path, lambda beside: Path(beside).write_bytes(content))
+
+
 def write_tensors(tensors: dict[str, Tensor], path: str | os.PathLike[str], words: dict[str, str]) -> None:
     """A safetensors file with `words` as its metadata, and a digest of all of it, which `read_tensors` compares."""
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}

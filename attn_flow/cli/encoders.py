@@ -10,12 +10,13 @@ import torch
 import typer
 from torch import nn
 
+from attn_flow.base.files import writing_alone
 from attn_flow.cli.console import Device, Json, Quiet, Seed, check_device, echo, folder_name, say, table, writable
 from attn_flow.hooks.demo import topics
-from attn_flow.hooks.loading import load_encoder, load_images, load_texts
+from attn_flow.hooks.loading import load_encoder, load_images, load_texts, load_tokenizer
 from attn_flow.hooks.trust import self_check
 from attn_flow.hooks.weights import attentions, encoder_facts
-from attn_flow.probe.push import NULLS
+from attn_flow.probe.nulls import NULLS
 
 DEMO = "the embedded MiniLM on Python's own help pages"
 DEMO_TEXTS = 32
@@ -48,14 +49,19 @@ def probe(
     max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each text.")] = 160,
     first: Annotated[int | None, typer.Option(min=1, help="Use the first so many texts only.")] = None,
     again: Annotated[bool, typer.Option(help="Compute again what a finished run has already.")] = False,
-    device: Device = "cpu",
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or name of another tokenizer for the texts.")] = None,
+    max_unknown: Annotated[float, typer.Option(help="Share of unknown tokens above which texts are refused.")] = 0.1,
+    transport: Annotated[
+        str, typer.Option(help="Distances: exact, geomloss, or auto (geomloss on CUDA, exact on a CPU).")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto (CUDA if it is there), cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
     seed: Seed = 0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Does a trained encoder go where the theory says? One report: figures, nulls, error bars, plain words.
+    """Is a trained encoder a mean-field flow? One report: through depth, by layer, nulls, error bars, plain words.
 
     Examples:
 
@@ -67,7 +73,7 @@ def probe(
     """
     from attn_flow.probe.page import write_comparison, write_report
     from attn_flow.probe.result import Probe
-    from attn_flow.probe.run import probe as run
+    from attn_flow.probe.run import inquire
 
     named = ["minilm"] if demo and not models else list(models or [])
     if not named:
@@ -75,50 +81,56 @@ def probe(
     source = read_texts(texts, field, demo) if images is None else None
     if source is not None and first is not None:
         source = source[:first]
-    found = {}
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    found: dict[str, Probe] = {}
     for name in named:
         folder = out if len(named) == 1 else out / folder_name(name)
-        finished = folder / "probe.json"
-        options: dict[str, Any] = {
-            "nulls": list(NULLS) if nulls else [],
-            "max_length": max_length,
-            "seed": seed,
-            "dtype": dtype,
-        }
-        asked = {"model": name, "texts": texts or str(images or "demo"), "first": first, **options}
-        if finished.exists() and not again and json.loads(finished.read_text())["about"].get("asked") == asked:
+        model, own, beta_factor = open_model(name, place, dtype, pickle, seed)
+        reader = own if tokenizer is None else load_tokenizer(tokenizer)
+        if source is not None and reader is None:
+            raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
+        inputs = (reader, source) if source is not None else (read_images(images, name), None)
+        writable(folder)
+        asked = inquire(
+            model,
+            *inputs,
+            nulls=tuple(NULLS) if nulls else (),
+            max_length=max_length if source else None,
+            beta_factor=beta_factor,
+            seed=seed,
+            transport=transport,
+            max_unknown=max_unknown,
+        )
+        if not again and finished_before(folder, asked.key):
             if not as_json:
                 echo(f"{name}: finished before, see {folder}/report.html (--again computes it anew)")
             found[name] = Probe.load(folder)
             continue
-        model, tokenizer, beta_factor = open_model(name, device, dtype, pickle, seed)
-        writable(folder)
-        if source is not None and tokenizer is None:
-            raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
-        inputs = (tokenizer, source) if source is not None else (read_images(images, name), None)
-        parts = None if again else folder / "parts"
-        found[name] = run(
-            model,
-            *inputs,
-            nulls=options["nulls"],
-            max_length=max_length if source else None,
-            beta_factor=beta_factor,
-            seed=seed,
-            progress=not (quiet or as_json),
-            parts=parts,
-        )
-        found[name].about["asked"] = asked
-        page = write_report(found[name], folder, title=f"Where does {name} go?")
+        with writing_alone(folder / "probe.json"):
+            found[name] = asked.answer(None if again else folder / "parts", progress=not (quiet or as_json))
+            page = write_report(found[name], folder, title=f"Is {name} a mean-field flow?")
         if not as_json:
-            for words in found[name].findings():
-                echo(f"- {words}")
+            for finding in found[name].findings():
+                echo(f"- {finding}")
             echo(f"report: {page}")
     if len(found) > 1:
-        page = write_comparison(found, out)
+        page = write_comparison(found, out, {name: folder_name(name) for name in found})
         if not as_json:
             echo(f"comparison: {page}")
     if as_json:
-        say({name: {"findings": r.findings(), "table": r.rows(), "about": r.about} for name, r in found.items()})
+        answers = {name: result.as_json() for name, result in found.items()}
+        say(answers[named[0]] if len(named) == 1 else answers)
+
+
+def finished_before(folder: Path, key: str) -> bool:
+    """Whether a folder holds the whole answer to the question of this key: probe.json, written last, names it."""
+    marker = folder / "probe.json"
+    if not marker.exists():
+        return False
+    try:
+        return json.loads(marker.read_text())["about"]["key"] == key
+    except (ValueError, KeyError, TypeError):  # of an older version, or damaged: computed anew
+        return False
 
 
 def encoder(
@@ -162,7 +174,7 @@ def spectra(
     Example: attn-flow spectra minilm --out runs/spectra
     """
     from attn_flow.base.files import write_json
-    from attn_flow.probe.heads import spectra as run
+    from attn_flow.probe.heads import head_spectra as run
 
     loaded, _, _ = open_model(model, device, "float64", pickle)
     found = run(attentions(loaded))
@@ -261,7 +273,7 @@ def open_model(
     name: str, device: str = "cpu", dtype: str = "float32", pickle: bool = False, seed: int = 0
 ) -> tuple[nn.Module, Any, float]:
     """The model, its tokenizer (None for images) and beta_factor, of NAME, NAME@random or NAME@beta_factor=FACTOR."""
-    from attn_flow.probe.push import random_twin
+    from attn_flow.probe.nulls import untrained_twin
 
     path, _, variant = name.partition("@")
     kinds = {"float32": torch.float32, "float64": torch.float64}
@@ -271,7 +283,7 @@ def open_model(
     model, tokenizer = load_encoder(path, pickle=pickle)
     beta_factor = 1.0
     if variant == "random":
-        model = random_twin(model, seed)
+        model = untrained_twin(model, seed)
     elif variant.startswith("beta_factor="):
         try:
             beta_factor = float(variant.removeprefix("beta_factor="))

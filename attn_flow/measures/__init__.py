@@ -4,6 +4,7 @@ from attn_flow.measures.cloud import Cloud
 from attn_flow.measures.elliptic import EllipsoidSupport, Gaussian
 from attn_flow.measures.measure import Measure
 from attn_flow.measures.mixture import Mixture
+from attn_flow.measures.own_tokens import OwnTokens, SeenGaussian
 from attn_flow.measures.sphere import UniformSphere
 
-__all__ = ["Cloud", "EllipsoidSupport", "Gaussian", "Measure", "Mixture", "UniformSphere"]
+__all__ = ["Cloud", "EllipsoidSupport", "Gaussian", "Measure", "Mixture", "OwnTokens", "SeenGaussian", "UniformSphere"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,7 @@ class Gaussian:
 
     def to(self, *args: Any, **kwargs: Any) -> Gaussian:
         """The same law with its tensors moved or cast, as `Tensor.to`."""
-        return Gaussian(self.mean.to(*args, **kwargs), self.cov.to(*args, **kwargs), self.cap)
+        return _moved(self, *args, **kwargs)
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""
@@ -143,7 +144,7 @@ class EllipsoidSupport:
 
     def to(self, *args: Any, **kwargs: Any) -> EllipsoidSupport:
         """The same law with its tensors moved or cast, as `Tensor.to`."""
-        return EllipsoidSupport(self.mean.to(*args, **kwargs), self.cov.to(*args, **kwargs), self.rho, self.rank)
+        return _moved(self, *args, **kwargs)
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""
@@ -155,6 +156,13 @@ class EllipsoidSupport:
         _, Sg, deviation = _along_and_across(g, self.mean, self.cov)
         pull = self._sphere.pull(deviation[..., None], g, beta)
         return self.mean[..., None, :] + pull * _ratio(Sg, deviation)
+
+
+def _moved(law: Any, *args: Any, **kwargs: Any) -> Any:
+    """A law whose moments were checked once: in a wider dtype they keep the rounding of the one they came in."""
+    found = copy.copy(law)
+    vars(found).update(mean=law.mean.to(*args, **kwargs), cov=law.cov.to(*args, **kwargs))
+    return found
 
 
 def _along_and_across(g: Tensor, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,179 +1,212 @@
-"""What a layer's attention does, predicted from its weights and a short description of the cloud.
+"""The ladder of closures: what a layer's attention does, predicted from its weights and a short account of the cloud.
 
-Attention is sum_h O_h V_h m_beta[mu](G_h x + ...). Replacing the cloud mu by a measure with few numbers (its mean, its
-covariance, a few of its tokens as atoms) closes the dynamics. A head sees tokens only through (K y, V y), so every
-measure lives on that joint space R^{k+v}, tilted along (Q x + b, 0); the prediction is the second half of its mean.
+Attention is sum_h O_h V_h m_beta[mu](G_h x + ...). Replacing the cloud mu by a measure of few numbers closes the
+dynamics. Each closure is a function from a text, as its heads see it, to a measure of `attn_flow.measures`; each says
+how many numbers it uses and how many tokens a query sees for itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Attention
-from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Measure, Mixture, UniformSphere
+from attn_flow.measures import Cloud, Gaussian, Measure, Mixture, OwnTokens, SeenGaussian
+from attn_flow.probe.head_space import HeadSpace
+from attn_flow.probe.quantised import k_means, neighbours, quantise
 
-WINDOW = (-2, -1, 0, 1, 2)  # the tokens a token sees for itself: its neighbours and itself
+WINDOW = (-2, -1, 0, 1, 2)  # the tokens a query sees for itself: its neighbours and itself
 SINKS = 4  # tokens of a text that a head's mean query scores highest
-CAP = 2.0  # standard deviations of the logits at which the pull of the bulk saturates
+CAP = 2.0  # standard deviations of the logits at which the pull of a Gaussian saturates
+ORACLE = 11  # keys of largest true weight: as many as the first closure's exact tokens
 
 
-@dataclass(frozen=True, eq=False)
-class OwnTokens:
-    """A few tokens for each query, x (..., n, w, d), shown where `seen` (..., n, w): mass 1/w each.
+@dataclass(frozen=True)
+class Cost:
+    """Numbers that all queries of a head share, and exact tokens that each query has of its own."""
 
-    The i-th query g_i (..., n, d) meets the i-th row of tokens only: itself, its neighbours.
-    """
+    numbers: float
+    own_tokens: int
 
-    x: Tensor
-    seen: Tensor
 
-    def to(self, *args: Any, **kwargs: Any) -> OwnTokens:
-        x = self.x.to(*args, **kwargs)
-        return OwnTokens(x, self.seen.to(x.device))
+@dataclass(frozen=True)
+class Closure:
+    """A step of the ladder: `measure(space)` is the law it puts in the place of the cloud."""
 
-    def _logits(self, g: Tensor, beta: float | Tensor) -> Tensor:
-        scores = (self.x * g[..., None, :]).sum(-1)
-        if not isinstance(beta, Tensor) and math.isinf(beta):
-            best = torch.where(self.seen, scores, -torch.inf).amax(-1, keepdim=True)
-            return torch.where(self.seen & (scores >= best), 0.0, -torch.inf)
-        return torch.where(
-            self.seen, torch.as_tensor(beta, dtype=g.dtype, device=g.device)[..., None] * scores, -torch.inf
+    name: str
+    title: str
+    measure: Callable[[HeadSpace], Measure]
+    cost: Callable[[HeadSpace], Cost]
+    partial: bool = True  # whether it has a form for tokens that see only a part of the text (causal, local)
+
+
+def gaussian(space: HeadSpace) -> Measure:
+    """Mean and covariance of the tokens, saturating at CAP standard deviations of the logits."""
+    if space.sees is not None:
+        return SeenGaussian(space.y, space.sees.to(space.y), CAP)
+    return Gaussian.fit(Cloud(space.y), shrinkage=0.0, cap=CAP)
+
+
+def atoms_and_bulk(
+    space: HeadSpace, atoms: Tensor, window: tuple[int, ...] = (), bulk: Callable[[Tensor], Measure] | None = None
+) -> Mixture:
+    """Some tokens as atoms (heads, n), each query's own window, and a law for all the rest. Masses count tokens."""
+    y, rest = space.y, ~atoms
+    if int(rest.sum(-1).min()) < 2:
+        raise ValueError(
+            f"a text of {space.n} tokens with {int(atoms.sum(-1).max())} atoms leaves no bulk; use longer texts."
         )
+    seen = torch.ones(space.n, space.n, dtype=torch.bool, device=y.device) if space.sees is None else space.sees
+    parts: list[Measure] = []
+    masses: list[Tensor] = []
 
-    def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
-        if not isinstance(beta, Tensor) and math.isinf(beta):
-            return torch.where(self.seen, (self.x * g[..., None, :]).sum(-1), -torch.inf).amax(-1)
-        return (self._logits(g, beta).logsumexp(-1) - math.log(self.x.shape[-2])) / beta
+    def add(part: Measure, mass: Tensor) -> None:
+        parts.append(part)
+        masses.append(mass.to(y.dtype).expand(len(y)))
 
-    def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
-        shown = self.seen.any(-1, keepdim=True)
-        p = torch.where(shown, self._logits(g, beta), 0.0).softmax(-1)  # a query with no token of its own: any mean
-        return (p[..., None] * self.x).sum(-2)
-
-
-@dataclass(frozen=True, eq=False)
-class HeadSpace:
-    """One text as its heads see it: y = (K x, V x) and g = (Q x + b, 0), both (heads, n, k + v)."""
-
-    attention: Attention
-    x: Tensor
-    special: Tensor  # (n,) True for [CLS], [SEP], ...
-
-    @cached_property
-    def y(self) -> Tensor:
-        return torch.cat([_each_head(self.x, self.attention.K), _each_head(self.x, self.attention.V)], dim=-1)
-
-    @cached_property
-    def g(self) -> Tensor:
-        q = _each_head(self.x, self.attention.Q)
-        if self.attention.query_bias is not None:
-            q = q + self.attention.query_bias[:, None, :]
-        return torch.cat([q, torch.zeros_like(_each_head(self.x, self.attention.V))], dim=-1)
-
-    def drift(self, mu: Measure, beta: float | Tensor | None = None) -> Tensor:
-        """sum_h O_h V_h m_beta[mu](G_h x), plus the constant drift, (n, d)."""
-        return self.assemble(self.per_head(mu, beta))
-
-    def per_head(self, mu: Measure, beta: float | Tensor | None = None) -> Tensor:
-        """V_h m_beta[mu](G_h x), (heads, n, v)."""
-        b = self.attention.beta if beta is None else beta
-        if isinstance(b, Tensor):
-            b = b.expand(self.attention.heads)[:, None]
-        k = self.attention.Q.shape[-2]
-        return mu.tilted_mean(self.g, b)[..., k:]
-
-    def assemble(self, average: Tensor) -> Tensor:
-        assert self.attention.O is not None  # checked by `head_space`
-        drift = torch.einsum("hnv,hdv->nd", average, self.attention.O)
-        return drift if self.attention.value_bias is None else drift + self.attention.value_bias
-
-
-def head_space(attention: Attention, x: Tensor, special: Tensor | None = None) -> HeadSpace:
-    """One text x (n, d) through an attention with factored weights."""
-    if x.ndim != 2 or x.shape[1] != attention.dim:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected one text (n, d) = (n, {attention.dim}).")
-    eye = torch.eye(attention.dim, dtype=x.dtype, device=x.device).expand(attention.heads, -1, -1)
-    filled: dict[str, Any] = {name: eye for name in ("K", "V", "O") if getattr(attention, name) is None}
-    if special is None:
-        special = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
-    return HeadSpace(replace(attention, **filled), x, special)
-
-
-def _each_head(x: Tensor, weight: Tensor | None) -> Tensor:
-    assert weight is not None  # filled in by `head_space`
-    return torch.einsum("nd,hkd->hnk", x, weight)
-
-
-def gaussian(space: HeadSpace, cap: float = math.inf) -> Gaussian:
-    """Mean and covariance of the text, unshrunk: the moments themselves, not an estimate of a larger population's."""
-    return Gaussian.fit(Cloud(space.y), shrinkage=0.0, cap=cap)
-
-
-def mixture(space: HeadSpace, *, window: tuple[int, ...] = (0,), sinks: int = 0, cap: float = CAP) -> Mixture:
-    """Atoms (special tokens, and `sinks` tokens that a head's mean query scores highest), each token's own window, and
-    a Gaussian for all the rest. Masses count tokens."""
-    y, n = space.y, space.x.shape[0]
-    heads = y.shape[0]
-    atom = space.special.expand(heads, n).clone()
-    if sinks:
-        score = (space.g.mean(-2, keepdim=True) @ y.mT)[:, 0]
-        best = score.masked_fill(atom, -torch.inf).topk(min(sinks, int((~space.special).sum()) - 1)).indices
-        atom.scatter_(1, best, True)
-    bulk = ~atom
-    if int(bulk.sum(-1).min()) < 2:
-        raise ValueError(f"a text of {n} tokens with {int(atom.sum(-1).max())} atoms leaves no bulk; use longer texts.")
-    components: list[Measure] = [Gaussian.fit(Cloud(y, mask=bulk), shrinkage=0.0, cap=cap)]
-    masses = [bulk.sum(-1).to(y.dtype)]
-    if bool(atom.any()):
-        components.append(Cloud(y, mask=atom))
-        masses.append(atom.sum(-1).to(y.dtype))
+    one = torch.ones((), dtype=y.dtype, device=y.device)
+    if space.sees is None:
+        law = Gaussian.fit(Cloud(y, mask=rest), shrinkage=0.0, cap=CAP) if bulk is None else bulk(rest)
+        add(law, rest.sum(-1))
+        if bool(atoms.any()):
+            add(Cloud(y, mask=atoms), atoms.sum(-1))
+    else:
+        add(SeenGaussian(y, (seen & rest[:, None]).to(y), CAP), one)
+        if bool(atoms.any()):
+            add(_own(y, atoms, seen), one)
     if window:
-        place = torch.arange(n, device=y.device)[:, None] + torch.tensor(window, device=y.device)
-        inside = (place >= 0) & (place < n)
-        place = place.clamp(0, n - 1)
-        components.append(OwnTokens(y[:, place], inside & bulk[:, place]))
-        masses.append(torch.full_like(masses[0], len(window)))
-    return Mixture(components, torch.stack(masses, dim=-1))
+        own = neighbours(space, window)
+        add(OwnTokens(y[:, own.place], (own.inside & rest[:, own.place]).to(y)), one)
+    return Mixture(parts, torch.stack(masses, dim=-1))
 
 
-def closure(space: HeadSpace) -> Mixture:
-    """The library's own closure: special tokens and sinks as atoms, neighbours, a saturating Gaussian bulk."""
-    return mixture(space, window=WINDOW, sinks=SINKS)
+def _own(y: Tensor, atoms: Tensor, seen: Tensor) -> OwnTokens:
+    """Atoms as every query sees them: those that it may not see have no mass."""
+    most = int(atoms.sum(-1).max())
+    index = atoms.to(torch.uint8).topk(most, dim=-1).indices  # (heads, w); where a head has fewer, of mass zero
+    there = atoms.gather(-1, index)
+    x = y.gather(-2, index[..., None].expand(-1, -1, y.shape[-1]))[:, None].expand(-1, len(seen), -1, -1)
+    return OwnTokens(x, (seen.T[index].mT & there[:, None]).to(y))
 
 
-def _sphere(space: HeadSpace) -> Tensor:
-    radius = float(space.x.norm(dim=-1).square().mean().sqrt())
-    return space.attention.with_beta(math.inf).drift(space.x, UniformSphere(space.attention.dim, radius))
+def sinks(space: HeadSpace, number: int = SINKS) -> Tensor:
+    """Special tokens and the `number` others that a head's mean query scores highest, (heads, n) bool.
+
+    Where tokens do not see the whole text, its first tokens: the score of a later one is not theirs to know.
+    """
+    atoms = space.special.expand(len(space.y), space.n).clone()
+    free = max(0, min(number, int((~space.special).sum()) - 2))
+    if space.sees is not None:
+        atoms[:, :free] = True
+    elif free:
+        score = (space.g.mean(-2, keepdim=True) @ space.y.mT)[:, 0]
+        atoms.scatter_(1, score.masked_fill(atoms, -torch.inf).topk(free).indices, True)
+    return atoms
 
 
-def _ellipsoid(space: HeadSpace) -> Tensor:
-    # An image of an ellipsoid is one; its radius is that of the tokens' own space, sqrt of the rank of n tokens in R^d.
-    rank = min(space.x.shape[0] - 1, space.x.shape[1])
-    support = EllipsoidSupport.fit(Cloud(space.y), shrinkage=0.0, rho=math.sqrt(max(rank, 1)))
-    return space.drift(support, math.inf)
+def clusters(space: HeadSpace) -> Mixture:
+    """Special tokens and sinks, and for the rest sqrt(n/2) Gaussians: k-means of the tokens, the same for all heads."""
+    number = max(1, math.ceil(math.sqrt(space.n / 2)))
+    x = space.x[None] / space.x.std(0).norm()
+    label = k_means(x, torch.full_like(x[..., 0], 1 / space.n), 0.0, number)[0][0]
+    atoms = sinks(space)
+
+    def bulk(rest: Tensor) -> Measure:
+        members = [rest & (label == c) for c in range(number)]
+        counts = torch.stack([m.sum(-1) for m in members], dim=-1).to(space.y)
+        laws = []
+        for mask in members:
+            some = mask | (~mask.any(-1, keepdim=True) & rest)  # a head may have no token left here: mass zero
+            laws.append(Gaussian.fit(Cloud(space.y, mask=some), shrinkage=0.0, cap=CAP))
+        return Mixture(laws, counts)
+
+    return atoms_and_bulk(space, atoms, bulk=bulk)
 
 
-SUPPORTS: dict[str, tuple[str, Callable[[HeadSpace], Tensor]]] = {
-    "sphere": ("full sphere at zero temperature", _sphere),
-    "ellipsoid": ("fitted ellipsoid at zero temperature", _ellipsoid),
-    "hardmax": ("the tokens themselves at zero temperature", lambda s: s.attention.with_beta(math.inf).drift(s.x)),
-    "mean": ("plain mean", lambda s: s.drift(Cloud(s.y), 0.0)),
-    "gaussian": ("Gaussian", lambda s: s.drift(gaussian(s))),
-    "saturated": ("Gaussian, saturated at 1.5 standard deviations", lambda s: s.drift(gaussian(s, cap=1.5))),
-    "mixture": ("special tokens, the token itself, Gaussian bulk", lambda s: s.drift(mixture(s))),
-    "closure": ("special tokens, sinks, neighbours, Gaussian bulk", lambda s: s.drift(closure(s))),
+def quantised(space: HeadSpace) -> Measure:
+    """The text's law as a few weighted atoms for each head, shared by all queries."""
+    return quantise(space).law(space)
+
+
+def quantised_and_window(space: HeadSpace) -> Measure:
+    """The same beside each query's own window, which is taken out of the atoms."""
+    return quantise(space, window=WINDOW).law(space)
+
+
+def oracle(space: HeadSpace, number: int = ORACLE) -> OwnTokens:
+    """What no closure knows: each query's keys of largest true weight, and all other keys it sees at their mean."""
+    top = space.logits.topk(min(number, space.n - 1), dim=-1).indices
+    heads = torch.arange(len(space.y), device=top.device)[:, None, None]
+    exact = space.y[heads, top]  # (heads, n, w, k + v)
+    hidden = space.logits.isneginf()
+    rest = (~hidden).scatter(-1, top, False).to(space.y)
+    count = rest.sum(-1, keepdim=True)
+    mean = rest @ space.y / count.clamp_min(1)
+    weights = torch.cat([(~hidden).gather(-1, top).to(space.y), count], dim=-1)
+    return OwnTokens(torch.cat([exact, mean[..., None, :]], dim=-2), weights)
+
+
+def _moments(space: HeadSpace) -> int:
+    """Numbers of a mean (k + v) and of the parts of a covariance that a query meets: k(k + 1)/2 and k v."""
+    k, v = space.k, space.y.shape[-1] - space.k
+    return k + v + k * (k + 1) // 2 + k * v
+
+
+def _atoms(space: HeadSpace, number: float) -> float:
+    return number * space.y.shape[-1]
+
+
+def _few(space: HeadSpace, extra: int = 0) -> int:
+    return int(space.special.sum()) + extra
+
+
+def _masses(space: HeadSpace, window: tuple[int, ...] = ()) -> Cost:
+    number = float(quantise(space, window=window).counts.double().mean())
+    return Cost(number * (space.y.shape[-1] + 1), len(window))
+
+
+LADDER: dict[str, Closure] = {
+    step.name: step
+    for step in (
+        Closure("gaussian_closure", "Gaussian", gaussian, lambda s: Cost(_moments(s), 0)),
+        Closure(
+            "special_closure",
+            "+ special tokens",
+            lambda s: atoms_and_bulk(s, sinks(s, 0)),
+            lambda s: Cost(_moments(s) + _atoms(s, _few(s)), 0),
+        ),
+        Closure(
+            "sinks_closure",
+            "+ sinks",
+            lambda s: atoms_and_bulk(s, sinks(s)),
+            lambda s: Cost(_moments(s) + _atoms(s, _few(s, SINKS)), 0),
+        ),
+        Closure(
+            "window_closure",
+            "+ window (version 0.1)",
+            lambda s: atoms_and_bulk(s, sinks(s), WINDOW),
+            lambda s: Cost(_moments(s) + _atoms(s, _few(s, SINKS)), len(WINDOW)),
+        ),
+        Closure(
+            "clusters_closure",
+            "+ sinks, mixture of Gaussians",
+            clusters,
+            lambda s: Cost(math.ceil(math.sqrt(s.n / 2)) * (_moments(s) + 1) + _atoms(s, _few(s, SINKS)), 0),
+            partial=False,
+        ),
+        Closure("quantised_closure", "atoms of the heads", quantised, _masses, partial=False),
+        Closure(
+            "quantised_window_closure",
+            "atoms of the heads + window",
+            quantised_and_window,
+            lambda s: _masses(s, WINDOW),
+            partial=False,
+        ),
+    )
 }
-
-
-def agreement(predicted: Tensor, computed: Tensor) -> tuple[float, float]:
-    """Mean cosine over tokens, and the explained fraction 1 - |predicted - computed|^2 / |computed - its mean|^2."""
-    cosine = torch.nn.functional.cosine_similarity(predicted, computed, dim=-1).mean()
-    spread = (computed - computed.mean(0)).square().sum()
-    return float(cosine), float(1 - (predicted - computed).square().sum() / spread)
+ORACLE_STEP = Closure(
+    "oracle", f"oracle: the {ORACLE} largest weights", oracle, lambda s: Cost(0, min(ORACLE, s.n - 1))
+)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from attn_flow.attention import Attention
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.capture import record
+from attn_flow.hooks.layout import Block, blocks
 from attn_flow.hooks.temperature import scale_beta
 from attn_flow.hooks.weights import attentions
 from attn_flow.probe.closures import SINKS, WINDOW
+from attn_flow.probe.head_space import HeadSpace, head_space
 
 SHORTEST = 2 * (SINKS + len(WINDOW)) + 4  # tokens below which a text leaves no bulk beside its atoms
 
@@ -25,10 +28,16 @@ class Clouds:
     """What was recorded of a model: attention's input and output per layer and text, the final states, labels."""
 
     attentions: list[Attention]
+    windows: list[int | None]  # by layer: tokens farther apart than this do not see each other; None: all do
     z: list[list[Tensor]]  # [layer][text] (n, d): what attention sees; one more layer: what leaves the encoder
     out: list[list[Tensor]]  # [layer][text] (n, d): what it adds
     special: list[Tensor]  # [text] (n,)
     tokens: list[list[str]]
+    kept: list[int]  # places of these texts among those given
+    skipped: int = 0  # texts too short
+    truncated: int = 0
+    unknown: float = 0.0  # share of tokens that the tokenizer does not know
+    content: str = ""  # digest of the token ids or states that were read
 
     @property
     def layers(self) -> int:
@@ -38,24 +47,67 @@ class Clouds:
     def texts(self) -> int:
         return len(self.special)
 
+    @property
+    def partial(self) -> bool:
+        """Whether tokens somewhere see only a part of their text."""
+        return any(A.causal for A in self.attentions) or any(w is not None for w in self.windows)
+
+    def space(self, layer: int, text: int, attention: Attention | None = None) -> HeadSpace:
+        """A text as a layer's heads see it, or as those of another attention would."""
+        return self.seen_by(layer, self.z[layer][text], self.special[text], attention)
+
+    def seen_by(self, layer: int, x: Tensor, special: Tensor, attention: Attention | None = None) -> HeadSpace:
+        """Any tokens x (n, d) as a layer's heads see them."""
+        return head_space(attention or self.attentions[layer], x, special, local(len(x), self.windows[layer], x.device))
+
+    def first(self, texts: int) -> Clouds:
+        """The first few texts."""
+        return replace(
+            self,
+            z=[level[:texts] for level in self.z],
+            out=[level[:texts] for level in self.out],
+            special=self.special[:texts],
+            tokens=self.tokens[:texts],
+            kept=self.kept[:texts],
+        )
+
+
+def local(n: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(n, n) True where |i - j| <= window; None where every token is seen."""
+    if window is None:
+        return None
+    i = torch.arange(n, device=device)
+    return (i[:, None] - i).abs() <= window
+
 
 def record_clouds(
     model: nn.Module,
     source: Any,
     texts: Sequence[str] | None,
-    batch: int,
-    max_length: int | None,
+    batch: int = 16,
+    max_length: int | None = None,
     beta_factor: float = 1.0,
-) -> tuple[Clouds, int, int]:
-    """Record a model at `beta_factor` times its trained beta; also how many texts were too short, and how many cut."""
+    max_unknown: float = 0.1,
+) -> Clouds:
+    """Record a model run at `beta_factor` times its trained inverse temperature; see `record` for the rest."""
     found = [A.with_beta(beta_factor * A.beta) for A in attentions(model)]
     points = ("attn_in", "attn_out", f"resid_post.{len(found) - 1}")
     with torch.no_grad(), nullcontext() if beta_factor == 1 else scale_beta(model, beta_factor):
-        path = record(model, source, texts, points=points, batch=batch, max_length=max_length)
-    return by_text(path, found)
+        path = record(model, source, texts, points=points, batch=batch, max_length=max_length, max_unknown=max_unknown)
+    return by_text(path, found, [reach(block) for block in blocks(model)])
 
 
-def by_text(path: Trajectory, found: list[Attention]) -> tuple[Clouds, int, int]:
+def reach(block: Block) -> int | None:
+    """How far a token of this layer sees, in tokens to each side; None if without limit."""
+    core: Any = block.core
+    window = getattr(core, "sliding_window", None)
+    if isinstance(window, int):  # both conventions count the token itself
+        return window - 1
+    both = getattr(core, "local_attention", None)
+    return max(both) if isinstance(both, tuple) and max(both) >= 0 else None
+
+
+def by_text(path: Trajectory, found: list[Attention], windows: list[int | None]) -> Clouds:
     """The recorded path text by text, without padding and without texts too short to have a bulk."""
     assert path.mask is not None  # recorded paths have one
     L, x, mask = len(found), path.x, path.mask
@@ -68,14 +120,22 @@ def by_text(path: Trajectory, found: list[Attention]) -> tuple[Clouds, int, int]
         )
     names = path.labels.get("token")
     special = path.labels["special"]
-    clouds = Clouds(
+    z = [[x[level, t][mask[t]] for t in kept] for level in (*range(L), 2 * L)]
+    ids = path.labels.get("id")
+    read = [str(ids[t]).encode() if ids else z[0][i].cpu().numpy().tobytes() for i, t in enumerate(kept)]
+    return Clouds(
         found,
-        [[x[level, t][mask[t]] for t in kept] for level in (*range(L), 2 * L)],
+        windows,
+        z,
         [[x[L + level, t][mask[t]] for t in kept] for level in range(L)],
         [torch.tensor(special[t], dtype=torch.bool, device=x.device) for t in kept],
         [list(names[t]) if names else [str(i) for i in range(lengths[t])] for t in kept],
+        kept,
+        len(lengths) - len(kept),
+        int(path.about.get("truncated") or 0),
+        float(path.about.get("unknown_share") or 0.0),
+        hashlib.sha256(b"\0".join(read)).hexdigest(),
     )
-    return clouds, len(lengths) - len(kept), int(path.about.get("truncated") or 0)
 
 
 def directions(x: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,46 +15,64 @@ from attn_flow.probe.clouds import Clouds, directions
 BINS = 80  # of the pairwise-cosine histograms
 BETAS = (1.0, 4.0, 16.0, 64.0)  # of the energies
 CLUSTER = 0.5  # tokens within this distance (cosine .875) count as one cluster
-EVENTS = {"birth": "births", "merge": "merges", "split": "splits", "death": "deaths"}  # of clusters, by level
 SHOWN = 400  # tokens in the three-dimensional view
 
 
-def cloud_evolution(clouds: Clouds) -> dict[str, Tensor]:
-    """Levels x texts: mean pairwise cosine, effective rank, log energies, clusters; histograms of pairwise cosines."""
+@dataclass(frozen=True, eq=False)
+class Evolution:
+    """Clouds as directions, level by level: (levels, texts) unless said.
+
+    pairwise_cosine: mean of cos(x_i, x_j) over i != j. effective_rank, clusters; merges, splits: of clusters of two
+    tokens or more, by the level at which they happen. log_energy (betas, levels, texts). histogram (levels, bins) of
+    pairwise cosines with its edges (bins + 1,).
+    """
+
+    pairwise_cosine: Tensor
+    effective_rank: Tensor
+    clusters: Tensor
+    merges: Tensor
+    splits: Tensor
+    log_energy: Tensor
+    histogram: Tensor
+    edges: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A sample of tokens in the three leading directions of all levels together: x (levels, tokens, 3), their texts
+    and places (tokens,)."""
+
+    x: Tensor
+    text: Tensor
+    place: Tensor
+
+
+def cloud_evolution(clouds: Clouds) -> Evolution:
+    """The numbers of every level and text."""
     levels, T = len(clouds.z), clouds.texts
-    cosine, rank, count = (torch.zeros(levels, T, dtype=torch.float64) for _ in range(3))
-    events = {kind: torch.zeros(levels, T, dtype=torch.float64) for kind in EVENTS}
+    cosine, rank, count, merges, splits = (torch.zeros(levels, T, dtype=torch.float64) for _ in range(5))
     energy = torch.zeros(len(BETAS), levels, T, dtype=torch.float64)
     histogram = torch.zeros(levels, BINS, dtype=torch.float64)
-    for level in range(levels):
-        for t in range(T):
-            x = directions(clouds.z[level][t])
-            masses, edges = quantities.pairwise_cosines(x, BINS)
-            histogram[level] += masses / T
-            n = len(x)
-            cosine[level, t] = (float(x.sum(0).square().sum()) - n) / (n * (n - 1))  # i != j
-            rank[level, t] = quantities.effective_rank(x)
-            count[level, t] = quantities.clusters(x, CLUSTER).counts
-            for i, beta in enumerate(BETAS):
-                energy[i, level, t] = quantities.log_energy(x, beta)
+    edges = torch.zeros(BINS + 1, dtype=torch.float64)
     for t in range(T):
-        x = torch.stack([directions(clouds.z[level][t]) for level in range(levels)])
+        x = torch.stack([directions(level[t]) for level in clouds.z])
+        n = x.shape[1]
+        masses, edges = quantities.pairwise_cosines(x, BINS)
+        histogram += masses.cpu() / T
+        cosine[:, t] = (x.sum(1).square().sum(-1) - n).cpu() / (n * (n - 1))  # i != j
+        rank[:, t] = quantities.effective_rank(x).cpu()
+        count[:, t] = quantities.clusters(x, CLUSTER).counts.double().cpu()
+        for i, beta in enumerate(BETAS):
+            energy[i, :, t] = quantities.log_energy(x, beta).cpu()
         path = Trajectory(torch.arange(levels, dtype=torch.float64), x)
-        for event in track(path, CLUSTER, min_mass=min(1.0, 2 / x.shape[1])).events:  # of two tokens or more
-            events[event.kind][int(event.t), t] += 1
-    return {
-        **{f"evolution/{EVENTS[kind]}": value for kind, value in events.items()},
-        "evolution/cosine": cosine,
-        "evolution/effective_rank": rank,
-        "evolution/clusters": count,
-        "evolution/log_energy": energy,
-        "evolution/histogram": histogram,
-        "evolution/edges": edges,
-    }
+        for event in track(path, CLUSTER, min_mass=min(1.0, 2 / n)).events:
+            if event.kind in ("merge", "split"):
+                (merges if event.kind == "merge" else splits)[int(event.t), t] += 1
+    return Evolution(cosine, rank, count, merges, splits, energy, histogram, edges.cpu())
 
 
-def token_view(clouds: Clouds, generator: torch.Generator) -> dict[str, Tensor]:
-    """A sample of tokens through the layers, in the three leading directions of all levels together."""
+def token_view(clouds: Clouds, generator: torch.Generator) -> View:
+    """A sample of tokens through the layers."""
     places = [(t, i) for t in range(clouds.texts) for i in range(len(clouds.special[t]))]
     order = torch.randperm(len(places), generator=generator)[:SHOWN].tolist()
     chosen = sorted(places[i] for i in order)
@@ -60,4 +80,5 @@ def token_view(clouds: Clouds, generator: torch.Generator) -> dict[str, Tensor]:
     flat = x.reshape(-1, x.shape[-1])
     centred = flat - flat.mean(0)
     axes = torch.linalg.eigh(centred.T @ centred)[1][:, -3:].flip(-1)
-    return {"view": (centred @ axes).reshape(*x.shape[:2], 3).float(), "view_place": torch.tensor(chosen)}
+    view = (centred @ axes).reshape(*x.shape[:2], 3).float().cpu()
+    return View(view, torch.tensor([t for t, _ in chosen]), torch.tensor([i for _, i in chosen]))

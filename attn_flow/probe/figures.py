@@ -5,116 +5,229 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from attn_flow.base.figures import NULL, PREDICTION, TRUTH, caption, style
+from attn_flow.probe.evolution import BETAS
+from attn_flow.probe.findings import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUPPORT_COLOURS = {
-    "closure": "#c44e52",
-    "mixture": "#dd8452",
-    "saturated": "#937860",
-    "gaussian": "#ccb974",
-    "mean": "#55a868",
-    "hardmax": "#4c72b0",
-    "ellipsoid": "#8172b3",
-    "sphere": "#64b5cd",
+    from attn_flow.probe.result import Probe
+
+COLOURS = {
+    "gaussian_closure": "#ccb974",
+    "special_closure": "#e0a458",
+    "sinks_closure": "#dd8452",
+    "window_closure": "#937860",
+    "clusters_closure": "#55a868",
+    "quantised_closure": "#c44e52",
+    "quantised_window_closure": "#8172b3",
+    "cross_fitted_closure": "#e377c2",
+    "oracle": "#222222",
+}
+NULL_MARKS = {
+    "mean_output": "o",
+    "uniform": "s",
+    "rotated": "^",
+    "another_layer": "v",
+    "another_text": "D",
+    "random_tokens": "P",
+    "random_clusters": "X",
+    "removed": "*",
+    "untrained": "d",
 }
 
 
-def probe_figure(result: Any) -> Figure:
-    """What attention computes against what the weights predict, and the approach to the limiting law."""
+def propagation_figure(result: Probe) -> Figure:
+    """Attention replaced in every layer: distance of the clouds level by level, and of the embeddings at the end."""
     with style() as pyplot:
-        figure, ((a, b), (c, d)) = pyplot.subplots(2, 2, figsize=(9.5, 6.4))
-        layers = range(result.about["encoder"]["layers"])
-        for axes, quantity in ((a, "cosine"), (b, "explained")):
-            for name in result.about["supports"]:
-                _band(axes, layers, result.interval(f"{quantity}/{name}"), SUPPORT_COLOURS.get(name), name)
-            if f"null_{quantity}/rotated" in result.numbers:
-                _band(axes, layers, result.interval(f"null_{quantity}/rotated"), NULL, "null: G rotated", dashed=True)
-        a.set(xlabel="layer", ylabel="mean cosine", title="attention output against prediction", ylim=(-0.3, 1.02))
-        figure.legend(*a.get_legend_handles_labels(), loc="outside upper center", ncols=9, fontsize=7.5)
-        b.set(xlabel="layer", ylabel="explained variance", title="and the variance it explains", ylim=(-2.1, 1.02))
-        b.axhline(0, color="0.8", lw=0.8, zorder=0)
-        _band(c, layers, result.approach("w2"), PREDICTION, "cloud before the layer")
-        _band(c, layers, result.approach("input"), TRUTH, "input cloud")
-        _band(c, layers, result.interval("limit/w2_null"), NULL, "null: G rotated", dashed=True)
-        c.axhline(1, color="0.8", lw=0.8, zorder=0)
-        c.set(xlabel="layer", ylabel=r"$W_2$ after / $W_2$ before", title="approach to the predicted limiting law")
-        c.legend()
-        _band(d, layers, result.interval("limit/E_before"), TRUTH, "E, before")
-        _band(d, layers, result.interval("limit/E_after"), PREDICTION, "E, after")
-        _band(d, layers, result.interval("limit/V_after"), "#8172b3", "V's leading space, after", dashed=True)
-        d.set(
-            xlabel="layer",
-            ylabel="squared length inside",
-            title="alignment with the predicted subspace E",
+        figure, (a, b) = pyplot.subplots(1, 2, figsize=(10, 4.6), width_ratios=(1.15, 1))
+        names = list(result.propagation)
+        for name in names:
+            through = result.interval(result.propagation[name].w2)
+            levels = range(1, len(through.mean) + 1)
+            _line(a, levels, through, name, _title(result, name))
+        a.set(
+            xlabel="level (after so many layers)",
+            ylabel=r"$W_2$(predicted, true) / $W_2$(text, another text)",
+            title="clouds: 0 is the encoder itself, 1 another text",
             ylim=(0, None),
         )
-        d.legend()
-        for axes in (a, b, c, d):
-            axes.xaxis.get_major_locator().set_params(integer=True)
+        a.xaxis.get_major_locator().set_params(integer=True)
+        cosine = {n: result.interval(result.propagation[n].embedding_cosine) for n in names}
+        _dots(b, result, cosine)
+        b.set(
+            xlabel="cosine of the embeddings with the encoder's own", title="embeddings at the end", xlim=(None, 1.01)
+        )
         about = result.about
+        texts = len(next(iter(result.propagation.values())).embedding_cosine)
         caption(
             figure,
-            f"{about['encoder']['model']}, {about['texts']} texts, {about['tokens']} tokens, seed {about['seed']}; "
-            "bands: 95% bootstrap intervals over texts.",
+            f"{about['encoder']['model']}, {texts} texts, seed {about['seed']}; attention replaced in EVERY layer, all "
+            "else as trained. Colour: closures; grey: nulls; black: oracle. Bands: 95% over texts.",
         )
     return figure
+
+
+def ladder_figure(result: Probe) -> Figure:
+    """What each ingredient adds: explained variance by layer, and its mean over layers beside the nulls."""
+    with style() as pyplot:
+        figure, (a, b) = pyplot.subplots(1, 2, figsize=(10, 4.8), width_ratios=(1.15, 1))
+        shown = [name for name in result.closures if name in COLOURS]
+        layers = range(result.about["encoder"]["layers"])
+        for name in shown:
+            _line(a, layers, result.interval(result.closures[name].explained), name, _title(result, name))
+        a.axhline(0, color="0.6", lw=0.8, zorder=0)
+        lowest = min(float(result.closures[name].explained.mean(-1).min()) for name in shown)
+        a.set(
+            xlabel="layer",
+            ylabel="explained variance of attention outputs",
+            title="the ladder, layer by layer (0: the mean output)",
+            ylim=(max(-1.0, lowest - 0.05), 1.02),
+        )
+        a.xaxis.get_major_locator().set_params(integer=True)
+        found = {n: result.interval(result.closures[n].explained.mean(0)) for n in shown}
+        found |= {n: result.interval(agreement.explained.mean(0)) for n, agreement in result.nulls.items()}
+        _dots(b, result, found, least=-1.0)
+        b.axvline(0, color="0.6", lw=0.8, zorder=0)
+        b.set(xlabel="explained variance, mean over layers", title="steps and nulls", xlim=(-1.05, 1.02))
+        caption(
+            figure,
+            "On the encoder's own states. Numbers in brackets: shared numbers a head + exact tokens of a query's own.\n"
+            "Nulls left of -1 are drawn at the edge. The untrained twin is another model: easy, and no evidence.",
+        )
+    return figure
+
+
+def limit_figure(result: Probe) -> Figure:
+    """The limiting law of each layer: how near the cloud comes, had theory held, and where attention pushes."""
+    limits = result.limits
+    with style() as pyplot:
+        figure, (a, b, c) = pyplot.subplots(1, 3, figsize=(11, 3.9))
+        layers = range(len(limits.real))
+        _band(a, layers, result.interval(limits.real), TRUTH, "the layer")
+        _band(a, layers, result.interval(limits.if_held), PREDICTION, "if theory held", dashed=True)
+        _band(a, layers, result.interval(limits.real_rotated), NULL, "to the limit of a rotated G", dashed=True)
+        a.axhline(1, color="0.7", lw=0.8, zorder=0)
+        a.set(ylabel=r"$W_2$ to the limiting law, after / before", title="nearer to the limit?")
+        way = result.fraction_of_the_way()
+        _band(b, layers, way, TRUTH, "the layer")
+        _band(b, layers, result.fraction_of_the_way(rotated=True), NULL, "to the limit of a rotated G", dashed=True)
+        for y in (0, 1):
+            b.axhline(y, color="0.7", lw=0.8, zorder=0)
+        b.set(ylabel="fraction of the way", title="1: as theory says, 0: not at all", ylim=_robust(way.mean, (-1, 1.5)))
+        _band(c, layers, result.interval(limits.cosine), PREDICTION, "attention with M x + c")
+        _band(c, layers, result.interval(limits.cosine_without_c), "#dd8452", "attention with M x")
+        _band(c, layers, result.interval(limits.block_cosine), TRUTH, "whole block with M x + c")
+        c.plot(layers, limits.stability.numpy(), ":", color="0.3", label="E of two halves: overlap")
+        c.set(ylabel="cosine, overlap", title="displacements, stability of E", ylim=(-0.1, 1.02))
+        for axes in (a, b, c):
+            axes.set_xlabel("layer")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.legend()
+        caption(figure, "Clouds as directions, text by text. Bands: 95% over texts. Spectral cases: " + _cases(result))
+    return figure
+
+
+def _cases(result: Probe) -> str:
+    cases = result.limits.cases
+    return ", ".join(f"{cases.count(case)} {case}" for case in dict.fromkeys(cases)) + "."
+
+
+def _title(result: Probe, name: str) -> str:
+    if name in result.about["nulls"]:
+        return result.about["nulls"][name]
+    title = result.about["closures"][name]
+    cost = result.about["costs"].get(name)
+    return title if cost is None else f"{title} ({cost['numbers']:.0f} + {cost['own_tokens']})"
+
+
+def _line(axes: Axes, xs: Sequence[int], seen: Interval, name: str, label: str) -> None:
+    if name in NULL_MARKS:
+        _band(axes, xs, seen, NULL, label, dashed=True, mark=NULL_MARKS[name])
+    else:
+        _band(axes, xs, seen, COLOURS[name], label, dashed=name == "oracle")
+
+
+def _dots(axes: Axes, result: Probe, found: dict[str, Interval], least: float = -np.inf) -> None:
+    """One row a name, best on top, with its interval."""
+    order = sorted(found, key=lambda name: float(found[name].mean))
+    for row, name in enumerate(order):
+        seen = found[name]
+        colour, mark = COLOURS.get(name, NULL), NULL_MARKS.get(name, "o")
+        low, mean, high = (max(least, float(v)) for v in (seen.low, seen.mean, seen.high))
+        if seen.known:
+            axes.plot([low, high], [row, row], "-", color=colour, lw=2, alpha=0.6)
+        axes.plot([mean], [row], mark, color=colour, ms=5)
+    axes.set_yticks(range(len(order)), [_title(result, name) for name in order], fontsize=7.5)
+    axes.set_ylim(-0.6, len(order) - 0.4)
 
 
 def _band(
     axes: Axes,
     layers: Sequence[int],
-    interval: tuple[Any, Any, Any],
+    seen: Interval,
     colour: str | None,
     label: str,
     dashed: bool = False,
+    mark: str = "o",
 ) -> None:
-    mean, low, high = (z.numpy() for z in interval)
-    axes.plot(layers, mean, "--" if dashed else "-o", ms=3, lw=1.4, color=colour, label=label)
-    axes.fill_between(layers, low, high, color=colour, alpha=0.15, lw=0)
+    mean, low, high = (z.numpy() for z in (seen.mean, seen.low, seen.high))
+    axes.plot(layers, mean, ("--" if dashed else "-") + mark, ms=3, lw=1.4, color=colour, label=label)
+    if seen.known:
+        axes.fill_between(layers, low, high, color=colour, alpha=0.15, lw=0)
 
 
-def heads_figure(result: Any) -> Figure:
-    """Layers x heads maps."""
-    maps = {
-        "head/entropy": "attention entropy / log n",
-        "head/logit_std": "standard deviation of logits",
-        "head/largest": "largest attention weight",
-        "head/closure": "cosine of the closure",
-        "head/leading": "leading eigenvalue of V G",
-        "head/self_argmax": "own argmax",
-    }
+def _robust(values: torch.Tensor, least: tuple[float, float]) -> tuple[float, float]:
+    """Limits that hold all finite values, but no wilder than three times the usual range."""
+    shown = values[torch.isfinite(values)]
+    low, high = least
+    if len(shown):
+        low, high = min(low, float(shown.min()) - 0.1), max(high, float(shown.max()) + 0.1)
+    return max(low, -3.0), min(high, 4.0)
+
+
+HEAD_MAPS = {
+    "entropy": ("attention entropy / log n", "1: a head looks everywhere alike, 0: at one token."),
+    "largest_weight": ("largest attention weight", "mean over queries of the weight of the best key."),
+    "logit_std": (
+        "standard deviation of logits",
+        "above about sqrt(2 log n) a few tokens win: no Gaussian can follow.",
+    ),
+    "effective_beta": ("effective beta", "beta |G x| |y|: the inverse temperature on the unit sphere."),
+    "explained": ("variance the closure explains", "of the head's own average; the pale cells are what it misses."),
+    "leading": ("leading eigenvalue of V G", "real part; where it is negative or 0 the theory's limit degenerates."),
+}
+
+
+def heads_figure(result: Probe) -> Figure:
+    """Layers x heads maps; colours span the middle 90% of the cells, so that one head does not bleach the rest."""
     with style() as pyplot:
-        layers, heads = result.numbers["head/entropy"].shape
-        figure, panels = pyplot.subplots(2, 3, figsize=(10, 2.2 + 0.5 * layers))
-        for axes, (name, title) in zip(panels.flat, maps.items()):
-            value = result.numbers[name].numpy()
-            image = axes.imshow(value, aspect="auto", origin="lower")
+        layers, heads = result.heads.entropy.shape
+        figure, panels = pyplot.subplots(2, 3, figsize=(10, 2.4 + 0.46 * layers))
+        for axes, (name, (title, _)) in zip(panels.flat, HEAD_MAPS.items()):
+            value = getattr(result.heads, name).numpy()
+            low, high = np.nanquantile(value, (0.05, 0.95))
+            image = axes.imshow(value, aspect="auto", origin="lower", vmin=low, vmax=max(high, low + 1e-9))
             axes.set(title=title, xlabel="head", ylabel="layer", xticks=range(0, heads, 2), yticks=range(layers))
-            figure.colorbar(image, ax=axes, shrink=0.9)
-        caption(figure, "Each cell: mean over texts. Rotating heads (complex leading pair): " + _rotating(result))
+            figure.colorbar(image, ax=axes, shrink=0.9, extend="both")
+        caption(figure, "Each cell: mean over texts. Colours span the 5th to the 95th percentile.")
     return figure
 
 
-def _rotating(result: Any) -> str:
-    cases = [case for row in result.about["head_cases"] for case in row]
-    return f"{cases.count('rotating')} of {len(cases)}."
-
-
-def evolution_figure(result: Any) -> Figure:
+def evolution_figure(result: Probe) -> Figure:
     """Histograms of pairwise cosines, log energies, effective rank and clusters, through the layers."""
+    seen = result.evolution
     with style() as pyplot:
         figure, ((a, b), (c, d)) = pyplot.subplots(2, 2, figsize=(9.5, 6))
-        histogram, edges = result.numbers["evolution/histogram"], result.numbers["evolution/edges"]
-        levels = histogram.shape[0]
-        centres = ((edges[1:] + edges[:-1]) / 2).numpy()
+        levels = seen.histogram.shape[0]
+        centres = ((seen.edges[1:] + seen.edges[:-1]) / 2).numpy()
         colours = pyplot.get_cmap("viridis")(torch.linspace(0, 0.95, levels).numpy())
-        density = histogram / (edges[1] - edges[0])
+        density = seen.histogram / (seen.edges[1] - seen.edges[0])
         for level in range(levels):
             a.plot(centres, density[level].numpy(), color=colours[level], label=f"{level}", lw=1.2)
         a.set(
@@ -124,14 +237,13 @@ def evolution_figure(result: Any) -> Figure:
             xlim=(-0.5, 1),
         )
         a.legend(title="level", ncols=2)
-        for i, beta in enumerate(result.about["betas"]):
-            energy = result.numbers["evolution/log_energy"][i].mean(-1)
+        for beta, energy in zip(BETAS, seen.log_energy.mean(-1)):
             b.plot(range(levels), (energy - energy[0]).numpy(), "-o", ms=3, label=rf"$\beta$ = {beta:g}")
         b.set(xlabel="level", ylabel=r"$\log E_\beta - \log E_\beta(0)$", title="energy")
         b.legend()
-        _band(c, range(levels), result.interval("evolution/effective_rank"), TRUTH, "")
+        _band(c, range(levels), result.interval(seen.effective_rank), TRUTH, "")
         c.set(xlabel="level", ylabel="effective rank", title="effective rank", ylim=(0, None))
-        _band(d, range(levels), result.interval("evolution/clusters"), TRUTH, "")
+        _band(d, range(levels), result.interval(seen.clusters), TRUTH, "")
         d.set(xlabel="level", ylabel="clusters per text", title="clusters (tokens within distance .5)", ylim=(0, None))
         caption(figure, "Level 0 is the input of the first attention, the last level the encoder's output.")
     return figure
@@ -157,21 +269,19 @@ def spectra_figure(found: dict[str, Any], name: str) -> Figure:
     return figure
 
 
-def comparison_figure(results: dict[str, Any]) -> Figure:
-    """Several models: the closure's cosine, the approach to the limiting law, pairwise cosine and effective rank."""
+def comparison_figure(results: dict[str, Probe]) -> Figure:
+    """Several models: through depth, layer by layer, pairwise cosine and effective rank."""
     with style() as pyplot:
         figure, panels = pyplot.subplots(2, 2, figsize=(9.5, 6))
         (a, b), (c, d) = panels
         for name, result in results.items():
-            layers = range(result.about["encoder"]["layers"])
-            levels = range(result.about["encoder"]["layers"] + 1)
-            _band(a, layers, result.interval("cosine/closure"), None, name)
-            _band(b, layers, result.approach(), None, name)
-            _band(c, levels, result.interval("evolution/cosine"), None, name)
-            _band(d, levels, result.interval("evolution/effective_rank"), None, name)
-        b.axhline(1, color="0.8", lw=0.8, zorder=0)
-        a.set(title="attention against the closure", xlabel="layer", ylabel="mean cosine")
-        b.set(title="approach to the limiting law", xlabel="layer", ylabel=r"$W_2$ after / before")
+            L = result.about["encoder"]["layers"]
+            _band(a, range(1, L + 1), result.interval(result.propagation[result.main].w2), None, name)
+            _band(b, range(L), result.interval(result.closures[result.main].explained), None, name)
+            _band(c, range(L + 1), result.interval(result.evolution.pairwise_cosine), None, name)
+            _band(d, range(L + 1), result.interval(result.evolution.effective_rank), None, name)
+        a.set(title="the closure through depth", xlabel="level", ylabel=r"$W_2$ over $W_2$ between texts")
+        b.set(title="the closure layer by layer", xlabel="layer", ylabel="explained variance", ylim=(-1, 1.02))
         c.set(title="concentration", xlabel="level", ylabel="mean pairwise cosine")
         d.set(title="effective rank", xlabel="level", ylabel="effective rank")
         a.legend()

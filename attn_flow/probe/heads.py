@@ -1,67 +1,86 @@
-"""The regime of each head: how sharply it attends, its spectrum, and where the closure holds."""
+"""The regime of each head: how sharply it attends, its spectrum, and how well the closure fits it."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
+from attn_flow.observe.quantities import attention_statistics
 from attn_flow.prediction.spectral import spectrum
-from attn_flow.probe.closures import HeadSpace, closure, head_space
+from attn_flow.probe.agreement import compare
 from attn_flow.probe.clouds import Clouds
 from attn_flow.probe.limit_law import CASES
+from attn_flow.probe.nulls import main_closure
+
+TEXTS = 8  # on which heads are looked at
 
 
-def head_regimes(clouds: Clouds) -> dict[str, Tensor]:
-    """Layers x heads: how each attends, its spectrum, and the cosine of the closure with what it computes.
+@dataclass(frozen=True, eq=False)
+class HeadRegimes:
+    """Layers x heads, means over texts.
 
-    entropy (of the weights, as a fraction of log n), largest (weight), logit_std, effective_beta (beta mean|G x|
-    mean|y|, the beta of the unit sphere with G = I), self_argmax (how often a token is its own best match), closure.
+    entropy: of the attention weights, as a fraction of log n. largest_weight, logit_std, effective_beta: see
+    `attention_statistics`. explained: variance of the head's average that the closure explains. leading, gap, case: of
+    the spectrum of M_h = V_h G_h.
     """
-    found: dict[str, list[Tensor]] = {}
+
+    entropy: Tensor
+    largest_weight: Tensor
+    logit_std: Tensor
+    effective_beta: Tensor
+    explained: Tensor
+    leading: Tensor
+    gap: Tensor
+    case: Tensor
+
+    @property
+    def cases(self) -> list[list[str]]:
+        return [[CASES[int(code)] for code in row] for row in self.case]
+
+
+def head_regimes(clouds: Clouds) -> HeadRegimes:
+    """How every head of every layer attends, its spectrum, and the variance of it that the closure explains."""
+    closure = main_closure(clouds)
+    found: dict[str, list[list[Tensor]]] = {}
     spectra = []
-    for level, A in enumerate(clouds.attentions):
-        rows = [_one_text(head_space(A, x, special)) for x, special in zip(clouds.z[level], clouds.special)]
-        for name in rows[0]:
-            found.setdefault(name, []).append(torch.stack([row[name] for row in rows]).double().mean(0))
+    for layer, A in enumerate(clouds.attentions):
+        rows: dict[str, list[Tensor]] = {}
+        for t in range(min(TEXTS, clouds.texts)):
+            space = clouds.space(layer, t)
+            seen = attention_statistics(A, space.x)
+            computed = space.logits.softmax(-1) @ space.y[..., space.k :]
+            predicted = space.per_head(closure.measure(space))
+            explained = torch.stack([compare(p, c).explained for p, c in zip(predicted, computed)])
+            row = {
+                "entropy": seen.entropy.mean(-1) / math.log(space.n),
+                "largest_weight": seen.largest_weight.mean(-1),
+                "logit_std": seen.logit_std.mean(-1),
+                "effective_beta": seen.effective_beta,
+                "explained": explained,
+            }
+            for name, value in row.items():
+                rows.setdefault(name, []).append(value.double().cpu())
+        for name, values in rows.items():
+            found.setdefault(name, []).append(values)
         spectra.append([_head_spectrum(A, h) for h in range(A.heads)])
-    numbers = {f"head/{name}": torch.stack(values) for name, values in found.items()}
-    numbers["head/leading"] = torch.tensor([[s[0] for s in row] for row in spectra], dtype=torch.float64)
-    numbers["head/gap"] = torch.tensor([[s[1] for s in row] for row in spectra], dtype=torch.float64)
-    numbers["head_case"] = torch.tensor([[CASES.index(s[2]) for s in row] for row in spectra])
-    return numbers
+    means = {name: torch.stack([torch.stack(v).mean(0) for v in layers]) for name, layers in found.items()}
+    leading, gap, case = (torch.tensor([[s[i] for s in row] for row in spectra], dtype=torch.float64) for i in range(3))
+    return HeadRegimes(**means, leading=leading, gap=gap, case=case)
 
 
-def _one_text(space: HeadSpace) -> dict[str, Tensor]:
-    """The numbers of one text, each (heads,)."""
-    A, x = space.attention, space.x
-    assert A.K is not None  # filled in by `head_space`
-    k, n = A.Q.shape[-2], len(x)
-    beta = torch.as_tensor(A.beta, dtype=x.dtype, device=x.device).expand(A.heads)
-    q, keys, values = space.g[..., :k], space.y[..., :k], space.y[..., k:]
-    W = A.matrix(x)
-    computed, predicted = W @ values, space.per_head(closure(space))
-    return {
-        "entropy": torch.special.entr(W).sum(-1).mean(-1) / math.log(n),
-        "largest": W.amax(-1).mean(-1),
-        "logit_std": beta * (q @ keys.mT).std(-1).mean(-1),
-        "effective_beta": beta * (q @ A.K).norm(dim=-1).mean(-1) * x.norm(dim=-1).mean(),
-        "self_argmax": (W.argmax(-1) == torch.arange(n, device=x.device)).double().mean(-1),
-        "closure": torch.nn.functional.cosine_similarity(predicted, computed, dim=-1).mean(-1),
-    }
-
-
-def _head_spectrum(A: Attention, h: int) -> tuple[float, float, str]:
+def _head_spectrum(A: Attention, h: int) -> tuple[float, float, int]:
     """Leading real part, gap and case of M_h = O V K^T Q, from V K^T Q O (k x k): the same but for 0."""
     part = A.to(torch.float64)
     small = _small(part, h)
     found = spectrum(small.cpu().numpy())
     if found.leading <= 0 and small.shape[0] < part.dim:
-        return 0.0, -found.leading, "undefined"  # ker M leads: tokens run into ker G
-    return found.leading, found.gap, found.case
+        return 0.0, -found.leading, CASES.index("undefined")  # ker M leads: tokens run into ker G
+    return found.leading, found.gap, CASES.index(found.case)
 
 
 def _small(A: Attention, h: int) -> Tensor:
@@ -71,10 +90,10 @@ def _small(A: Attention, h: int) -> Tensor:
     return A.V[h] @ A.K[h].T @ A.Q[h] @ A.O[h]
 
 
-def spectra(found: list[Attention]) -> dict[str, Any]:
+def head_spectra(found: list[Attention]) -> dict[str, Any]:
     """Every head's nonzero eigenvalues of M = V G and singular values of G and V, with the case of M: plain lists."""
     heads = []
-    for level, A in enumerate(found):
+    for layer, A in enumerate(found):
         part = A.to(torch.float64)
         for h in range(A.heads):
             leading, gap, case = _head_spectrum(A, h)
@@ -83,9 +102,9 @@ def spectra(found: list[Attention]) -> dict[str, Any]:
             eigenvalues = torch.linalg.eigvals(_small(part, h))
             heads.append(
                 {
-                    "layer": level,
+                    "layer": layer,
                     "head": h,
-                    "case": case,
+                    "case": CASES[case],
                     "leading": leading,
                     "gap": gap,
                     "norm_G": float(G[0]),

@@ -1,111 +1,155 @@
-"""The limiting law of each layer, and whether the cloud comes nearer to it."""
+"""Does a layer bring its cloud nearer to the limiting law of its weights? With the power to say no.
+
+Under the Gaussian closure with the texts' mean m and covariance S the heads add up to an affine drift,
+    F(x) = M x + c,   M = sum_h beta_h V_h S G_h,   c = sum_h V_h (m + beta_h S K_h^T b_h) + constant drift,
+and the theorem's flow x' = P_x M x has the limit map P(x) = Pi x/|Pi x|. It speaks of one head, unchanging weights and
+no c, feed-forward part or norm gain; what they do shows as the distance between a layer and "if theory held".
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.measures import Cloud
-from attn_flow.observe import quantities
-from attn_flow.prediction.spectral import Spectrum, spectrum
+from attn_flow.measures import Cloud, Gaussian
+from attn_flow.prediction.limit_map import LimitMap
+from attn_flow.prediction.spectral import spectrum
 from attn_flow.probe.clouds import Clouds, directions
-from attn_flow.probe.push import rotated
+from attn_flow.probe.nulls import rotated
 from attn_flow.transport.distances import wasserstein
 
 CASES = ("fixed", "rotating", "jordan", "stationary", "undefined", "nonlinear")
+TEXTS = 16  # on which distances are measured; the covariance is that of all
 
 
-def case_names(codes: Tensor) -> list[str]:
-    return [CASES[int(code)] for code in codes]
+@dataclass(frozen=True, eq=False)
+class LimitLaw:
+    """Distances to the limiting law, text by text; (layers, texts) unless said.
 
-
-def layer_matrix(attention: Attention, cov: Tensor) -> Tensor:
-    """M = sum_h beta_h V_h S G_h, (d, d): the heads together, under the Gaussian closure with the cloud's covariance S.
-
-    Heads with a Gaussian law add up linearly, x' = P_x M x (centred part), so that one spectral projector gives the
-    limit; the zero-temperature flow of several heads is nonlinear and has none.
+    real: W2(cloud after the layer, P before) / W2(before, P before). if_held: the same after x + M x in the layer's
+    place. real_rotated: towards the limit of a rotated G. cosine: of what attention adds with M x + c, both
+    tangential; cosine_without_c: with M x alone; block_cosine: of the whole block's displacement, feed-forward part and
+    norm included, with M x + c. size_of_Mx, size_of_c: over |x|. stability (layers,): overlap of E from the two halves
+    of the texts, 1 for the same subspace. case, dimension, gap (layers,): of the limit map.
     """
+
+    real: Tensor
+    if_held: Tensor
+    real_rotated: Tensor
+    cosine: Tensor
+    cosine_without_c: Tensor
+    block_cosine: Tensor
+    size_of_Mx: Tensor
+    size_of_c: Tensor
+    stability: Tensor
+    case: Tensor
+    dimension: Tensor
+    gap: Tensor
+
+    @property
+    def cases(self) -> list[str]:
+        return [CASES[int(code)] for code in self.case]
+
+
+def affine_drift(attention: Attention, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+    """M (d, d) and c (d,) of F(x) = M x + c, all heads together, under the Gaussian closure."""
     A = attention.to(torch.float64)
     beta = torch.as_tensor(A.beta, dtype=torch.float64, device=A.Q.device).expand(A.heads)
-    return torch.einsum("h,hab,bc,hcd->ad", beta, A.values, cov.double(), A.G)
+    M = torch.einsum("h,hab,bc,hcd->ad", beta, A.values, cov.double(), A.G)
+    mu = Gaussian(mean.double(), cov.double())
+    c = Attention(A.Q, A.K, A.V, A.O, A.beta, query_bias=A.query_bias, value_bias=A.value_bias).drift(
+        torch.zeros_like(mean.double())[None], mu
+    )[0]
+    return M, c
 
 
-def approach_to_limits(clouds: Clouds, generator: torch.Generator) -> dict[str, Tensor]:
-    """W2 of the cloud after a layer to the push-forward of the cloud before it, relative to where it started.
-
-    Clouds are compared as directions, text by text. "input" is the same for the cloud at the encoder's input; "null"
-    the ratio with G rotated; E and V the squared length inside the leading subspaces of M and of the values' sum.
-    "curve" (layers + 1, texts) is W2 of every level to the push-forward of the input under the last layer's limit map.
-    """
-    L, T = clouds.layers, clouds.texts
-    names = (
-        "w2_before",
-        "w2_after",
-        "w2_input",
-        "w2_input_after",
-        "w2_null",
-        "E_before",
-        "E_after",
-        "V_before",
-        "V_after",
+def linear_limit(M: Tensor) -> LimitMap:
+    """The limit map of x' = P_x M x: the theorem's, with G the identity and V = M."""
+    found = spectrum(M.detach().cpu().numpy())
+    place = lambda A: torch.from_numpy(np.ascontiguousarray(A)).to(M)
+    return LimitMap(
+        case=cast(Literal["fixed", "rotating", "jordan", "stationary"], found.case),
+        attention=Attention.from_matrices(torch.eye(len(M)).to(M), M),
+        support=None,
+        tol=found.tol,
+        leading=found.leading,
+        gap=found.gap,
+        frequencies=found.frequencies,
+        basis=place(found.basis),
+        projector=place(found.projector),
+        direction=place(found.limit),
     )
-    found = {name: torch.zeros(L, T, dtype=torch.float64) for name in names}
-    predicted: list[Spectrum] = []
-    curve = torch.zeros(L + 1, T, dtype=torch.float64)
-    for level, A in enumerate(clouds.attentions):
-        cov = Cloud(torch.cat(clouds.z[level]).double()).moments()[1]
-        M = layer_matrix(A, cov)
-        E = _spectrum(M)
-        P, P_null = _limit_map(M, E), _limit_map(layer_matrix(rotated(A, generator), cov))
-        V = _spectrum(A.to(torch.float64).values.sum(0))
-        predicted.append(E)
-        for t in range(T):
-            first, before, after = (directions(clouds.z[i][t]) for i in (0, level, level + 1))
-            row: dict[str, Any] = {
-                "w2_before": wasserstein(before, P(before)),
-                "w2_after": wasserstein(after, P(before)),
-                "w2_input": wasserstein(first, P(first)),
-                "w2_input_after": wasserstein(after, P(first)),
-                "w2_null": wasserstein(after, P_null(before)) / wasserstein(before, P_null(before)),
-                "E_before": _inside(before, E.basis),
-                "E_after": _inside(after, E.basis),
-                "V_before": _inside(before, V.basis),
-                "V_after": _inside(after, V.basis),
-            }
-            for name, value in row.items():
-                found[name][level, t] = float(value)
-    for t in range(T):
-        target = P(directions(clouds.z[0][t]))  # of the last layer, for the whole path through the encoder
-        for level in range(L + 1):
-            curve[level, t] = wasserstein(directions(clouds.z[level][t]), target)
-    numbers = {f"limit/{name}": value for name, value in found.items()}
-    numbers["limit/curve"] = curve
-    numbers["limit_case"] = torch.tensor([CASES.index(E.case) for E in predicted])
-    numbers["limit/dimension"] = torch.tensor([float(E.dimension) for E in predicted], dtype=torch.float64)
-    numbers["limit/gap"] = torch.tensor([E.gap for E in predicted], dtype=torch.float64)
-    return numbers
 
 
-def _spectrum(M: Tensor) -> Spectrum:
-    return spectrum(M.detach().cpu().numpy())
+def limit_law(clouds: Clouds, generator: torch.Generator, method: str = "auto") -> LimitLaw:
+    """The numbers of `LimitLaw`; distances by the solver `method` of attn_flow.transport."""
+    T = min(TEXTS, clouds.texts)
+    per_text: dict[str, list[list[float]]] = {}
+    per_layer: dict[str, list[float]] = {name: [] for name in ("stability", "case", "dimension", "gap")}
+    for layer, A in enumerate(clouds.attentions):
+        z = clouds.z[layer]
+        moments = Cloud(torch.cat(z).double()).moments()
+        M, c = affine_drift(A, *moments)
+        P, P_rotated = linear_limit(M), linear_limit(affine_drift(rotated(A, generator), *moments)[0])
+        rows = [
+            _distances(z[t], clouds.z[layer + 1][t], M, P, P_rotated, method)
+            | _displacements(z[t], clouds.out[layer][t], clouds.z[layer + 1][t], M, c)
+            for t in range(T)
+        ]
+        for name in rows[0]:
+            per_text.setdefault(name, []).append([row[name] for row in rows])
+        halves = [torch.cat(z[i::2]).double() for i in range(2)] if clouds.texts > 1 else []
+        bases = [linear_limit(affine_drift(A, *Cloud(x).moments())[0]).basis for x in halves]
+        per_layer["stability"].append(_overlap(bases))
+        per_layer["case"].append(CASES.index(P.case))
+        per_layer["dimension"].append(float(P.dimension or 0))
+        per_layer["gap"].append(float(P.gap or 0))
+    found = {name: torch.tensor(v, dtype=torch.float64) for name, v in {**per_text, **per_layer}.items()}
+    return LimitLaw(**found)
 
 
-def _limit_map(M: Tensor, found: Spectrum | None = None) -> Callable[[Tensor], Tensor]:
-    """P(x) = Pi x/|Pi x| of x' = P_x M x; a rotating pair as it stands one layer on, e^M Pi x."""
-    found = _spectrum(M) if found is None else found
-    A = torch.from_numpy(found.limit.copy()).to(M)
-    if found.frequencies:
-        shifted = M - found.leading * torch.eye(len(M), dtype=M.dtype, device=M.device)
-        A = torch.linalg.matrix_exp(shifted) @ torch.from_numpy(found.projector.copy()).to(M)
-    return lambda x: directions(x @ A.mT)
+def _distances(
+    before: Tensor, after: Tensor, M: Tensor, P: LimitMap, P_rotated: LimitMap, method: str
+) -> dict[str, float]:
+    """Distances to the limiting law in units of the distance before the layer."""
+    x, x_after, held = directions(before), directions(after), directions(before.double() + before.double() @ M.mT)
+
+    def ratios(limit: LimitMap, *clouds: Tensor) -> list[float]:
+        target = limit.push_forward(x, 1.0 if limit.frequencies else None)
+        start = float(wasserstein(x, target, method=method))
+        return [float(wasserstein(cloud, target, method=method)) / start for cloud in clouds]
+
+    real, if_held = ratios(P, x_after, held)
+    return {"real": real, "if_held": if_held, "real_rotated": ratios(P_rotated, x_after)[0]}
 
 
-def _inside(x: Tensor, basis: NDArray[np.float64]) -> float:
-    """Mean squared length of the part of unit vectors inside a subspace."""
-    return float(quantities.alignment(x, torch.from_numpy(basis.copy())).mean())
+def _displacements(before: Tensor, pushed: Tensor, after: Tensor, M: Tensor, c: Tensor) -> dict[str, float]:
+    x, linear, size = directions(before), before.double() @ M.mT, before.double().norm(dim=-1)
+
+    def cosine(a: Tensor, b: Tensor) -> float:
+        return float(torch.nn.functional.cosine_similarity(_tangent(x, a), _tangent(x, b), dim=-1).mean())
+
+    return {
+        "cosine": cosine(pushed.double(), linear + c),
+        "cosine_without_c": cosine(pushed.double(), linear),
+        "block_cosine": cosine(directions(after) - x, linear + c),
+        "size_of_Mx": float((linear.norm(dim=-1) / size).mean()),
+        "size_of_c": float((c.norm() / size).mean()),
+    }
+
+
+def _tangent(x: Tensor, v: Tensor) -> Tensor:
+    return v - (v * x).sum(-1, keepdim=True) * x
+
+
+def _overlap(bases: list[Tensor | None]) -> float:
+    """|U^T W|^2 / max(dim): 1 where two subspaces are the same; NaN where there is only one text."""
+    if len(bases) < 2 or bases[0] is None or bases[1] is None:
+        return float("nan")
+    U, W = bases[0], bases[1]
+    return float((U.mT @ W).square().sum()) / max(U.shape[1], W.shape[1])

@@ -1,101 +1,147 @@
-"""A probe as one HTML page that opens offline: summary, figures, table, and the cloud moving through the layers."""
+"""A probe as one HTML page that opens offline: the answer, the figures, the text token by token, the table."""
 
 from __future__ import annotations
 
 import base64
 import html
 import io
+import json
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attn_flow.base.files import plain, write_bytes
+from attn_flow.probe import figures
+from attn_flow.probe.figures import HEAD_MAPS
+
 if TYPE_CHECKING:
+    from attn_flow.probe.findings import Finding
     from attn_flow.probe.result import Probe
 
 FIGURES = {
-    "probe": ("plot", "Does attention push where its weights predict, and does the cloud approach the limiting law?"),
-    "heads": ("plot_heads", "In which regime is each head?"),
-    "evolution": ("plot_evolution", "How does the cloud evolve?"),
+    "propagation": (
+        figures.propagation_figure,
+        "The law carried through the whole encoder",
+        "The encoder is run with attention replaced in every layer, so that errors compound; embeddings, norms and "
+        "feed-forward parts are its own. Left: how far the predicted cloud is from the true one, in units of the "
+        "distance between two different texts. Right: how alike the embeddings at the end are.",
+    ),
+    "ladder": (
+        figures.ladder_figure,
+        "The ladder: what each ingredient adds",
+        "Each line is a closure: a law of few numbers in the place of the cloud. Explained variance 0 is what a "
+        "constant, the text's mean output, achieves; 1 is attention itself.",
+    ),
+    "limit": (
+        figures.limit_figure,
+        "Towards the limiting law of the weights?",
+        "The theorem speaks of one head, unchanging weights and no feed-forward part. Left: the distance to the limit "
+        "after a layer over that before it, and what it would be if theory held. Middle: the fraction of that way. "
+        "Right: whether attention pushes where the linear theory says.",
+    ),
+    "heads": (figures.heads_figure, "In which regime is each head?", ""),
+    "evolution": (
+        figures.evolution_figure,
+        "How does the cloud evolve?",
+        "Tokens as directions. Pairwise cosines that pile up at 1 are clusters; an energy that rises is attraction.",
+    ),
 }
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
-h1 {{ font-size: 1.5rem; margin-bottom: .2rem; }} h2 {{ font-size: 1.15rem; margin-top: 2.2rem; }}
-.about {{ color: #666; }} li {{ margin: .5rem 0; }} img {{ max-width: 100%; }}
-.tag {{ font-size: .75rem; font-weight: 600; padding: .1rem .45rem; border-radius: .6rem; margin-right: .4rem; }}
-.yes {{ background: #d9f0dd; color: #1c6b2c; }} .partly {{ background: #fdf0d0; color: #7a5600; }}
-.no {{ background: #f9dcdc; color: #8a1c1c; }} .note {{ background: #e8ecf3; color: #33415c; }}
-table {{ border-collapse: collapse; font-size: .85rem; }} td, th {{ padding: .2rem .6rem; text-align: right; }}
-th {{ border-bottom: 1px solid #999; }} td:first-child, th:first-child {{ text-align: left; }}
-details {{ margin-top: 1.5rem; }} summary {{ cursor: pointer; font-weight: 600; }}
-#cloud {{ height: 620px; }}
-</style></head><body>
-<h1>{title}</h1><p class="about">{about}</p>
-<h2>In a minute</h2><ul id="findings">{findings}</ul>
-{figures}
-<h2>The cloud through the layers</h2>
-<p class="about">A sample of tokens as directions, in the three leading axes of all levels together. Move the slider, or
-press play; hover to read a token.</p>
-<div id="cloud"></div>
-<details><summary>Numbers: mean over texts, 95% bootstrap interval</summary>{table}</details>
-<details><summary>What was probed</summary>{described}</details>
-<p class="about">Files beside this page: <a href="probe.json">probe.json</a>, <a href="probe.safetensors">
-probe.safetensors</a>{links}.</p>
-{scene}
-</body></html>
-"""
-TAGS = {"SUPPORTED": "yes", "PARTLY": "partly", "NOT SUPPORTED": "no"}
+FIRST = ("propagation", "ladder")  # before the text; the other figures come after it
+TAGS = {"supported": "yes", "partly": "partly", "not supported": "no", None: "note"}
+SINKS_NAMED = 6
 
 
 def write_report(result: Probe, folder: str | Path, title: str = "") -> Path:
-    """Save the probe into `folder` with its figures and report.html; returns the page's path."""
+    """Save the probe into `folder` with its figures and report.html; returns the page's path.
+
+    probe.json is written last: where it is, everything is.
+    """
     folder = Path(folder)
-    result.save(folder)
-    encoder = result.about["encoder"]
-    images = {name: _png(getattr(result, method)()) for name, (method, _) in FIGURES.items()}
+    (folder / "probe.json").unlink(missing_ok=True)
+    result.save_numbers(folder)
+    images = {name: _png(draw(result)) for name, (draw, _, _) in FIGURES.items()}
     for name, image in images.items():
-        (folder / f"{name}.png").write_bytes(image)
-    page = PAGE.format(
-        title=html.escape(title or f"Where does {encoder['model']} go?"),
-        about=html.escape(
-            f"{encoder['architecture']}, {encoder['layers']} layers of {encoder['heads']} heads, d = {encoder['dim']}; "
-            f"{result.about['texts']} texts, {result.about['tokens']} tokens; left out: {', '.join(encoder['omits'])}."
-        ),
-        findings="".join(_finding(words) for words in result.findings()),
-        figures="".join(_figure(images[name], question) for name, (_, question) in FIGURES.items()),
-        table=_table(result),
-        described=_described(result.about),
-        links="".join(f', <a href="{name}.png">{name}.png</a>' for name in images),
-        scene=_scene(result),
-    )
+        write_bytes(image, folder / f"{name}.png")
     path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    write_bytes(
+        _page(result, images, title or f"Is {result.about['encoder']['model']} a mean-field flow?").encode(), path
+    )
+    result.save_marker(folder)
     return path
 
 
-def write_comparison(results: dict[str, Probe], folder: str | Path) -> Path:
-    """comparison.html beside the models' own reports: one figure, and each model's findings."""
-    from attn_flow.probe.figures import comparison_figure
-
-    image = _png(comparison_figure(results))
-    Path(folder, "comparison.png").write_bytes(image)
-    body = ["<h1>Encoders side by side</h1>", _figure(image, "One figure")]
+def write_comparison(results: dict[str, Probe], folder: str | Path, places: dict[str, str]) -> Path:
+    """comparison.html beside the models' own reports (`places`: their folders): one figure, and each one's findings."""
+    image = _png(figures.comparison_figure(results))
+    write_bytes(image, Path(folder) / "comparison.png")
+    body = [_figure(image, "Encoders side by side", "The closure and the cloud of every model.")]
     for name, result in results.items():
-        link = html.escape(f"{name.replace('/', '_')}/report.html")
-        body.append(f'<h2>{html.escape(name)} (<a href="{link}">report</a>)</h2><ul>')
-        body += [_finding(words) for words in result.findings()]
+        link = html.escape(f"{places[name]}/report.html")
+        body.append(f'<h2>{html.escape(name)} (<a href="{link}">report</a>)</h2><ul class="findings">')
+        body += [_finding(finding) for finding in result.findings()]
         body.append("</ul>")
-    head = PAGE[: PAGE.index("<h1>")].format(title="Encoders side by side")
     path = Path(folder) / "comparison.html"
-    path.write_text(head + "".join(body) + "</body></html>", encoding="utf-8")
+    write_bytes(_shell("Encoders side by side", "".join(body), "").encode(), path)
     return path
 
 
-def _finding(words: str) -> str:
-    tag, colon, rest = words.partition(": ")
-    if not colon or tag not in TAGS:
-        return f'<li><span class="tag note">note</span>{html.escape(words)}</li>'
-    return f'<li><span class="tag {TAGS[tag]}">{tag.lower()}</span>{html.escape(rest)}</li>'
+def _page(result: Probe, images: dict[str, bytes], title: str) -> str:
+    encoder, about = result.about["encoder"], result.about
+    omits = ", ".join(encoder["omits"]) or "nothing"
+    sections = [
+        f'<p class="about">{html.escape(encoder["architecture"])}, {encoder["layers"]} layers of {encoder["heads"]} '
+        f"heads, d = {encoder['dim']}; {about['texts']} texts, {about['tokens']} tokens, "
+        f"{about['unknown_token_share']:.1%} unknown; left out by theory: {html.escape(omits)}.</p>",
+        "<p><b>Asked:</b> does attention act on a token through a law of the cloud, a few numbers that all tokens "
+        "share, or does it need the tokens themselves?</p>",
+        '<div id="answer">' + "".join(f"<p>{html.escape(words)}</p>" for words in result.answer()) + "</div>",
+        *(_figure(images[name], *FIGURES[name][1:]) for name in FIRST),
+        '<h2>Findings</h2><ul class="findings" id="findings">',
+        *(_finding(finding) for finding in result.findings()),
+        "</ul>",
+        _READING,
+        *(_figure(images[name], *FIGURES[name][1:], below=_below(name)) for name in images if name not in FIRST),
+        '<h2>The cloud through the layers</h2><p class="about">A sample of tokens as directions, in the three leading '
+        "axes of all levels together. Move the slider, or press play; hover to read a token.</p>"
+        '<div id="cloud"></div>',
+        _TABLE,
+        f"<details><summary>What was probed</summary>{_described(about)}</details>",
+        '<p class="about">Files beside this page: <a href="probe.json">probe.json</a>, <a href="probe.safetensors">'
+        "probe.safetensors</a>" + "".join(f', <a href="{name}.png">{name}.png</a>' for name in images) + ".</p>",
+    ]
+    return _shell(title, "\n".join(sections), _scripts(result))
+
+
+_READING = """<h2>The text, token by token</h2>
+<p class="about">Colour: how badly the closure misses a token in the chosen layer (its squared error over the
+variance of the text's outputs; white: not at all, red: no better than a constant). Click a token to see where it
+attends, and where the closure says it does.</p>
+<p class="controls"><label>text <select id="which-text"></select></label>
+<label>layer <select id="which-layer"></select></label></p>
+<div id="text"></div>
+<p id="sinks" class="about"></p>
+<div id="row"><p class="controls"><label>head <select id="which-head"></select></label>
+<span id="row-title" class="about">Click a token of the first text.</span></p><div id="bars"></div></div>"""
+_TABLE = """<h2>All numbers</h2><p class="about">Mean over texts, below it the 95% bootstrap interval. Click a column to
+sort, type to search.</p>
+<p class="controls"><label>group <select id="group"></select></label>
+<label>search <input id="search" type="search" placeholder="explained, w2, rotated ..."></label></p>
+<div class="wide"><table id="table"></table></div>"""
+
+
+def _shell(title: str, body: str, scripts: str) -> str:
+    style = files("attn_flow.probe").joinpath("page.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{style}</style></head><body>\n<h1>{html.escape(title)}</h1>\n"
+        f"{body}\n{scripts}</body></html>\n"
+    )
+
+
+def _finding(finding: Finding) -> str:
+    tag = finding.verdict or "note"
+    return f'<li><span class="tag {TAGS[finding.verdict]}">{tag}</span>{html.escape(finding.text)}</li>'
 
 
 def _png(figure: Any) -> bytes:
@@ -107,60 +153,135 @@ def _png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _figure(image: bytes, question: str) -> str:
+def _figure(image: bytes, question: str, words: str, below: str = "") -> str:
     code = base64.b64encode(image).decode()
-    return f'<h2>{html.escape(question)}</h2><img alt="{html.escape(question)}" src="data:image/png;base64,{code}">'
+    return (
+        f'<h2>{html.escape(question)}</h2><p class="about">{html.escape(words)}</p><div class="wide">'
+        f'<img alt="{html.escape(question)}" src="data:image/png;base64,{code}"></div>{below}'
+    )
 
 
-def _table(result: Probe) -> str:
-    layers = result.about["encoder"]["layers"]
-    head = "".join(f"<th>{layer}</th>" for layer in range(layers + 1))
-    rows: dict[str, dict[int, str]] = {}
-    for row in result.rows():
-        if "head" in row:
-            continue
-        text = f"{row['mean']:.3g}"
-        if "low" in row:
-            text += f'<br><span class="about">{row["low"]:.2g}..{row["high"]:.2g}</span>'
-        rows.setdefault(row["quantity"], {})[row["layer"]] = text
-    body = ""
-    for name, cells in rows.items():
-        shown = "".join(f"<td>{cells.get(i, '')}</td>" for i in range(layers + 1))
-        body += f"<tr><td>{html.escape(name)}</td>{shown}</tr>"
-    return f"<table><tr><th>layer</th>{head}</tr>{body}</table>"
+def _below(name: str) -> str:
+    """What each map of the heads' figure says."""
+    if name != "heads":
+        return ""
+    words = "".join(f"<li><b>{html.escape(a)}</b>: {html.escape(b)}</li>" for a, b in HEAD_MAPS.values())
+    return f'<ul class="about">{words}</ul>'
 
 
 def _described(about: dict[str, Any]) -> str:
-    rows = "".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in about.items())
-    return f"<table>{rows}</table>"
+    def item(value: Any) -> str:
+        if isinstance(value, dict):
+            return "<ul>" + "".join(f"<li>{html.escape(str(k))}: {item(v)}</li>" for k, v in value.items()) + "</ul>"
+        if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+            return "<ul>" + "".join(f"<li>{item(v)}</li>" for v in value) + "</ul>"
+        return html.escape(", ".join(map(str, value)) if isinstance(value, list) else str(value))
+
+    shown = {name.replace("_", " "): value for name, value in about.items() if name != "order"}
+    return "<dl>" + "".join(f"<dt>{html.escape(k)}</dt><dd>{item(v)}</dd>" for k, v in shown.items()) + "</dl>"
+
+
+def _scripts(result: Probe) -> str:
+    """The page's data and what moves it. "<" never appears in the data as itself: a "</script>" in a token could
+    otherwise end the script."""
+    from plotly.offline import get_plotlyjs
+
+    data = json.dumps(plain(_data(result)), allow_nan=False).replace("<", "\\u003c")
+    drawing = _scene(result).replace("<", "\\u003c")
+    code = files("attn_flow.probe").joinpath("page.js").read_text(encoding="utf-8")
+    return (
+        f"<script>{get_plotlyjs()}</script><script>const data = {data};\nconst scene = {drawing};</script>"
+        f"<script>{code}</script>"
+    )
+
+
+def _data(result: Probe) -> dict[str, Any]:
+    seen = result.reading
+    lengths = seen.lengths.tolist()
+    texts, first = [], 0
+    for t, n in enumerate(lengths):
+        texts.append(
+            {
+                "tokens": result.tokens[t][:n],
+                "missed": [[round(v, 4) for v in row] for row in seen.missed[:, first : first + n].tolist()],
+                "received": [[round(v, 3) for v in row] for row in seen.received[:, first : first + n].tolist()],
+            }
+        )
+        first += n
+    rows = [row for row in result.rows() if "head" not in row]
+    return {
+        "texts": texts,
+        "layers": result.about["encoder"]["layers"],
+        "heads": result.about["encoder"]["heads"],
+        "explained": [[round(v, 3) for v in row] for row in result.heads.explained.tolist()],
+        "rows": {
+            "n": seen.true_rows.shape[-1],
+            "true": _packed(seen.true_rows),
+            "closure": _packed(seen.closure_rows) if seen.closure_rows.numel() else "",
+        },
+        "sinks": SINKS_NAMED,
+        "table": [
+            {k: _short(v) if isinstance(v, float) else v for k, v in {**row, "quantity": _named(result, row)}.items()}
+            for row in rows
+        ],
+    }
+
+
+def _named(result: Probe, row: dict[str, Any]) -> str:
+    """Plain names: what a closure or null is, instead of what it is called in the code."""
+    name, colon, measure = str(row["quantity"]).partition(": ")
+    titles = {**result.about["closures"], **result.about["nulls"]}
+    measure = measure.replace("w2", "W2 over W2 between texts")
+    return (titles.get(name, name) + colon + measure).replace("_", " ")
+
+
+def _short(value: float) -> float | str:
+    return float(f"{value:.3g}") if value == value and abs(value) != float("inf") else str(value)
+
+
+def _packed(weights: Any) -> str:
+    """Weights in [0, 1] as one byte each, the square root scaled to 255."""
+    code = (weights.clamp(0, 1).sqrt() * 255).round().byte()
+    return base64.b64encode(code.numpy().tobytes()).decode()
 
 
 def _scene(result: Probe) -> str:
     """The plotly scene with one frame per level; token text is escaped, so that no text can become markup."""
     from plotly import graph_objects as go
-    from plotly.offline import get_plotlyjs
 
-    view = result.numbers["view"].numpy()
+    view = result.view.x.numpy()
+    names = [result.tokens[t][i] for t, i in zip(result.view.text.tolist(), result.view.place.tolist())]
     hover = [
-        f"{html.escape(label['token'])}<br>text {label['text']}, place {label['position']}" for label in result.labels
+        f"{html.escape(name)}<br>text {t}, place {i}"
+        for name, t, i in zip(names, result.view.text.tolist(), result.view.place.tolist())
     ]
-    colour = [label["text"] for label in result.labels]
+    kind = [_kind(name) for name in names]
+    kinds = [k for k in ("words", "pieces of words", "punctuation and special") if k in kind]
+    colours = {"words": "#4c72b0", "pieces of words": "#dd8452", "punctuation and special": "#c44e52"}
 
-    def points(level: int) -> Any:
-        x, y, z = view[level].T
-        marker = {"size": 3, "color": colour, "colorscale": "Turbo", "opacity": 0.85}
-        return go.Scatter3d(x=x, y=y, z=z, mode="markers", marker=marker, hovertext=hover, hoverinfo="text")
+    def points(level: int) -> list[Any]:
+        drawn = []
+        for group in kinds:
+            chosen = [i for i, k in enumerate(kind) if k == group]
+            x, y, z = view[level][chosen].T
+            marker = {"size": 3, "color": colours[group], "opacity": 0.8}
+            words = [hover[i] for i in chosen]
+            drawn.append(
+                go.Scatter3d(
+                    x=x, y=y, z=z, mode="markers", marker=marker, name=group, hovertext=words, hoverinfo="text"
+                )
+            )
+        return drawn
 
-    names = [f"{level}" for level in range(len(view))]
+    labels = [f"{level}" for level in range(len(view))]
     step = {"frame": {"duration": 500, "redraw": True}, "transition": {"duration": 400}, "mode": "immediate"}
     slider = {
         "currentvalue": {"prefix": "level "},
-        "steps": [{"label": n, "method": "animate", "args": [[n], step]} for n in names],
+        "steps": [{"label": n, "method": "animate", "args": [[n], step]} for n in labels],
     }
-    play = {"label": "play", "method": "animate", "args": [names, {**step, "fromcurrent": True}]}
+    play = {"label": "play", "method": "animate", "args": [labels, {**step, "fromcurrent": True}]}
     bound = float(abs(view).max()) * 1.05
     axis = {"range": [-bound, bound], "showticklabels": False, "title": ""}
-    eye = {"x": 1.0, "y": 1.0, "z": 0.7}
     layout = {
         "sliders": [slider],
         "updatemenus": [{"type": "buttons", "buttons": [play], "x": 0.02, "y": 0.02}],
@@ -169,16 +290,19 @@ def _scene(result: Probe) -> str:
             "yaxis": axis,
             "zaxis": axis,
             "aspectmode": "cube",
-            "camera": {"eye": eye},
+            "camera": {"eye": {"x": 1.0, "y": 1.0, "z": 0.7}},
         },
         "margin": {"l": 0, "r": 0, "t": 0, "b": 0},
-        "showlegend": False,
+        "legend": {"x": 0.02, "y": 0.98, "itemsizing": "constant"},
     }
-    figure = go.Figure(points(0), layout, [go.Frame(data=[points(i)], name=n) for i, n in enumerate(names)])
-    # "<" never appears in the data as itself: a "</script>" in a token could otherwise end this script.
-    drawing = figure.to_json().replace("<", "\\u003c")
+    figure = go.Figure(points(0), layout, [go.Frame(data=points(i), name=n) for i, n in enumerate(labels)])
+    return figure.to_json()
+
+
+def _kind(token: str) -> str:
+    if token.startswith("##"):
+        return "pieces of words"
+    bare = token.strip("▁Ġ")
     return (
-        f"<script>{get_plotlyjs()}</script><script>const scene = {drawing};"
-        'Plotly.newPlot("cloud", scene.data, scene.layout, {responsive: true})'
-        '.then(() => Plotly.addFrames("cloud", scene.frames));</script>'
+        "words" if bare and any(c.isalnum() for c in bare) and not bare.startswith("[") else "punctuation and special"
     )

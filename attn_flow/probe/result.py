@@ -1,67 +1,121 @@
-"""What a probe found: numbers with intervals, a tidy table, and plain words about what is supported and what is not."""
+"""What a probe found: numbers with intervals, findings with verdicts, a tidy table, files."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from attn_flow.base.files import write_json, write_tensors
-from attn_flow.prediction.timeline import Phase, split
+from attn_flow.base.files import plain, read_tensors, write_json, write_tensors
+from attn_flow.probe import findings
+from attn_flow.probe.agreement import Agreement
+from attn_flow.probe.evolution import BETAS, Evolution, View
+from attn_flow.probe.findings import Finding, Interval, bootstrap, by_layer, layers_named, ratio_of_means, span
+from attn_flow.probe.heads import HeadRegimes
+from attn_flow.probe.law_alone import LawAlone
+from attn_flow.probe.limit_law import LimitLaw
+from attn_flow.probe.propagation import Propagated
+from attn_flow.probe.reading import Reading
 
-RESAMPLES = 1000
+FORMAT = "attn_flow.Probe 2"
+BY_NAME = {"closures": Agreement, "nulls": Agreement, "propagation": Propagated}
+SINGLE = {
+    "law_alone": LawAlone,
+    "limits": LimitLaw,
+    "heads": HeadRegimes,
+    "evolution": Evolution,
+    "view": View,
+    "reading": Reading,
+}
+MEASURES = ("explained", "centred_cosine", "cosine")
+DISREGARDED = ("untrained", "mean_output")  # reported: another model's number; and 0 by definition
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """Numbers by name, most of them (layers, texts); `about` says what was probed, how, and with which versions.
+    """The answers of a probe; `about` says what was probed, how, and with which versions (plain JSON).
 
-    cosine/SUPPORT, explained/SUPPORT, null_cosine/NULL, null_explained/NULL: attention outputs against predictions.
-    limit/...: distances to the limiting law. head/...: (layers, heads). evolution/...: (layers + 1, texts).
-    view: a sample of tokens in three dimensions, with `labels`.
+    closures, nulls: predictions against what each layer computes, by name. propagation: predictions carried through
+    depth, by name of closure or null. tokens: the strings of the texts, for labels.
     """
 
     about: dict[str, Any]
-    numbers: dict[str, Tensor]
-    labels: list[dict[str, Any]] = field(default_factory=list)
+    closures: dict[str, Agreement]
+    nulls: dict[str, Agreement]
+    propagation: dict[str, Propagated]
+    law_alone: LawAlone
+    limits: LimitLaw
+    heads: HeadRegimes
+    evolution: Evolution
+    view: View
+    reading: Reading
+    tokens: list[list[str]]
 
-    def interval(self, name: str, level: float = 0.95) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean over texts with a bootstrap interval over texts, each (layers,)."""
-        return bootstrap(self.numbers[name], self.about["seed"], level)
+    def __repr__(self) -> str:
+        about = self.about
+        return (
+            f"Probe({about['encoder']['model']}, {about['texts']} texts, {about['tokens']} tokens, "
+            f"{len(self.closures)} closures, {len(self.nulls)} nulls)"
+        )
 
-    def approach(self, name: str = "w2") -> tuple[Tensor, Tensor, Tensor]:
-        """W2(after, P before)/W2(before, P before) with its interval: below 1 the cloud came nearer."""
-        after, before = {"w2": ("w2_after", "w2_before"), "input": ("w2_input_after", "w2_input")}[name]
-        ratio = self.numbers[f"limit/{after}"] / self.numbers[f"limit/{before}"]
-        return bootstrap(ratio, self.about["seed"])
+    # --- numbers ------------------------------------------------------------------------------------------------
+
+    @property
+    def main(self) -> str:
+        """The closure that findings speak of."""
+        return self.about["main_closure"]
+
+    def interval(self, values: Tensor) -> Interval:
+        """Mean over texts (the last axis) with its 95% bootstrap interval over texts."""
+        return bootstrap(values, self.about["seed"])
+
+    def fraction_of_the_way(self, rotated: bool = False) -> Interval:
+        """(1 - real)/(1 - if theory held), by layer; `rotated`: towards the limit of a rotated G, in the same unit."""
+        limits = self.limits
+        real = limits.real_rotated if rotated else limits.real
+        return ratio_of_means(1 - real, 1 - limits.if_held, self.about["seed"])
 
     def rows(self) -> list[dict[str, Any]]:
-        """The table: one row per quantity and layer, with mean and 95% interval over texts."""
-        found = []
-        for name, value in sorted(self.numbers.items()):
-            if name.startswith(("view", "evolution/edges", "evolution/histogram")):
-                continue
-            if name.startswith("head/"):
+        """The table: one row per group, quantity and layer (or level), with mean and 95% interval over texts."""
+        found: list[dict[str, Any]] = []
+
+        def add(group: str, quantity: str, values: Tensor, first: int = 0) -> None:
+            if values.ndim == 1:
+                found.extend(
+                    {"group": group, "quantity": quantity, "layer": first + i, "mean": v}
+                    for i, v in enumerate(values.tolist())
+                )
+                return
+            seen = self.interval(values)
+            for i, (mean, low, high) in enumerate(zip(*(z.tolist() for z in (seen.mean, seen.low, seen.high)))):
+                row = {"group": group, "quantity": quantity, "layer": first + i, "mean": mean, "low": low, "high": high}
+                found.append(row)
+
+        for group, table in (("closure", self.closures), ("null", self.nulls)):
+            for name, agreement in table.items():
+                for measure in MEASURES:
+                    add(group, f"{name}: {measure}", getattr(agreement, measure))
+        for name, through in self.propagation.items():
+            add("through depth", f"{name}: w2", through.w2, first=1)
+        add("law alone", "w2", self.law_alone.w2, first=1)
+        for name, value in vars(self.limits).items():
+            if name != "case":
+                add("limit law", name, value)
+        for name in ("pairwise_cosine", "effective_rank", "clusters", "merges", "splits"):
+            add("cloud", name, getattr(self.evolution, name))
+        for beta, value in zip(BETAS, self.evolution.log_energy):
+            add("cloud", f"log_energy, beta {beta:g}", value)
+        for name, value in vars(self.heads).items():
+            if name != "case":
                 for layer, row in enumerate(value.tolist()):
-                    found += [{"quantity": name, "layer": layer, "head": h, "mean": v} for h, v in enumerate(row)]
-            elif value.ndim == 1:
-                found += [{"quantity": name, "layer": layer, "mean": v} for layer, v in enumerate(value.tolist())]
-            elif value.ndim == 2:
-                bounds = zip(*(z.tolist() for z in self.interval(name)))
-                for layer, (mean, low, high) in enumerate(bounds):
-                    found.append({"quantity": name, "layer": layer, "mean": mean, "low": low, "high": high})
-            else:
-                for beta, rows in zip(self.about["betas"], value):
-                    bounds = zip(*(z.tolist() for z in bootstrap(rows, self.about["seed"])))
-                    for layer, (mean, low, high) in enumerate(bounds):
-                        name_b = f"{name} beta={beta:g}"
-                        found.append({"quantity": name_b, "layer": layer, "mean": mean, "low": low, "high": high})
+                    found += [
+                        {"group": "heads", "quantity": name, "layer": layer, "head": h, "mean": v}
+                        for h, v in enumerate(row)
+                    ]
         return found
 
     def to_pandas(self) -> Any:
@@ -72,144 +126,270 @@ class Probe:
             raise ValueError("to_pandas needs pandas; pip install pandas, or use rows().") from None
         return pandas.DataFrame(self.rows())
 
-    def findings(self) -> list[str]:
-        """Plain words, each with its number, interval and null."""
-        return [*self._about_push(), *self._about_limit(), *self._about_heads(), *self._about_cloud()]
+    def as_json(self) -> dict[str, Any]:
+        """findings, layers and propagation by name, and what was probed: plain JSON."""
+        agreements = {**self.closures, **self.nulls}
+        intervals = {m: {name: self.interval(getattr(a, m)) for name, a in agreements.items()} for m in MEASURES}
+        layers = []
+        for layer in range(self.about["encoder"]["layers"]):
+            row: dict[str, Any] = {"layer": layer}
+            for m in MEASURES:
+                row[m] = {name: float(seen.mean[layer]) for name, seen in intervals[m].items()}
+            row["explained_interval"] = {
+                name: [float(seen.low[layer]), float(seen.high[layer])] for name, seen in intervals["explained"].items()
+            }
+            layers.append(row)
+        propagation = {}
+        for name, p in self.propagation.items():
+            cosine, agree, w2 = (self.interval(v) for v in (p.embedding_cosine, p.neighbour_agreement, p.w2))
+            propagation[name] = {
+                "w2": w2.mean.tolist(),
+                "w2_interval": [w2.low.tolist(), w2.high.tolist()],
+                "embedding_cosine": float(cosine.mean),
+                "embedding_cosine_interval": [float(cosine.low), float(cosine.high)],
+                "neighbour_agreement": float(agree.mean),
+                "neighbour_agreement_error": _standard_error(p.neighbour_agreement),
+                "rank_correlation": float(p.rank_correlation),
+            }
+        return plain(
+            {
+                "about": self.about,
+                "findings": [{"verdict": f.verdict, "text": f.text, "numbers": f.numbers} for f in self.findings()],
+                "layers": layers,
+                "propagation": propagation,
+            }
+        )
 
-    def _about_push(self) -> list[str]:
-        words = []
-        if "cosine/closure" in self.numbers:
-            cosine, low, high = self.interval("cosine/closure")
-            explained = self.interval("explained/closure")[0]
-            null = self.numbers.get("null_cosine/rotated")
-            sentence = (
-                f"SUPPORTED: attention pushes tokens where the weights predict from a few moments and atoms: cosine "
-                f"{_span(cosine)} over layers (95% interval {float(low.min()):.2f} to {float(high.max()):.2f}), "
-                f"explained variance {_span(explained)}."
-            )
-            if not bool((low > 0.5).all()):
-                sentence = sentence.replace("SUPPORTED", "PARTLY")
-            if null is not None:
-                sentence += f" With G rotated at random the cosine is {_span(null.mean(-1))}."
-                beats = bool((low > bootstrap(null, self.about["seed"])[2]).all())
-                sentence += " Above the null in every layer." if beats else " NOT above the null in every layer."
-            words.append(sentence)
-        if "cosine/sphere" in self.numbers:
-            cosine, low, high = self.interval("cosine/sphere")
-            verdict = "NOT SUPPORTED" if float(high.max()) < 0.3 else "PARTLY"
-            words.append(
-                f"{verdict}: the theorem's own setting, tokens filling the sphere at zero temperature, gives a cosine "
-                f"of {_span(cosine)}: a few hundred tokens do not fill the sphere of R^{self.about['encoder']['dim']}."
-            )
-        return words
+    # --- words --------------------------------------------------------------------------------------------------
 
-    def _about_limit(self) -> list[str]:
-        ratio, low, high = self.approach()
-        null = bootstrap(self.numbers["limit/w2_null"], self.about["seed"])
-        nearer = [i for i in range(len(ratio)) if float(high[i]) < 1 and float(high[i]) < float(null[1][i])]
-        away = [i for i in range(len(ratio)) if float(low[i]) > 1]
-        verdict = "SUPPORTED" if len(nearer) == len(ratio) else "PARTLY" if nearer else "NOT SUPPORTED"
+    def findings(self) -> list[Finding]:
+        """Plain words, each with its verdict, numbers, intervals and nulls."""
         return [
-            f"{verdict}: does one layer bring the cloud nearer its predicted limiting law? W2 after over W2 before is "
-            f"{_span(ratio)}; below 1 and below the rotated null ({_span(null[0])}) in {_layers(nearer)}, above 1 in "
-            f"{_layers(away)}. The limit is that of the heads' sum under the Gaussian closure; cases: "
-            f"{_counted(self.about['limit_cases'])}."
+            self._through_depth(),
+            self._layer_by_layer(),
+            self._theorem(),
+            self._limit(),
+            self._from_the_law(),
+            self._heads(),
+            self._cloud(),
         ]
 
-    def _about_heads(self) -> list[str]:
-        entropy, largest = self.numbers["head/entropy"], self.numbers["head/largest"]
-        closed = self.numbers["head/closure"]
-        holds = int((closed > 0.8).sum())
-        cases = _counted([case for row in self.about["head_cases"] for case in row])
+    def answer(self) -> list[str]:
+        """Three short sentences: through depth, layer by layer, towards the limiting law."""
+        main = self.propagation[self.main]
+        nulls = {n: float(p.embedding_cosine.mean()) for n, p in self.propagation.items() if n in self.about["nulls"]}
+        explained = self.closures[self.main].explained.mean(-1)
+        first = (
+            f"With attention replaced in every layer by a law of {self.about['costs'][self.main]['numbers']:.0f} "
+            f"numbers a head, the encoder still arrives at its own embeddings with cosine "
+            f"{float(main.embedding_cosine.mean()):.3f}"
+        )
+        if nulls:
+            best = max(nulls, key=lambda n: nulls[n])
+            first += f" (best null, {self.about['nulls'][best]}: {nulls[best]:.2f})"
         return [
-            f"Regimes: heads attend with entropy {_span(entropy.flatten())} of log n and a largest weight of "
-            f"{_span(largest.flatten())}; the closure holds (cosine above .8) in {holds} of {closed.numel()} heads; "
-            f"spectral cases of V_h G_h: {cases}."
+            first + ".",
+            f"Layer by layer that law explains {span(explained)} of the variance of what attention adds.",
+            f"A layer goes {span(self.fraction_of_the_way().mean)} of the way to the limiting law of its weights that "
+            "it would go if theory held.",
         ]
 
-    def phases(self) -> tuple[Phase, ...]:
-        """Phases of the path through the layers, from its distance to the push-forward under the last limit map."""
-        curve = self.numbers["limit/curve"].mean(-1).numpy()
-        return split(range(len(curve)), curve) if len(curve) > 2 else ()
+    def _through_depth(self) -> Finding:
+        main, nulls = self.propagation[self.main], [n for n in self.propagation if n in self.about["nulls"]]
+        cosine = self.interval(main.embedding_cosine)
+        others = {n: self.interval(self.propagation[n].embedding_cosine) for n in nulls}
+        verdict, _ = findings.decide(cosine, list(others.values()))
+        w2 = self.interval(main.w2)
+        text = (
+            f"the encoder run with attention replaced in every layer by the closure ({self._cost(self.main)}) ends at "
+            f"embeddings with cosine {_with_interval(cosine)} to its own, clouds {by_layer(w2.mean)} of the distance "
+            f"between texts apart (W2, levels 1 to {len(w2.mean)})"
+        )
+        if others:
+            best = max(others, key=lambda n: float(others[n].mean))
+            text += f"; the best null ({self.about['nulls'][best]}) reaches {_with_interval(others[best])}"
+        window = self.propagation.get("quantised_window_closure")
+        if window is not None:
+            text += (
+                f"; with {self.about['costs']['quantised_window_closure']['own_tokens']} exact neighbours "
+                f"{_with_interval(self.interval(window.embedding_cosine))} and W2 {by_layer(window.w2.mean(-1))}"
+            )
+        agree = main.neighbour_agreement
+        text += (
+            f". The nearest other text is the same for {float(agree.mean()):.2f} +- {_standard_error(agree):.2f} of "
+            "texts."
+        )
+        numbers = {"embedding_cosine": cosine.mean, "w2": w2.mean, "nulls": {n: o.mean for n, o in others.items()}}
+        return Finding(verdict, _sentence(text, verdict), plain(numbers))
 
-    def _about_cloud(self) -> list[str]:
-        cosine = self.interval("evolution/cosine")[0]
-        rank = self.interval("evolution/effective_rank")[0]
+    def _layer_by_layer(self) -> Finding:
+        explained = self.interval(self.closures[self.main].explained)
+        nulls = {n: self.interval(a.explained) for n, a in self.nulls.items() if n not in DISREGARDED}
+        verdict, holds = findings.decide(explained, list(nulls.values()))
+        L = self.about["encoder"]["layers"]
+        text = (
+            f"layer by layer, on the encoder's own states, the closure explains {by_layer(explained.mean)} of the "
+            f"variance of attention outputs (the mean output explains 0): above 0 and above every null in "
+            f"{layers_named(holds, L)}"
+        )
+        if nulls:
+            best = max(nulls, key=lambda n: float(nulls[n].mean.mean()))
+            text += f"; the strongest null ({self.about['nulls'][best]}) explains {by_layer(nulls[best].mean)}"
+        if "cross_fitted_closure" in self.closures:
+            held_out = self.closures["cross_fitted_closure"].explained.mean(-1)
+            text += f". For queries by which the atoms were not found it explains {by_layer(held_out)}"
+        if "untrained" in self.nulls:
+            twin = self.nulls["untrained"]
+            text += (
+                f". An untrained twin, which attends almost uniformly, is explained {by_layer(twin.explained.mean(-1))}"
+                f" with a raw cosine of {span(twin.cosine.mean(-1))}: easy to predict, and no evidence"
+            )
+        numbers = {"explained": explained.mean, "low": explained.low, "high": explained.high, "layers": holds}
+        numbers["nulls"] = {n: o.mean for n, o in nulls.items()}
+        return Finding(verdict, _sentence(text + ".", verdict), plain(numbers))
+
+    def _theorem(self) -> Finding:
+        explained = self.interval(self.closures["sphere"].explained)
+        verdict, holds = findings.decide(explained, [])
+        cosine = self.closures["sphere"].centred_cosine.mean(-1)
+        text = (
+            f"the theorem's own setting, tokens that fill the sphere at zero temperature, explains "
+            f"{by_layer(explained.mean)} of the variance (centred cosine {span(cosine)}): a few hundred tokens do not "
+            f"fill the sphere of R^{self.about['encoder']['dim']}."
+        )
+        return Finding(verdict, _sentence(text, verdict), plain({"explained": explained.mean, "layers": holds}))
+
+    def _limit(self) -> Finding:
+        way, null = self.fraction_of_the_way(), self.fraction_of_the_way(rotated=True)
+        verdict, holds = findings.decide(way, [null])
+        L = len(way.mean)
+        cosine = [self.limits.cosine.mean(-1), self.limits.cosine_without_c.mean(-1)]
+        text = (
+            f"one layer takes its cloud {by_layer(way.mean)} of the way towards the limiting law that it would go if "
+            f"theory held (0: not at all, 1: all of it; above 0 and above a rotated G in {layers_named(holds, L)}). "
+            f"What attention adds has cosine {span(cosine[0])} with M x + c and {span(cosine[1])} with M x alone. The "
+            f"leading subspace E of the two halves of the texts overlaps by {span(self.limits.stability)}. Not covered "
+            "by the theorem: several heads, changing weights, the feed-forward part."
+        )
+        numbers = {"fraction": way.mean, "low": way.low, "high": way.high, "if_held": self.limits.if_held.mean(-1)}
+        return Finding(verdict, _sentence(text, verdict), plain(numbers))
+
+    def _from_the_law(self) -> Finding:
+        law = self.law_alone
+        mean, other = (self.interval(v) for v in (law.embedding_cosine, law.another_text_embedding_cosine))
+        cov, cov_other = (self.interval(v) for v in (law.covariance_cosine, law.another_text_covariance_cosine))
+        verdict, _ = findings.decide(mean, [other])
+        text = (
+            f"from the mean and covariance of its input cloud alone, without any of its words, the mean of a text's "
+            f"last cloud is predicted with cosine {_with_interval(mean)}, against {_with_interval(other)} for another "
+            f"text, and its covariance with cosine {_with_interval(cov)}, against {_with_interval(cov_other)}."
+        )
+        numbers = {"mean": mean.mean, "another_text": other.mean, "covariance": cov.mean}
+        return Finding(verdict, _sentence(text, verdict), plain(numbers))
+
+    def _heads(self) -> Finding:
+        heads = self.heads
+        flat = heads.explained.flatten()
+        L, H = heads.explained.shape
+        worst, best = (divmod(int(i), H) for i in (flat.argmin(), flat.argmax()))
+        text = (
+            f"heads attend with entropy {span(heads.entropy.flatten())} of log n and a largest weight of "
+            f"{span(heads.largest_weight.flatten())}; the closure explains more than half of {int((flat > 0.5).sum())} "
+            f"of {L * H} heads, best head {best[1]} of layer {best[0]} ({float(flat.max()):.2f}), worst head "
+            f"{worst[1]} of layer {worst[0]} ({float(flat.min()):.2f})."
+        )
+        return Finding(None, _sentence(text, None), plain({"explained": heads.explained}))
+
+    def _cloud(self) -> Finding:
+        e = self.evolution
+        cosine, rank = e.pairwise_cosine.mean(-1), e.effective_rank.mean(-1)
         way = "concentrates" if float(cosine[-1]) > float(cosine[0]) else "spreads"
-        merges, splits = (float(self.numbers[f"evolution/{kind}"].sum(0).mean()) for kind in ("merges", "splits"))
-        curve = self.numbers["limit/curve"].mean(-1)
-        phases = ", ".join(phase.phase for phase in self.phases())
-        if phases in ("", "spreading"):
-            phases = "none of the theory's (it would have to fall by a quarter)"
-        return [
-            f"The cloud {way}: mean pairwise cosine (diagonal removed) from {float(cosine[0]):.2f} at the input to "
+        text = (
+            f"the cloud {way}: mean pairwise cosine from {float(cosine[0]):.2f} at the input to "
             f"{float(cosine[-1]):.2f} at the output, effective rank from {float(rank[0]):.0f} to "
-            f"{float(rank[-1]):.0f}; {merges:.1f} merges and {splits:.1f} splits of clusters a text. Through all "
-            f"layers W2 to the last layer's limit goes from {float(curve[0]):.2f} to {float(curve[-1]):.2f}; phases: "
-            f"{phases}."
-        ]
+            f"{float(rank[-1]):.0f}; {float(e.merges.sum(0).mean()):.1f} merges and "
+            f"{float(e.splits.sum(0).mean()):.1f} splits of clusters a text."
+        )
+        return Finding(None, _sentence(text, None), plain({"pairwise_cosine": cosine, "effective_rank": rank}))
+
+    def _cost(self, name: str) -> str:
+        cost = self.about["costs"][name]
+        return f"{cost['numbers']:.0f} numbers a head that all tokens share, {cost['own_tokens']} tokens of one's own"
+
+    # --- pictures and files -------------------------------------------------------------------------------------
 
     def plot(self) -> Any:
-        """The main figure: prediction against computed attention, and the distance to the limiting law."""
-        from attn_flow.probe.figures import probe_figure
+        """The first figure: the law carried through the whole encoder, against the nulls."""
+        from attn_flow.probe.figures import propagation_figure
 
-        return probe_figure(self)
-
-    def plot_heads(self) -> Any:
-        """Layers x heads: entropy, effective beta, largest weight, where the closure holds."""
-        from attn_flow.probe.figures import heads_figure
-
-        return heads_figure(self)
-
-    def plot_evolution(self) -> Any:
-        """Pairwise-cosine histograms, energies, effective rank and clusters through the layers."""
-        from attn_flow.probe.figures import evolution_figure
-
-        return evolution_figure(self)
+        return propagation_figure(self)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """folder/probe.json (about, findings, table) and folder/probe.safetensors (all numbers)."""
+        """folder/probe.safetensors (all numbers), then folder/probe.json (about, findings, layers, table): the marker
+        that a run is whole."""
         folder = Path(folder)
-        write_tensors(self.numbers, folder / "probe.safetensors", {"format": "attn_flow.Probe"})
-        words = {"about": self.about, "findings": self.findings(), "table": self.rows(), "labels": self.labels}
-        write_json(words, folder / "probe.json")
+        self.save_numbers(folder)
+        self.save_marker(folder)
+
+    def save_numbers(self, folder: Path) -> None:
+        tensors: dict[str, Tensor] = {}
+        for group in BY_NAME:
+            for name, part in getattr(self, group).items():
+                tensors |= {f"{group}/{name}/{field}": value for field, value in vars(part).items()}
+        for group in SINGLE:
+            tensors |= {f"{group}/{field}": value for field, value in vars(getattr(self, group)).items()}
+        write_tensors(tensors, folder / "probe.safetensors", {"format": FORMAT})
+
+    def save_marker(self, folder: Path) -> None:
+        write_json(
+            {"format": FORMAT, **self.as_json(), "table": self.rows(), "tokens": self.tokens}, folder / "probe.json"
+        )
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Probe:
+        """A probe written by `save`."""
         folder = Path(folder)
         if not (folder / "probe.json").exists():
             raise ValueError(f"{folder} holds no probe.json; expected a folder written by Probe.save.")
-        words = json.loads((folder / "probe.json").read_text())
-        return cls(words["about"], load_file(folder / "probe.safetensors"), words["labels"])
+        try:
+            words = json.loads((folder / "probe.json").read_text())
+        except ValueError as error:
+            raise ValueError(f"{folder}/probe.json is damaged ({error}); move it away to probe again.") from None
+        if words.get("format") != FORMAT:
+            raise ValueError(
+                f"{folder} was written in format {words.get('format')!r}, expected {FORMAT!r}; probe again."
+            )
+        tensors, _ = read_tensors(folder / "probe.safetensors")
+        named: dict[str, Any] = {group: {} for group in BY_NAME}
+        single: dict[str, dict[str, Tensor]] = {group: {} for group in SINGLE}
+        for key, value in tensors.items():
+            group, *rest = key.split("/")
+            if group in BY_NAME:
+                named[group].setdefault(rest[0], {})[rest[1]] = value
+            else:
+                single[group][rest[0]] = value
+        order = words["about"]["order"]
+        parts: dict[str, Any] = {
+            group: {name: BY_NAME[group](**named[group][name]) for name in order[group]} for group in BY_NAME
+        }
+        kinds: dict[str, Any] = SINGLE
+        return cls(
+            words["about"],
+            **parts,
+            **{group: kinds[group](**fields) for group, fields in single.items()},
+            tokens=words["tokens"],
+        )
 
 
-def bootstrap(values: Tensor, seed: int, level: float = 0.95) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean over the last axis (texts), and the percentile interval of means over resampled texts."""
-    values = values.double()
-    texts = values.shape[-1]
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(texts, (RESAMPLES, texts), generator=generator)
-    means = values[..., draws].mean(-1)
-    tail = (1 - level) / 2
-    return values.mean(-1), means.quantile(tail, dim=-1), means.quantile(1 - tail, dim=-1)
+def _standard_error(values: Tensor) -> float:
+    return float(values.std() / len(values) ** 0.5) if len(values) > 1 else float("nan")
 
 
-def _span(values: Tensor) -> str:
-    shown = values[torch.isfinite(values)]
-    if not len(shown):
-        return "not defined"
-    return f"{float(shown.min()):.2f} to {float(shown.max()):.2f}"
+def _with_interval(seen: Interval) -> str:
+    mean = f"{float(seen.mean):.3f}"
+    return f"{mean} ({float(seen.low):.3f} to {float(seen.high):.3f})" if seen.known else mean
 
 
-def _layers(indices: list[int]) -> str:
-    return (
-        "no layer"
-        if not indices
-        else f"layers {', '.join(map(str, indices))}"
-        if len(indices) > 1
-        else f"layer {indices[0]}"
-    )
-
-
-def _counted(cases: list[str]) -> str:
-    return ", ".join(f"{cases.count(case)} {case}" for case in dict.fromkeys(cases))
+def _sentence(text: str, verdict: str | None) -> str:
+    """A capital where no verdict stands before it."""
+    return text[0].upper() + text[1:]

@@ -1,8 +1,10 @@
-"""Does a trained encoder go where the theory says? Layer by layer, with nulls and error bars.
+"""Is a trained encoder a mean-field flow? Layer by layer and through depth, with nulls and error bars.
 
-Four questions, a module each: where does a layer's attention push tokens, and is it where its weights predict (push)?
-does the cloud approach the predicted limiting law (law)? in which regime is each head (regimes)? how does the cloud
-evolve (evolution)? Everything is kept per text, so that intervals come from a bootstrap over texts.
+A module for each question: closures and nulls against what a layer computes (closures, nulls, agreement), carried
+through the whole encoder (propagation), from the law alone (law_alone), towards the limiting law (limit_law), head by
+head (heads), cloud by cloud (evolution), token by token (reading). Everything is kept text by text, so that intervals
+come from a bootstrap over texts. Every stage has its own file, generator and place, so that a probe that was killed
+and continued equals one that was not.
 """
 
 from __future__ import annotations
@@ -10,26 +12,53 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
-from attn_flow.base.files import versions, write_tensors
+from attn_flow.base.files import read_tensors, versions, write_tensors
 from attn_flow.base.progress import progress_bar
-from attn_flow.hooks.trust import fingerprint
+from attn_flow.hooks.inputs import pieces
+from attn_flow.hooks.layout import encoder_inside
+from attn_flow.hooks.trust import fingerprint, self_check
 from attn_flow.hooks.weights import encoder_facts
-from attn_flow.probe.closures import SUPPORTS
-from attn_flow.probe.clouds import record_clouds
-from attn_flow.probe.evolution import BETAS, cloud_evolution, token_view
+from attn_flow.measures import UniformSphere
+from attn_flow.probe import nulls as null_models
+from attn_flow.probe.agreement import Agreement
+from attn_flow.probe.closures import Closure
+from attn_flow.probe.clouds import Clouds, record_clouds
+from attn_flow.probe.evolution import cloud_evolution, token_view
+from attn_flow.probe.head_space import HeadSpace
 from attn_flow.probe.heads import head_regimes
-from attn_flow.probe.limit_law import approach_to_limits, case_names
-from attn_flow.probe.push import NULLS, null_agreement, support_agreement
-from attn_flow.probe.result import Probe
+from attn_flow.probe.law_alone import law_alone
+from attn_flow.probe.limit_law import limit_law
+from attn_flow.probe.nulls import (
+    CROSS_FITTED,
+    DEPTH_NULLS,
+    LAYER_NULLS,
+    NULLS,
+    Prediction,
+    agreement_of,
+    by_closure,
+    by_null,
+    cross_fitted,
+    main_closure,
+    steps,
+)
+from attn_flow.probe.propagation import Bench, Propagated, bench, chosen_inputs, solver
+from attn_flow.probe.reading import reading
+from attn_flow.probe.result import BY_NAME, SINGLE, Probe
+
+LAYER_TEXTS = 16  # texts on which closures and nulls are compared layer by layer
+DEPTH_TEXTS = 16  # texts carried through depth
+EXTRA = {
+    CROSS_FITTED: "atoms of the heads, found without the query",
+    "sphere": "full sphere, zero temperature",
+}
 
 
 def probe(
@@ -37,86 +66,228 @@ def probe(
     source: Any,
     texts: Iterable[str] | None = None,
     *,
-    supports: Sequence[str] = tuple(SUPPORTS),
     nulls: Sequence[str] = tuple(NULLS),
     max_length: int | None = 160,
     batch: int = 16,
     beta_factor: float = 1.0,
     seed: int = 0,
+    transport: str = "auto",
+    max_unknown: float = 0.1,
     progress: bool = False,
     parts: str | Path | None = None,
 ) -> Probe:
     """Probe an encoder on texts: `probe(model, tokenizer, texts)`, or `probe(model, inputs)` with ready inputs.
 
-    supports: which closures to compare (see closure.SUPPORTS). nulls: which nulls to run (see NULLS; () for none).
-    max_length: tokens kept of each text (None: what the model takes). beta_factor: on the trained inverse
-    temperature: the model itself runs colder (above 1) or warmer. parts: a folder where finished parts are kept, so
-    that the same call continues after a kill.
+    nulls: which nulls to run (see NULLS; () for none). max_length: tokens kept of each text (None: what the model
+    takes). batch: texts in a forward pass. beta_factor: on the trained inverse temperature; the model itself runs
+    colder (above 1) or warmer. seed: of every random null and of the bootstrap. transport: "exact", "geomloss" or
+    "auto" (geomloss on CUDA). max_unknown: the share of tokens unknown to the tokenizer above which texts are refused.
+    parts: a folder where finished stages are kept, so that the same call continues after a kill.
+    Returns a `Probe`: `findings()`, `rows()`, `as_json()`, `plot()`, `save(folder)`.
+
+    >>> from attn_flow.hooks.demo import minilm, topics
+    >>> texts = [text for text in topics() if len(text) > 900][:2]
+    >>> result = probe(*minilm(), texts, max_length=40, nulls=["rotated"])
+    >>> result.findings()[1].numbers["layers"]
+    [0, 1, 2, 3, 4, 5]
     """
-    _known("supports", supports, SUPPORTS)
-    _known("nulls", nulls, NULLS)
-    generator = torch.Generator().manual_seed(seed)
+    asked = inquire(
+        model,
+        source,
+        texts,
+        nulls=nulls,
+        max_length=max_length,
+        batch=batch,
+        beta_factor=beta_factor,
+        seed=seed,
+        transport=transport,
+        max_unknown=max_unknown,
+    )
+    return asked.answer(parts, progress)
+
+
+@dataclass(frozen=True, eq=False)
+class Inquiry:
+    """An encoder recorded on its texts, checked, and what is asked of it; `key` names its content, `answer` runs it."""
+
+    model: nn.Module
+    source: Any
+    texts: list[str] | None
+    clouds: Clouds
+    about: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """Digest of the inputs, all weights, the options and the versions: equal keys, equal answers."""
+        return self.about["key"]
+
+    def answer(self, parts: str | Path | None = None, progress: bool = False) -> Probe:
+        """Run every stage, or take it from its file in `parts`."""
+        stages = self._stages()
+        found: dict[str, Any] = {group: {} for group in BY_NAME}
+        with progress_bar("probe", len(stages), progress) as advance, torch.no_grad():
+            for stage, compute in stages.items():
+                part = _kept(parts, stage, self.key, compute)
+                group, _, name = stage.partition("/")
+                if name:
+                    found[group][name] = part
+                else:
+                    found[group] = part
+                advance(note=stage)
+        about = {**self.about, "order": {group: list(found[group]) for group in BY_NAME}}
+        return Probe(about, **found, tokens=self.clouds.tokens)
+
+    @cached_property
+    def _bench(self) -> Bench:
+        about = self.about
+        return bench(
+            self.model,
+            self.source,
+            self.texts,
+            self.clouds.first(DEPTH_TEXTS),
+            about["max_length"],
+            about["beta_factor"],
+            about["batch"],
+            about["transport"],
+        )
+
+    def _generator(self, stage: str) -> torch.Generator:
+        """A stage's own randomness, whatever ran before it."""
+        mixed = hashlib.sha256(f"{self.about['seed']}/{stage}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
+
+    def _stages(self) -> dict[str, Callable[[], Any]]:
+        clouds, few = self.clouds, self.clouds.first(LAYER_TEXTS)
+        found: dict[str, Callable[[], Any]] = {}
+        predictions = {name: by_closure(step) for name, step in steps(clouds).items()}
+        if not clouds.partial:
+            predictions[CROSS_FITTED] = cross_fitted
+        for name, predict in predictions.items():
+            found[f"closures/{name}"] = partial(agreement_of, few, predict)
+            found[f"propagation/{name}"] = partial(self._through_depth, predict)
+        found["closures/sphere"] = partial(agreement_of, few, _full_sphere)
+        for name in self.about["nulls"]:
+            if name in LAYER_NULLS:
+                found[f"nulls/{name}"] = partial(self._null, name, few, self._generator(f"nulls/{name}"))
+            if name in DEPTH_NULLS:
+                found[f"propagation/{name}"] = partial(self._null_through_depth, name)
+        method = solver(self.about["transport"], clouds.z[0][0].device)
+        found["law_alone"] = lambda: law_alone(self._bench, self._generator("law_alone"))
+        found["limits"] = lambda: limit_law(clouds, self._generator("limits"), method)
+        found["heads"] = lambda: head_regimes(clouds)
+        found["evolution"] = lambda: cloud_evolution(clouds)
+        found["view"] = lambda: token_view(clouds, self._generator("view"))
+        found["reading"] = lambda: reading(clouds)
+        return found
+
+    def _through_depth(self, predict: Prediction) -> Propagated:
+        return self._bench.score(predict)
+
+    def _null_through_depth(self, name: str) -> Propagated:
+        generator = self._generator(f"propagation/{name}")
+        return self._bench.score(by_null(name, self._bench.clouds, generator, corpus_mean=True))
+
+    def _null(self, name: str, few: Clouds, generator: torch.Generator) -> Agreement:
+        if name != "untrained":
+            return agreement_of(few, by_null(name, few, generator))
+        about = self.about
+        twin = null_models.untrained_twin(self.model, about["seed"])
+        source, texts = chosen_inputs(self.source, self.texts, few.kept)
+        recorded = record_clouds(
+            twin, source, texts, about["batch"], about["max_length"], about["beta_factor"], max_unknown=1.0
+        )
+        return agreement_of(recorded, by_closure(main_closure(few)))
+
+
+def inquire(
+    model: nn.Module,
+    source: Any,
+    texts: Iterable[str] | None = None,
+    *,
+    nulls: Sequence[str] = tuple(NULLS),
+    max_length: int | None = 160,
+    batch: int = 16,
+    beta_factor: float = 1.0,
+    seed: int = 0,
+    transport: str = "auto",
+    max_unknown: float = 0.1,
+) -> Inquiry:
+    """Record an encoder, check that its weights were read rightly, and name what is asked; arguments as `probe`'s.
+
+    Raises if the weights read do not give what a layer computes, or if too many tokens are unknown to the tokenizer.
+    """
+    unknown_names = [name for name in nulls if name not in NULLS]
+    if unknown_names:
+        raise ValueError(f"nulls has {unknown_names}, expected some of {', '.join(NULLS)}.")
+    if not 0 < beta_factor < float("inf"):
+        raise ValueError(f"beta_factor = {beta_factor}, expected a positive, finite number.")
+    model = encoder_inside(model)
     texts = None if texts is None else list(texts)
-    clouds, skipped, truncated = record_clouds(model, source, texts, batch, max_length, beta_factor)
-    about = {
+    checked = _checked(model, source, texts, max_length)
+    clouds = record_clouds(model, source, texts, batch, max_length, beta_factor, max_unknown)
+    solver(transport, clouds.z[0][0].device)
+    ladder = steps(clouds)
+    device = clouds.z[0][0].device
+    about: dict[str, Any] = {
         "encoder": encoder_facts(model),
-        "model_hash": fingerprint(model),
+        "weights": fingerprint(model),
+        "content": clouds.content,
         "texts": clouds.texts,
         "tokens": sum(len(s) for s in clouds.special),
-        "skipped_short_texts": skipped,
-        "truncated_texts": truncated,
+        "skipped_short_texts": clouds.skipped,
+        "truncated_texts": clouds.truncated,
+        "unknown_token_share": clouds.unknown,
         "max_length": max_length,
+        "batch": batch,
         "beta_factor": beta_factor,
         "seed": seed,
-        "supports": {name: SUPPORTS[name][0] for name in supports},
-        "nulls": {name: NULLS[name] for name in nulls},
-        "betas": list(BETAS),
-        "text_hash": hashlib.sha256("\0".join("".join(t) for t in clouds.tokens).encode()).hexdigest()[:16],
+        "dtype": str(clouds.z[0][0].dtype).removeprefix("torch."),
+        "device": device.type,
+        "transport": transport,
+        "main_closure": main_closure(clouds).name,
+        "closures": {name: step.title for name, step in ladder.items()} | EXTRA,
+        "nulls": {name: NULLS[name] for name in null_models.allowed(nulls, clouds)},
         "versions": versions(),
     }
-    stages: dict[str, Callable[[], dict[str, Tensor]]] = {
-        f"support_{name}": partial(support_agreement, clouds, name)
-        for name in supports
-        for name in supports  # type: ignore[misc]
-    }
-    stages["heads"] = partial(head_regimes, clouds)
-    stages["limits"] = partial(approach_to_limits, clouds, generator)
-    stages["evolution"] = partial(cloud_evolution, clouds)
-    stages["view"] = partial(token_view, clouds, generator)
-    for name in nulls:
-        stages[f"null_{name}"] = partial(
-            null_agreement, clouds, name, model, source, texts, batch, max_length, beta_factor, seed
-        )
-    asked = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-    numbers: dict[str, Tensor] = {}
-    with progress_bar("probe", len(stages), progress) as advance, torch.no_grad():
-        for stage, compute in stages.items():
-            numbers |= _kept(parts, stage, asked, compute)
-            advance(note=stage)
-    shown = [[t, i] for t, i in numbers["view_place"].tolist()]
-    labels = [{"token": clouds.tokens[t][i], "text": t, "position": i} for t, i in shown]
-    about["limit_cases"] = case_names(numbers.pop("limit_case"))
-    about["head_cases"] = [case_names(row) for row in numbers.pop("head_case")]
-    return Probe(about, numbers, labels)
+    # Only what was asked names the question: computed numbers may differ in their last digit from run to run.
+    about["key"] = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    about["costs"] = {name: asdict(_cost(step, clouds)) for name, step in ladder.items()}
+    about["self_check"] = checked
+    return Inquiry(model, source, texts, clouds, about)
 
 
-def _known(name: str, asked: Sequence[str], table: dict[str, Any]) -> None:
-    unknown = [each for each in asked if each not in table]
-    if unknown:
-        raise ValueError(f"{name} has {unknown}, expected some of {', '.join(table)}.")
+def _checked(model: nn.Module, source: Any, texts: list[str] | None, max_length: int | None) -> list[dict[str, Any]]:
+    """The weights read against what the layers compute, on the first texts; raises where they differ without reason."""
+    device = next(model.parameters()).device
+    first = next(iter(pieces(model, source, None if texts is None else texts[:2], 2, max_length))).make()
+    found = self_check(model, {name: t.to(device) for name, t in first.inputs.items()})
+    return [{"layer": c.layer, "error": c.error, "exact": c.exact, "omits": c.omits} for c in found]
 
 
-def _kept(
-    parts: str | Path | None, stage: str, asked: str, compute: Callable[[], dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    """A stage's numbers, from its file if an earlier run with the same inputs finished it."""
+def _full_sphere(space: HeadSpace, layer: int, text: int) -> torch.Tensor:
+    """The theorem's own setting: tokens that fill the sphere, at zero temperature."""
+    radius = float(space.x.norm(dim=-1).square().mean().sqrt())
+    everywhere = replace(space.attention, causal=False).with_beta(float("inf"))
+    return everywhere.drift(space.x, UniformSphere(space.attention.dim, radius))
+
+
+def _cost(step: Closure, clouds: Clouds) -> Any:
+    """The cost of a closure on the first text, mean over layers."""
+    found = [step.cost(clouds.space(layer, 0)) for layer in range(clouds.layers)]
+    return type(found[0])(sum(c.numbers for c in found) / len(found), found[0].own_tokens)
+
+
+def _kept(parts: str | Path | None, stage: str, key: str, compute: Callable[[], Any]) -> Any:
+    """A stage's numbers, from its file if an earlier run with the same key finished it."""
     if parts is None:
         return compute()
-    path = Path(parts) / f"{stage}.safetensors"
+    kinds: dict[str, Any] = {**BY_NAME, **SINGLE}
+    kind = kinds[stage.partition("/")[0]]
+    path = Path(parts) / f"{stage.replace('/', '.')}.safetensors"
     if path.exists():
-        with safe_open(path, "pt") as file:
-            if (file.metadata() or {}).get("asked") == asked:
-                return load_file(path)
-    numbers = compute()
-    write_tensors(numbers, path, {"asked": asked})
-    return numbers
+        fields, words = read_tensors(path)
+        if words.get("key") == key:
+            return kind(**fields)
+    part = compute()
+    write_tensors(vars(part), path, {"key": key})
+    return part

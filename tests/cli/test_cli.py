@@ -141,9 +141,9 @@ def test_probe_reads_jsonl_and_standard_input(tmp_path):
     found = json.loads(
         run(*words, "--texts", str(tmp_path / "t.jsonl"), "--field", "body", "--out", str(tmp_path / "a")).stdout
     )
-    assert found["minilm"]["about"]["texts"] == 2
+    assert found["about"]["texts"] == 2
     found = json.loads(run(*words, "--texts", "-", "--out", str(tmp_path / "b"), text=f"{text}\n\n{text}\n").stdout)
-    assert found["minilm"]["about"]["texts"] == 2
+    assert found["about"]["texts"] == 2
     done = run(*words, "--texts", str(tmp_path / "t.jsonl"), "--out", str(tmp_path / "c"), code=2)
     assert "no text field 'text' (found body)" in " ".join(done.stderr.split())
 
@@ -161,7 +161,7 @@ def test_probe_of_a_vision_model(tmp_path):
         pixels = np.random.default_rng(i).integers(0, 255, (70, 80, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "images" / f"{i}.png")
     words = ["probe", str(tmp_path / "vit"), "--out", str(tmp_path / "out"), "--json"]
-    found = json.loads(run(*words, "--images", str(tmp_path / "images")).stdout)[str(tmp_path / "vit")]
+    found = json.loads(run(*words, "--images", str(tmp_path / "images")).stdout)
     assert found["about"]["texts"] == 3
     assert found["about"]["tokens"] == 3 * (64 + 1)
     assert "takes images" in run(*words, "--demo", code=2).stderr
