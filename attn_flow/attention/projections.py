@@ -121,7 +121,7 @@ class Projections:
     def logit_bound(self, radius: float) -> Tensor:
         """scale |q| |k| is no larger for tokens of at most this length, ()."""
         like = self.tensors[0] if self.tensors else torch.ones(())
-        q, k = (like.new_tensor(radius) if z is None else radius * _norm_bound(z) for z in (self.query, self.key))
+        q, k = (like.new_full((), radius) if z is None else radius * _norm_bound(z) for z in (self.query, self.key))
         q = q if self.query_scale is None else q * self.query_scale.amax()
         q = q if self.query_bias is None else q + self.query_bias.norm(dim=-1).amax()
         return self.scale * q * k
