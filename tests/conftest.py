@@ -31,9 +31,12 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(SEED)
 
 
-def pytest_report_header() -> str:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What it takes to repeat a run that differs from the plain one."""
     kind = "new examples" if os.environ.get("HYPOTHESIS_RANDOM") else "the same examples"
-    return f"{torch.backends.cpu.get_cpu_capability()}, {THREADS} thread(s), test seed {SEED}, {kind}"
+    if SEED or THREADS != 1 or kind == "new examples":
+        own = torch.backends.cpu.get_cpu_capability()
+        terminalreporter.write_line(f"{own}, {THREADS} thread(s), ATTN_FLOW_TEST_SEED={SEED}, {kind}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
