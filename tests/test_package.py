@@ -269,7 +269,7 @@ def test_tests_mirror_the_rooms_and_are_tests_only():
     files = [path for path in (ROOT / "tests").rglob("*.py") if "__pycache__" not in path.parts]
     tests = {path.stem for path in files if path.stem.startswith("test_")}
     for path in files:
-        if path.parent != ROOT / "tests":
+        if path.parent not in {ROOT / "tests", ROOT / "tests/attack"}:  # what strangers do, in any room
             assert (ROOT / "attn_flow" / path.relative_to(ROOT / "tests").parent).is_dir(), f"{path}: no such room"
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
