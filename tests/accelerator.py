@@ -120,6 +120,7 @@ def _prepare() -> None:
     if _library is not None:
         return
     backend_registration._setup_privateuseone_for_python_backend(NAME)
+    torch.get_device_module(NAME).get_amp_supported_dtype = lambda: [torch.bfloat16]  # checkpoints ask
     _library = torch.library.Library("aten", "IMPL")
 
     def empty(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
