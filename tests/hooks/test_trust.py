@@ -108,7 +108,7 @@ def test_the_few_are_tokens_of_the_first_text() -> None:
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[0, :5] = 0  # padded on the left
     part = few({"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)})
-    assert part["input_ids"].tolist() == [list(range(5, 21))]
+    assert part["input_ids"].tolist() == [list(range(5, 13))]
     assert bool(part["attention_mask"].all())
     assert few({"pixel_values": torch.zeros(4, 3, 8, 8)})["pixel_values"].shape == (1, 3, 8, 8)
 
