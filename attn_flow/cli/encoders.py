@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -144,7 +145,8 @@ def encoder(
 
     Example: attn-flow encoder minilm
     """
-    loaded, tokenizer, _ = open_model(model, device, dtype, pickle)
+    loaded, tokenizer, beta_factor = open_model(model, device, dtype, pickle)
+    as_trained(model, beta_factor)
     facts = encoder_facts(loaded)
     checked = []
     if tokenizer is not None:
@@ -176,7 +178,8 @@ def spectra(
     from attn_flow.base.files import write_json
     from attn_flow.probe.heads import head_spectra as run
 
-    loaded, _, _ = open_model(model, device, "float64", pickle)
+    loaded, _, beta_factor = open_model(model, device, "float64", pickle)
+    as_trained(model, beta_factor)
     found = run(attentions(loaded))
     if out is not None:
         from attn_flow.base.figures import save_figure
@@ -205,6 +208,9 @@ def record(
     shard: Annotated[str | None, typer.Option(help="i/n: do the i-th of n shares of the texts (array jobs).")] = None,
     states: Annotated[bool, typer.Option(help="Also write all states as safetensors shards.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 16,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens kept of each text; all by default.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or name of another tokenizer for the texts.")] = None,
+    max_unknown: Annotated[float, typer.Option(help="Share of unknown tokens above which texts are refused.")] = 0.1,
     again: Annotated[bool, typer.Option(help="Start over, whatever the folder holds of this run.")] = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
@@ -221,20 +227,27 @@ def record(
       torchrun --nproc-per-node=2 -m attn_flow record minilm --texts corpus.txt --out runs/stats
     """
     from attn_flow.hooks.corpus import record_corpus
+    from attn_flow.hooks.temperature import scale_beta
 
-    loaded, tokenizer, _ = open_model(model, device, dtype, pickle)
+    loaded, own, beta_factor = open_model(model, device, dtype, pickle)
+    reader = own if tokenizer is None else load_tokenizer(tokenizer)
+    if reader is None:
+        raise ValueError(f"{model} takes images, which `record` does not read; see attn_flow.hooks.record_corpus.")
     writable(out)
-    found = record_corpus(
-        loaded,
-        tokenizer,
-        read_texts(texts, field, texts is None),
-        out,
-        batch=batch,
-        shard=shard,
-        states=states,
-        again=again,
-        progress=not (quiet or as_json),
-    )
+    with nullcontext() if beta_factor == 1 else scale_beta(loaded, beta_factor):
+        found = record_corpus(
+            loaded,
+            reader,
+            read_texts(texts, field, texts is None),
+            out,
+            batch=batch,
+            max_length=max_length,
+            max_unknown=max_unknown,
+            shard=shard,
+            states=states,
+            again=again,
+            progress=not (quiet or as_json),
+        )
     _show_statistics(found, out, as_json)
 
 
@@ -257,15 +270,16 @@ def merge(
     _show_statistics(merged, out, as_json)
 
 
-def _show_statistics(sink: Any, out: Path, as_json: bool) -> None:
+def _show_statistics(found: Any, out: Path, as_json: bool) -> None:
     rows = [
         [float(t), float(m.norm()), float(c.trace())]
-        for t, m, c in zip(sink.trajectory().t, sink.mean, sink.covariance)
+        for t, m, c in zip(found.trajectory().t, found.mean, found.covariance)
     ]
     if as_json:
-        say({"tokens": sink.n, "levels": [{"level": a, "norm_of_mean": b, "variance": c} for a, b, c in rows]})
+        counts = {"tokens": found.n, "texts": found.texts, "unknown_share": found.unknown_share}
+        say({**counts, "levels": [{"level": a, "norm_of_mean": b, "variance": c} for a, b, c in rows]})
     else:
-        table(f"{sink.n} tokens", ["level", "|mean|", "total variance"], rows)
+        table(f"{found.n} tokens", ["level", "|mean|", "total variance"], rows)
         echo(f"written to {out}")
 
 
@@ -292,6 +306,12 @@ def open_model(
     elif variant:
         raise ValueError(f"{name!r}: expected @random or @beta_factor=FACTOR after the model.")
     return model.to(device, kinds[dtype]).eval(), tokenizer, beta_factor
+
+
+def as_trained(name: str, beta_factor: float) -> None:
+    """ValueError for another temperature, where only the weights are looked at."""
+    if beta_factor != 1:
+        raise ValueError(f"{name!r}: @beta_factor changes how a model runs, not its weights; leave it out here.")
 
 
 def read_texts(path: str | None, field: str, demo: bool) -> list[str]:

