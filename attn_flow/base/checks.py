@@ -28,17 +28,20 @@ def all_finite(x: Tensor) -> bool:
 
 
 def finite(name: str, x: Tensor) -> None:
+    """No NaN and no infinity, where values may be looked at."""
     if can_look(x) and not all_finite(x):
         bad = int((~torch.isfinite(x)).sum())
         raise ValueError(f"{name} has {bad} NaN or infinite entries of {x.numel()}, expected finite numbers.")
 
 
 def tensor(name: str, x: Tensor, shape: str) -> None:
+    """A torch.Tensor; `shape` says in words which."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}, expected a torch.Tensor of shape {shape}.")
 
 
 def floating(name: str, x: Tensor, shape: str) -> None:
+    """A real tensor of a floating dtype."""
     tensor(name, x, shape)
     if x.is_complex():
         raise ValueError(f"{name} has dtype {x.dtype}, expected real numbers; its imaginary part has no meaning here.")
@@ -136,6 +139,7 @@ def times(t: Tensor) -> None:
 
 
 def inverse_temperature(beta: float | Tensor) -> None:
+    """0 <= beta <= inf, a number or a tensor of them."""
     if isinstance(beta, Tensor):
         if can_look(beta) and bool((torch.isnan(beta) | (beta < 0)).any()):
             raise ValueError(f"beta = {beta.tolist()}, expected 0 <= beta <= inf (NaN and negative are not).")
@@ -146,11 +150,13 @@ def inverse_temperature(beta: float | Tensor) -> None:
 
 
 def same_device(name: str, a: Tensor, other: str, b: Tensor) -> None:
+    """Two tensors that are to meet."""
     if a.device != b.device:
         raise ValueError(f"{name} is on {a.device} and {other} on {b.device}; move one with .to(device).")
 
 
 def positive(name: str, value: float) -> None:
+    """A number > 0; inf is one."""
     if not value > 0:
         raise ValueError(f"{name} = {value}, expected a positive number.")
 
@@ -161,5 +167,6 @@ def broadcasts(shape: torch.Size, to: torch.Size) -> bool:
 
 
 def one_of(name: str, value: str, known: tuple[str, ...] | dict[str, Callable]) -> None:
+    """A word out of a list of known ones."""
     if value not in known:
         raise ValueError(f"{name} = {value!r}, expected one of {', '.join(map(repr, known))}.")

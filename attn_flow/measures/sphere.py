@@ -78,5 +78,6 @@ def length(g: Tensor) -> Tensor:
 
 
 def sqrt_or_zero(square: Tensor) -> Tensor:
+    """sqrt, with value and gradient zero at and below zero."""
     positive = square > 0
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

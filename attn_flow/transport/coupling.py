@@ -74,6 +74,7 @@ class Plan:
 
 
 def potential(plan: Plan) -> Array:
+    """The plan's dual potential of y, or a ValueError where its solver has none."""
     if plan.v is None:
         raise ValueError("this solver has no potentials; use method='auto', 'simplex', 'shortlist' or 'line'.")
     return plan.v

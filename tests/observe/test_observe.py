@@ -147,6 +147,24 @@ def test_diameter() -> None:
     assert float(diameter(x[:, :1]).max()) == 0
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: diameter(x, mask=torch.zeros(5, dtype=torch.bool)), "mask hides every token of a cloud"),
+        (lambda x: diameter(x, mask=torch.ones(4, dtype=torch.bool)), r"mask has shape \(4,\)"),
+        (lambda x: diameter(x * math.nan), "x has 15 NaN or infinite entries"),
+        (lambda x: clusters(x, math.nan), "tol = nan, expected a positive number"),
+        (lambda x: log_energy(x, math.nan), "beta = nan, expected 0 < beta < inf"),
+        (lambda x: close_pairs(x, mask=torch.zeros(5, dtype=torch.bool)), "mask hides every token of a cloud"),
+        (lambda x: alignment(x, torch.ones(3, 4, dtype=f64)), r"basis has shape \(3, 4\)"),
+        (lambda x: alignment(x, torch.ones(3, 1).cfloat()), "basis has dtype torch.complex64, expected real numbers"),
+    ],
+)
+def test_refused_in_these_words(call, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        call(uniform(5, 3))
+
+
 # --- pairs ------------------------------------------------------------------------------------------------------
 
 
