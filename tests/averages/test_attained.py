@@ -117,8 +117,8 @@ def test_the_error_of_a_truncated_drift_is_attained(near_patches: int, stretch: 
 
 
 def test_a_patch_above_its_part_of_the_tolerance_is_kept() -> None:
-    """Between 90% and 100% of the tolerance: the rest is promised to what the compiled kernel leaves out."""
-    x, y, bias = two_places(math.log(0.95 * TOLERANCE / SIZE))
+    """Close to the tolerance: a tenth of it is promised to what the compiled kernel leaves out."""
+    x, y, bias = two_places(math.log(0.87 * TOLERANCE / SIZE))  # patches below 0.917 of what is allowed are left out
     found = near.softmax(x, y, y, tolerance=TOLERANCE, key_bias=bias)
     assert found is not None
     assert found.pairs == 1
