@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attn_flow.base.files import writing_alone
+from attn_flow.base.files import plain, writing_alone
 from attn_flow.cli import encoders
 from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, reporting, say, table, writable
 from attn_flow.cli.training import train
@@ -79,13 +79,17 @@ def limit(
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, list):
-        return json.dumps(value if not value or isinstance(value[0], (int, float)) else _rounded(value))
+    if isinstance(value, (list, dict)):
+        return json.dumps(_rounded(plain(value)))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _rounded(matrix: list) -> list:
-    return [[round(entry, 4) for entry in row] for row in matrix]
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
+    return round(value, 4) if isinstance(value, float) else value
 
 
 @command
