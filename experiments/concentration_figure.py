@@ -29,8 +29,10 @@ def plot(numbers: dict[str, Any]) -> Figure:
         figure,
         f"(a-c) d = 2, G = diag(3,1), V = diag(1,2), density exp(cos(theta - 1)), {field['n']} weighted nodes, Euler "
         f"h = .04; tokens in (c) drawn with seed {numbers['seed']}. (d) V = I, G = [[2,.5],[0,1]], n = "
-        f"{numbers['oblique']['n']}, beta = 50, t = 12. (e, f) beta = inf, exact flow. (g, h) beta = 300, 300 nodes. "
-        f"(i) n = {numbers['three']['n']} tokens, G = diag(3,1,1), V = diag(1,2,1), h = .1. W2 is exact throughout.",
+        f"{numbers['oblique']['n']}, beta = 50, t = 12. (e, f) beta = inf, exact flow; the Jordan "
+        "block [[1,1],[0,1]] from the uniform law (even) and 1 + .9 cos(theta - .5) (uneven). (g, h) beta = 300, 300 "
+        f"nodes. (i) n = {numbers['three']['n']} tokens, G = diag(3,1,1), V = diag(1,2,1), h = .1. "
+        "W2 is exact throughout.",
     )
     return figure
 

@@ -7,6 +7,7 @@ token one for G = I). Finite beta is run beside hardmax to see by how much the p
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.integrator import StepWarning
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.placement import Placement
 from attn_flow.dynamics.steppers import euler
@@ -74,7 +76,9 @@ def relaxed(x0: torch.Tensor, beta: float, marks: np.ndarray) -> np.ndarray:
     """x after k steps for every k of `marks`, (len(marks), n, d)."""
     attention = Attention.identity(x0.shape[-1], beta, dtype=torch.float64)
     times = torch.as_tensor(marks, dtype=torch.float64) * STEP
-    return flow(attention, x0, times, geometry=Euclidean(), step=euler, h=STEP, placement=RELAXED).x.numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StepWarning)  # these steps are the model, not an approximation of a flow
+        return flow(attention, x0, times, geometry=Euclidean(), step=euler, h=STEP, placement=RELAXED).x.numpy()
 
 
 def leaders_and_cells(path: np.ndarray) -> dict[str, Any]:
