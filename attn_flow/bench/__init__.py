@@ -17,6 +17,7 @@ from attn_flow.bench.dense_drifts import drift_ratios, memory_ratios
 from attn_flow.bench.distances import transport_ratios
 from attn_flow.bench.encoders import encoder_ratios
 from attn_flow.bench.flows import plateau_ratios, sweep_ratios
+from attn_flow.bench.layers import layer_ratios
 from attn_flow.bench.measure import Ratio
 from attn_flow.bench.shards import sharding_ratios
 from attn_flow.bench.whole_job import job_ratios
@@ -34,6 +35,7 @@ CASES: dict[str, Callable[[bool], Iterator[Ratio]]] = {
     "job": job_ratios,
     "encoder": encoder_ratios,
     "sharding": sharding_ratios,
+    "layer": layer_ratios,
     "compile": compile_ratios,
 }
 
