@@ -333,7 +333,7 @@ def test_mixed_precision_learns_on_cuda_and_is_deterministic(tmp_path: Path) -> 
 TINY = {
     "majority": {"tokens": 7, "dim": 8, "updates": 200},
     "recall": {"tokens": 4, "dim": 24, "updates": 250},
-    "clusters": {"tokens": 8, "dim": 12, "depth": 2, "horizon": 0.5, "updates": 250},
+    "clusters": {"tokens": 8, "dim": 12, "depth": 2, "horizon": 0.5, "updates": 500},
     "parity": {"tokens": 4, "dim": 16, "depth": 1, "ffn": 32, "updates": 300},
     "masked": {"tokens": 8, "dim": 32, "depth": 1, "heads": 4, "ffn": 32, "updates": 300},
 }
@@ -343,7 +343,7 @@ TINY = {
 def test_a_small_version_of_each_task_is_learned(task: str, tmp_path: Path) -> None:
     """A second or two each; the stated accuracies of the full recipes are for the slow test below.
 
-    masked: from .984 to .999 over ten seeds, 10 of 10 above .9.
+    Least of ten seeds, 10 of 10 above .9: majority .920, recall .999, clusters .928, parity 1, masked .984.
     """
     (tmp_path / "a.txt").write_text("abcdefghij" * 200)
     common = {"step": "euler", "steps": 1, "batch": 32, "lr": 0.02, "warmup": 10}
