@@ -156,7 +156,9 @@ app()
 
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="this system limits no file sizes")
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[pytest.mark.slow] if name == "probe" else []) for name in COMMANDS]
+)
 def test_a_full_disk_is_one_sentence_and_loses_nothing(command, tmp_path):
     """No file may grow beyond 1 kB: the command ends with a sentence, and with room again it finishes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
