@@ -36,7 +36,8 @@ NULL_MARKS = {
     "another_layer": "v",
     "another_text": "D",
     "random_tokens": "P",
-    "random_clusters": "X",
+    "text_mean_closure": "p",
+    "random_clusters_closure": "X",
     "removed": "*",
     "untrained": "d",
 }
@@ -68,7 +69,7 @@ def propagation_figure(result: Probe) -> Figure:
         caption(
             figure,
             f"{about['encoder']['model']}, {texts} texts, seed {about['seed']}; attention replaced in EVERY layer, all "
-            "else as trained. Colour: closures; grey: nulls; black: oracle. Bands: 95% over texts.",
+            "else as trained. Colour: closures; grey: nulls and controls; black: oracle. Bands: 95% over texts.",
         )
     return figure
 
@@ -78,6 +79,7 @@ def ladder_figure(result: Probe) -> Figure:
     with style() as pyplot:
         figure, (a, b) = pyplot.subplots(1, 2, figsize=(10, 4.8), width_ratios=(1.15, 1))
         shown = [name for name in result.closures if name in COLOURS]
+        controls = [name for name in result.closures if name in NULL_MARKS]
         layers = range(result.about["encoder"]["layers"])
         for name in shown:
             _line(a, layers, result.interval(result.closures[name].explained), name, _title(result, name))
@@ -91,6 +93,7 @@ def ladder_figure(result: Probe) -> Figure:
         )
         a.xaxis.get_major_locator().set_params(integer=True)
         found = {n: result.interval(result.closures[n].explained.mean(0)) for n in shown}
+        found |= {n: result.interval(result.closures[n].explained.mean(0)) for n in controls}
         found |= {n: result.interval(agreement.explained.mean(0)) for n, agreement in result.nulls.items()}
         _dots(b, result, found, least=-1.0)
         b.axvline(0, color="0.6", lw=0.8, zorder=0)
@@ -139,8 +142,9 @@ def _cases(result: Probe) -> str:
 
 
 def _title(result: Probe, name: str) -> str:
-    if name in result.about["nulls"]:
-        return result.about["nulls"][name]
+    for words in (result.about["nulls"], result.about["controls"]):
+        if name in words:
+            return words[name]
     title = result.about["closures"][name]
     cost = result.about["costs"].get(name)
     return title if cost is None else f"{title} ({cost['numbers']:.0f} + {cost['own_tokens']})"

@@ -21,7 +21,7 @@ from attn_flow.prediction.limit_map import LimitMap
 from attn_flow.prediction.spectral import spectrum
 from attn_flow.probe.clouds import Clouds, directions
 from attn_flow.probe.nulls import rotated
-from attn_flow.transport.distances import wasserstein
+from attn_flow.probe.transports import w2
 
 CASES = ("fixed", "rotating", "jordan", "stationary", "undefined", "nonlinear")
 TEXTS = 16  # on which distances are measured; the covariance is that of all
@@ -121,8 +121,8 @@ def _distances(
 
     def ratios(limit: LimitMap, *clouds: Tensor) -> list[float]:
         target = limit.push_forward(x, 1.0 if limit.frequencies else None)
-        start = float(wasserstein(x, target, method=method))
-        return [float(wasserstein(cloud, target, method=method)) / start for cloud in clouds]
+        start = w2(x, target, method)
+        return [w2(cloud, target, method) / start for cloud in clouds]
 
     real, if_held = ratios(P, x_after, held)
     return {"real": real, "if_held": if_held, "real_rotated": ratios(P_rotated, x_after)[0]}

@@ -30,9 +30,12 @@ NULLS = {
     "another_layer": "the weights of another layer",
     "another_text": "own queries against another text's law",
     "random_tokens": f"a Gaussian and {ORACLE} tokens drawn at random",
-    "random_clusters": "atoms of clusters drawn at random",
     "removed": "attention removed",
     "untrained": "a randomly initialised twin of the model",
+}
+CONTROLS = {  # closures with an ingredient spoilt: what is left must be worse
+    "text_mean_closure": "one atom a head: the text's own mean output",
+    "random_clusters_closure": "atoms of clusters drawn at random",
 }
 CROSS_FITTED = "cross_fitted_closure"
 LAYER_NULLS = tuple(name for name in NULLS if name != "removed")
@@ -63,6 +66,19 @@ def cross_fitted(space: HeadSpace, layer: int, text: int) -> Tensor:
     even = torch.arange(space.n, device=space.x.device) % 2 == 0
     by_odd, by_even = (space.per_head(quantise(space, queries=half).law(space)) for half in (~even, even))
     return space.assembled(torch.where(even[:, None], by_odd, by_even))
+
+
+def by_control(name: str, generator: torch.Generator) -> Prediction:
+    """What a control predicts."""
+
+    def text_mean(space: HeadSpace, layer: int, text: int) -> Tensor:
+        average = (space.logits.softmax(-1) @ space.y[..., space.k :]).mean(-2, keepdim=True)
+        return space.assembled(average.expand(-1, space.n, -1))
+
+    def random_clusters(space: HeadSpace, layer: int, text: int) -> Tensor:
+        return space.drift(quantise(space, generator=generator).law(space))
+
+    return {"text_mean_closure": text_mean, "random_clusters_closure": random_clusters}[name]
 
 
 def by_null(name: str, clouds: Clouds, generator: torch.Generator, *, corpus_mean: bool = False) -> Prediction:
@@ -97,9 +113,6 @@ def by_null(name: str, clouds: Clouds, generator: torch.Generator, *, corpus_mea
     def random_tokens(space: HeadSpace, layer: int, text: int) -> Tensor:
         return space.drift(_random_tokens(space, generator))
 
-    def random_clusters(space: HeadSpace, layer: int, text: int) -> Tensor:
-        return space.drift(quantise(space, generator=generator).law(space))
-
     def removed(space: HeadSpace, layer: int, text: int) -> Tensor:
         return torch.zeros_like(space.x)
 
@@ -110,7 +123,6 @@ def by_null(name: str, clouds: Clouds, generator: torch.Generator, *, corpus_mea
         "another_layer": another_layer,
         "another_text": another_text,
         "random_tokens": random_tokens,
-        "random_clusters": random_clusters,
         "removed": removed,
     }
     return table[name]
@@ -119,8 +131,8 @@ def by_null(name: str, clouds: Clouds, generator: torch.Generator, *, corpus_mea
 def allowed(names: Sequence[str], clouds: Clouds) -> list[str]:
     """The nulls that this encoder and this many texts have."""
     impossible = set()
-    if clouds.partial:  # laws shared by all queries are not defined where tokens see a part of the text
-        impossible |= {"random_clusters", "another_text"}
+    if clouds.partial:  # a law shared by all queries is not defined where tokens see a part of the text
+        impossible.add("another_text")
     if clouds.texts < 2:
         impossible.add("another_text")
     if clouds.layers < 2:

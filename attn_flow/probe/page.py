@@ -105,6 +105,7 @@ def _page(result: Probe, images: dict[str, bytes], title: str) -> str:
         "axes of all levels together. Move the slider, or press play; hover to read a token.</p>"
         '<div id="cloud"></div>',
         _TABLE,
+        _transports(result),
         f"<details><summary>What was probed</summary>{_described(about)}</details>",
         '<p class="about">Files beside this page: <a href="probe.json">probe.json</a>, <a href="probe.safetensors">'
         "probe.safetensors</a>" + "".join(f', <a href="{name}.png">{name}.png</a>' for name in images) + ".</p>",
@@ -136,6 +137,23 @@ def _shell(title: str, body: str, scripts: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{style}</style></head><body>\n<h1>{html.escape(title)}</h1>\n"
         f"{body}\n{scripts}</body></html>\n"
+    )
+
+
+def _transports(result: Probe) -> str:
+    """Exact transport and geomloss side by side."""
+    seen = result.transports
+    rows = "".join(
+        f"<tr><td>{int(level)}</td><td>{exact:.4f}</td><td>{other:.4f}</td><td>{abs(other / exact - 1):.1%}</td>"
+        f"<td>{bound:.4f}</td><td>{1e3 * a:.0f}</td><td>{1e3 * b:.0f}</td></tr>"
+        for level, exact, other, bound, a, b in zip(*(v.tolist() for v in vars(seen).values()))
+    )
+    names = ("level", "exact", "geomloss", "difference", "proved to", "exact, ms", "geomloss, ms")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    table = f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>' if rows else "<p>Not compared.</p>"
+    return (
+        "<details><summary>Distances: exact transport and geomloss</summary><p>W2 between the clouds of the first two "
+        f"texts, as directions. Distances of this page: {html.escape(result.about['transport'])}.</p>{table}</details>"
     )
 
 
@@ -230,7 +248,7 @@ def _data(result: Probe) -> dict[str, Any]:
 def _named(result: Probe, row: dict[str, Any]) -> str:
     """Plain names: what a closure or null is, instead of what it is called in the code."""
     name, colon, measure = str(row["quantity"]).partition(": ")
-    titles = {**result.about["closures"], **result.about["nulls"]}
+    titles = {**result.about["closures"], **result.about["nulls"], **result.about["controls"]}
     measure = measure.replace("w2", "W2 over W2 between texts")
     return (titles.get(name, name) + colon + measure).replace("_", " ")
 

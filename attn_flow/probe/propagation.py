@@ -27,9 +27,7 @@ from attn_flow.hooks.temperature import scale_beta
 from attn_flow.probe.closures import LADDER, ORACLE_STEP, Closure
 from attn_flow.probe.clouds import Clouds, record_clouds
 from attn_flow.probe.nulls import DEPTH_NULLS, Prediction, by_closure, by_null
-from attn_flow.transport.distances import wasserstein
-
-TRANSPORTS = {"exact": "auto", "geomloss": "geomloss"}  # the probe's word and the solver's
+from attn_flow.probe.transports import solver, w2
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,26 +137,17 @@ def bench(
         pairs = [(i, (i + 1) % T) for i in range(T)] if T > 1 else []
         between = torch.full((levels,), torch.nan, dtype=torch.float64)
         for level in range(levels if pairs else 0):
-            apart = [_w2(true.states[i][level], true.states[j][level], method) for i, j in pairs]
+            apart = [w2(true.states[i][level], true.states[j][level], method) for i, j in pairs]
             between[level] = sum(apart) / len(apart)
     return Bench(model, source, texts, clouds, true, between, max_length, beta_factor, batch, method)
-
-
-def solver(transport: str, device: torch.device) -> str:
-    """The solver of `attn_flow.transport` for exact, geomloss or auto (geomloss on CUDA, else exact)."""
-    if transport == "auto":
-        transport = "geomloss" if device.type == "cuda" else "exact"
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport = {transport!r}, expected exact, geomloss or auto.")
-    return TRANSPORTS[transport]
 
 
 def compare_passes(found: Passes, true: Passes, between: Tensor, method: str = "auto") -> Propagated:
     """Distances of clouds level by level, and of embeddings."""
     levels, T = len(between), len(true.states)
-    w2 = torch.stack(
+    distances = torch.stack(
         [
-            torch.tensor([_w2(a[level], b[level], method) for a, b in zip(found.states, true.states)]) / between[level]
+            torch.tensor([w2(a[level], b[level], method) for a, b in zip(found.states, true.states)]) / between[level]
             for level in range(1, levels)
         ]
     )
@@ -168,7 +157,7 @@ def compare_passes(found: Passes, true: Passes, between: Tensor, method: str = "
     agree = (nearest[0] == nearest[1]).double() if T > 2 else torch.full((T,), torch.nan, dtype=torch.float64)
     i, j = np.triu_indices(T, 1)
     rank = spearmanr(*(s.numpy()[i, j] for s in similar))[0] if T > 2 else float("nan")
-    return Propagated(w2.double(), cosine, agree, torch.tensor(float(rank), dtype=torch.float64))
+    return Propagated(distances.double(), cosine, agree, torch.tensor(float(rank), dtype=torch.float64))
 
 
 def _prediction(closure: str | Closure | Prediction, clouds: Clouds, generator: torch.Generator) -> Prediction:
@@ -182,10 +171,6 @@ def _prediction(closure: str | Closure | Prediction, clouds: Clouds, generator: 
     if closure not in steps:
         raise ValueError(f"closure = {closure!r}, expected one of {', '.join([*steps, *DEPTH_NULLS])}.")
     return by_closure(steps[closure])
-
-
-def _w2(a: Tensor, b: Tensor, method: str) -> float:
-    return float(wasserstein(a, b, method=method))
 
 
 def chosen_inputs(source: Any, texts: Sequence[str] | None, kept: list[int]) -> tuple[Any, Sequence[str] | None]:

@@ -22,7 +22,7 @@ from attn_flow.probe.head_space import HeadSpace
 
 VALUE_SHARE = 0.5  # of the squared distance that keys' and values' spreads share: v against k
 RESIDUAL = 0.5  # clusters are added until this much of the spread 1 + VALUE_SHARE is left
-MOST = 0.5  # atoms over tokens, at most
+MOST = 4.0  # atoms over the square root of the number of tokens, at most
 ROUNDS = 5  # of k-means
 
 
@@ -91,7 +91,7 @@ def quantise(
     """The atoms of one text. window: offsets of tokens that queries see for themselves, left out of the atoms' weights.
 
     queries (n,): the queries by which atoms are found, all of them unless given (to predict for the others).
-    The number of atoms is the smallest whose residual spread is below `residual`, at most half the tokens. With a
+    The number of atoms is the smallest whose residual spread is below `residual`, at most 4 sqrt(n). With a
     `generator`, tokens are grouped at random into as many clusters: the control that says whether clusters matter.
     """
     if space.sees is not None:
@@ -121,7 +121,7 @@ def quantise(
         ],
         dim=-1,
     )
-    label, top = k_means(z, a, residual, max(1, int(MOST * n)))
+    label, top = k_means(z, a, residual, min(n, math.ceil(MOST * math.sqrt(n))))
     if generator is not None:
         label = torch.randint(top, label.shape, generator=generator).to(label.device)
     member = torch.nn.functional.one_hot(label, top).to(P.dtype)

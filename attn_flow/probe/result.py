@@ -20,6 +20,7 @@ from attn_flow.probe.law_alone import LawAlone
 from attn_flow.probe.limit_law import LimitLaw
 from attn_flow.probe.propagation import Propagated
 from attn_flow.probe.reading import Reading
+from attn_flow.probe.transports import TransportCheck
 
 FORMAT = "attn_flow.Probe 2"
 BY_NAME = {"closures": Agreement, "nulls": Agreement, "propagation": Propagated}
@@ -30,6 +31,7 @@ SINGLE = {
     "evolution": Evolution,
     "view": View,
     "reading": Reading,
+    "transports": TransportCheck,
 }
 MEASURES = ("explained", "centred_cosine", "cosine")
 DISREGARDED = ("untrained", "mean_output")  # reported: another model's number; and 0 by definition
@@ -53,6 +55,7 @@ class Probe:
     evolution: Evolution
     view: View
     reading: Reading
+    transports: TransportCheck
     tokens: list[list[str]]
 
     def __repr__(self) -> str:
@@ -157,6 +160,7 @@ class Probe:
                 "findings": [{"verdict": f.verdict, "text": f.text, "numbers": f.numbers} for f in self.findings()],
                 "layers": layers,
                 "propagation": propagation,
+                "transports": [dict(zip(vars(self.transports), row)) for row in zip(*vars(self.transports).values())],
             }
         )
 
@@ -198,7 +202,8 @@ class Probe:
         main, nulls = self.propagation[self.main], [n for n in self.propagation if n in self.about["nulls"]]
         cosine = self.interval(main.embedding_cosine)
         others = {n: self.interval(self.propagation[n].embedding_cosine) for n in nulls}
-        verdict, _ = findings.decide(cosine, list(others.values()))
+        controls = {n: self.interval(self.propagation[n].embedding_cosine) for n in self.about["controls"]}
+        verdict, _ = findings.decide(cosine, [*others.values(), *controls.values()])
         w2 = self.interval(main.w2)
         text = (
             f"the encoder run with attention replaced in every layer by the closure ({self._cost(self.main)}) ends at "
@@ -208,6 +213,8 @@ class Probe:
         if others:
             best = max(others, key=lambda n: float(others[n].mean))
             text += f"; the best null ({self.about['nulls'][best]}) reaches {_with_interval(others[best])}"
+        for name, control in controls.items():
+            text += f"; control, {self.about['controls'][name]}: {_with_interval(control)}"
         window = self.propagation.get("quantised_window_closure")
         if window is not None:
             text += (
@@ -220,11 +227,14 @@ class Probe:
             "texts."
         )
         numbers = {"embedding_cosine": cosine.mean, "w2": w2.mean, "nulls": {n: o.mean for n, o in others.items()}}
+        numbers["controls"] = {n: o.mean for n, o in controls.items()}
         return Finding(verdict, _sentence(text, verdict), plain(numbers))
 
     def _layer_by_layer(self) -> Finding:
         explained = self.interval(self.closures[self.main].explained)
         nulls = {n: self.interval(a.explained) for n, a in self.nulls.items() if n not in DISREGARDED}
+        nulls |= {n: self.interval(self.closures[n].explained) for n in self.about["controls"]}
+        words = {**self.about["nulls"], **self.about["controls"]}
         verdict, holds = findings.decide(explained, list(nulls.values()))
         L = self.about["encoder"]["layers"]
         text = (
@@ -234,10 +244,13 @@ class Probe:
         )
         if nulls:
             best = max(nulls, key=lambda n: float(nulls[n].mean.mean()))
-            text += f"; the strongest null ({self.about['nulls'][best]}) explains {by_layer(nulls[best].mean)}"
+            text += f"; the strongest null or control ({words[best]}) explains {by_layer(nulls[best].mean)}"
         if "cross_fitted_closure" in self.closures:
             held_out = self.closures["cross_fitted_closure"].explained.mean(-1)
-            text += f". For queries by which the atoms were not found it explains {by_layer(held_out)}"
+            text += (
+                f". The atoms are found with the text's own queries; for queries by which they were not found they "
+                f"explain {by_layer(held_out)}"
+            )
         if "untrained" in self.nulls:
             twin = self.nulls["untrained"]
             text += (

@@ -37,6 +37,7 @@ from attn_flow.probe.heads import head_regimes
 from attn_flow.probe.law_alone import law_alone
 from attn_flow.probe.limit_law import limit_law
 from attn_flow.probe.nulls import (
+    CONTROLS,
     CROSS_FITTED,
     DEPTH_NULLS,
     LAYER_NULLS,
@@ -44,14 +45,16 @@ from attn_flow.probe.nulls import (
     Prediction,
     agreement_of,
     by_closure,
+    by_control,
     by_null,
     cross_fitted,
     main_closure,
     steps,
 )
-from attn_flow.probe.propagation import Bench, Propagated, bench, chosen_inputs, solver
+from attn_flow.probe.propagation import Bench, Propagated, bench, chosen_inputs
 from attn_flow.probe.reading import reading
 from attn_flow.probe.result import BY_NAME, SINGLE, Probe
+from attn_flow.probe.transports import solver, transport_check
 
 LAYER_TEXTS = 16  # texts on which closures and nulls are compared layer by layer
 DEPTH_TEXTS = 16  # texts carried through depth
@@ -165,6 +168,9 @@ class Inquiry:
         for name, predict in predictions.items():
             found[f"closures/{name}"] = partial(agreement_of, few, predict)
             found[f"propagation/{name}"] = partial(self._through_depth, predict)
+        for name in self.about["controls"]:
+            for group in ("closures", "propagation"):
+                found[f"{group}/{name}"] = partial(self._control, name, few if group == "closures" else None)
         found["closures/sphere"] = partial(agreement_of, few, _full_sphere)
         for name in self.about["nulls"]:
             if name in LAYER_NULLS:
@@ -177,11 +183,17 @@ class Inquiry:
         found["heads"] = lambda: head_regimes(clouds)
         found["evolution"] = lambda: cloud_evolution(clouds)
         found["view"] = lambda: token_view(clouds, self._generator("view"))
+        found["transports"] = lambda: transport_check(clouds)
         found["reading"] = lambda: reading(clouds)
         return found
 
     def _through_depth(self, predict: Prediction) -> Propagated:
         return self._bench.score(predict)
+
+    def _control(self, name: str, few: Clouds | None) -> Agreement | Propagated:
+        """A control layer by layer on a few texts, or through depth."""
+        predict = by_control(name, self._generator(f"controls/{name}"))
+        return self._through_depth(predict) if few is None else agreement_of(few, predict)
 
     def _null_through_depth(self, name: str) -> Propagated:
         generator = self._generator(f"propagation/{name}")
@@ -246,6 +258,7 @@ def inquire(
         "transport": transport,
         "main_closure": main_closure(clouds).name,
         "closures": {name: step.title for name, step in ladder.items()} | EXTRA,
+        "controls": {} if clouds.partial or not nulls else CONTROLS,
         "nulls": {name: NULLS[name] for name in null_models.allowed(nulls, clouds)},
         "versions": versions(),
     }

@@ -53,7 +53,8 @@ def test_the_reference_numbers_at_160_tokens(encoder, name, reference):
 def test_the_closure_beats_every_null_in_every_layer(result):
     closure = result.interval(result.closures["quantised_closure"].explained)
     assert float(closure.low.min()) > 0.8
-    for name, null in result.nulls.items():
+    controls = {name: result.closures[name] for name in ("text_mean_closure", "random_clusters_closure")}
+    for name, null in {**result.nulls, **controls}.items():
         if name != "untrained":
             assert bool((closure.low > result.interval(null.explained).high).all()), name
 
@@ -76,6 +77,9 @@ def test_through_depth_the_goals_are_met(result):
     assert float(window.w2[-1].mean()) < 0.14
     for name in ("mean_output", "uniform", "rotated", "removed", "another_text"):
         assert float(result.propagation[name].embedding_cosine.mean()) < 0.72
+    mean, mixed = (result.propagation[f"{name}_closure"] for name in ("text_mean", "random_clusters"))
+    assert float(mean.w2[-1].mean()) > 2 * float(shared.w2[-1].mean())
+    assert float(mixed.embedding_cosine.mean()) < float(shared.embedding_cosine.mean()) - 0.05
     assert result.propagation["window_closure"].w2.mean(-1).tolist() == pytest.approx(
         (0.07, 0.17, 0.25, 0.28, 0.28, 0.32), abs=0.05
     )
@@ -84,7 +88,7 @@ def test_through_depth_the_goals_are_met(result):
 def test_atoms_found_without_a_query_still_serve_it(result):
     """A law of the text, not a table of its queries: above the best null where the atoms saw other queries only."""
     held_out = explained(result, "cross_fitted_closure")
-    assert bool((held_out > explained(result, "random_clusters")).all())
+    assert bool((held_out > explained(result, "random_clusters_closure")).all())
     assert bool((held_out < explained(result, "quantised_closure")).all())
 
 
@@ -104,6 +108,13 @@ def test_the_limit_law_has_its_line_and_its_stability(result):
     assert torch.allclose(result.fraction_of_the_way().mean, way)
     assert bool((limits.cosine.mean(-1) > limits.cosine_without_c.mean(-1)).all())
     assert bool(((limits.stability >= 0) & (limits.stability <= 1 + 1e-9)).all())
+
+
+def test_geomloss_agrees_with_exact_transport(result):
+    seen = result.transports
+    assert seen.level.tolist() == [0, 3, 6]
+    assert bool(((seen.geomloss - seen.exact).abs() <= seen.bound).all())
+    assert float((seen.geomloss / seen.exact - 1).abs().max()) < 0.05
 
 
 def test_json_has_the_promised_schema(result):

@@ -1,0 +1,62 @@
+"""Two ways to the same distance: exact transport and geomloss side by side on a few clouds, with their time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from attn_flow.probe.clouds import Clouds, directions
+from attn_flow.transport.distances import solve
+
+RTOL = 0.2  # what geomloss may leave unproved: in hundreds of dimensions its certificate is wide, its value good
+SOLVERS = {"exact": "auto", "geomloss": "geomloss"}  # the probe's word and the solver's
+LEVELS = 3  # clouds compared: the first, a middle and the last
+
+
+def solver(transport: str, device: torch.device) -> str:
+    """The solver of `attn_flow.transport` for exact, geomloss or auto (geomloss on CUDA, else exact)."""
+    if transport == "auto":
+        transport = "geomloss" if device.type == "cuda" else "exact"
+    if transport not in SOLVERS:
+        raise ValueError(f"transport = {transport!r}, expected exact, geomloss or auto.")
+    return SOLVERS[transport]
+
+
+def w2(x: Tensor, y: Tensor, method: str) -> float:
+    """W2 of two clouds by a solver of `attn_flow.transport`."""
+    return float(solve(x, y, method=method, rtol=RTOL if method == "geomloss" else 0.01).distance)
+
+
+@dataclass(frozen=True, eq=False)
+class TransportCheck:
+    """W2 between the clouds of two texts at some levels, (m,) each; empty without geomloss or a second text.
+
+    exact, geomloss: the distance by each; bound: how far geomloss says it may be off; *_seconds: what each took.
+    """
+
+    level: Tensor
+    exact: Tensor
+    geomloss: Tensor
+    bound: Tensor
+    exact_seconds: Tensor
+    geomloss_seconds: Tensor
+
+
+def transport_check(clouds: Clouds) -> TransportCheck:
+    """Exact W2 against geomloss's between the first two texts."""
+    rows = []
+    if clouds.texts > 1 and find_spec("geomloss") is not None:
+        for level in sorted({round(i * clouds.layers / (LEVELS - 1)) for i in range(LEVELS)}):
+            x, y = (directions(clouds.z[level][t]) for t in (0, 1))
+            started = time.perf_counter()
+            exact = float(solve(x, y).distance)
+            between = time.perf_counter()
+            found = solve(x, y, method="geomloss", rtol=RTOL)
+            seconds = (between - started, time.perf_counter() - between)
+            rows.append((float(level), exact, float(found.distance), float(found.error), *seconds))
+    columns = torch.tensor(rows, dtype=torch.float64).reshape(-1, 6).T.contiguous()
+    return TransportCheck(*columns)
