@@ -12,7 +12,8 @@ import torch
 import transformers
 from encoder_zoo import tiny, tokenizer
 
-from attn_flow.hooks import load_encoder, load_images, load_texts, load_tokenizer, record
+from attn_flow.hooks import load_encoder, load_texts, record
+from attn_flow.hooks.loading import load_images, load_tokenizer
 from attn_flow.train.texts import read_labelled
 
 
