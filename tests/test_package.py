@@ -73,7 +73,12 @@ def python(request, source, wheel, tmp_path_factory) -> Path:
 
 def test_wheel_holds_every_module_and_nothing_else(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {"attn_flow/py.typed", "attn_flow/averages/near.cpp"}
+    expected = {
+        "attn_flow/py.typed",
+        "attn_flow/averages/near.cpp",
+        "attn_flow/probe/page.css",
+        "attn_flow/probe/page.js",
+    }
     for folder, place in SOURCES.items():
         for path in (ROOT / folder).rglob("*.py"):  # links are not followed
             expected.add(f"{place}/{path.relative_to(ROOT / folder).as_posix()}")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attn_flow.attention import Attention
 from attn_flow.measures import Cloud
 from attn_flow.prediction.finite_n import resolution
-
-if TYPE_CHECKING:
-    from attn_flow.prediction.limit_map import LimitMap
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,34 @@ class Requirement:
         return f"{self.name} ({ {True: 'met', False: 'NOT met', None: 'not checked'}[self.met] }): {self.text}"
 
 
-def assumed(limit: LimitMap) -> tuple[Requirement, ...]:
+class Limit(Protocol):
+    """What is asked here of a `LimitMap`: its case and spectrum, by the same names."""
+
+    @property
+    def attention(self) -> Attention: ...
+    @property
+    def case(self) -> str: ...
+    @property
+    def tol(self) -> float: ...
+    @property
+    def dimension(self) -> int | None: ...
+    @property
+    def leading(self) -> float | None: ...
+    @property
+    def frequencies(self) -> tuple[float, ...]: ...
+    @property
+    def g(self) -> float | None: ...
+    @property
+    def exit_rate(self) -> float | None: ...
+    @property
+    def basis(self) -> Tensor | None: ...
+    @property
+    def direction(self) -> Tensor | None: ...
+    @property
+    def requires(self) -> tuple[Requirement, ...]: ...
+
+
+def assumed(limit: Limit) -> tuple[Requirement, ...]:
     """What the weights alone say; `examined` looks at a cloud too."""
     if limit.case == "nonlinear":
         return (Requirement("certificates", "limits hold token by token, where `settle` certifies them"),)
@@ -55,7 +80,7 @@ def assumed(limit: LimitMap) -> tuple[Requirement, ...]:
 
 
 def examined(
-    limit: LimitMap, x: Tensor, weights: Tensor | None, mask: Tensor | None, beta: float | None
+    limit: Limit, x: Tensor, weights: Tensor | None, mask: Tensor | None, beta: float | None
 ) -> tuple[Requirement, ...]:
     """The same, checked against the cloud x (n, d) and beta where that is possible."""
     cloud = Cloud(x.detach(), weights, mask).to(torch.float64)
@@ -83,7 +108,7 @@ def examined(
     return tuple(found)
 
 
-def _crossing(limit: LimitMap, y: Tensor, p: Tensor, text: str) -> tuple[bool | None, str]:
+def _crossing(limit: Limit, y: Tensor, p: Tensor, text: str) -> tuple[bool | None, str]:
     """Masses about to cross from one side to the other, at a Jordan block with one limit direction +-e."""
     assert limit.direction is not None
     left, singular, right = torch.linalg.svd(limit.direction.to(y))
@@ -97,7 +122,7 @@ def _crossing(limit: LimitMap, y: Tensor, p: Tensor, text: str) -> tuple[bool | 
     return abs(up - down) > 2 * noise, f"{text}; here {up:.3g} and {down:.3g}, +- {noise:.1g}"
 
 
-def _asymmetry(limit: LimitMap, y: Tensor, p: Tensor) -> float | None:
+def _asymmetry(limit: Limit, y: Tensor, p: Tensor) -> float | None:
     """The largest odd moment, on either side of E, along the direction in which clusters leave; None if unknown.
 
     1 where G and V do not share the reflection in that direction: no law is then safe from leaving.
