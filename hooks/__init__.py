@@ -1,12 +1,12 @@
 """Real encoders as the core's nouns: a Trajectory of their states, an Attention per layer, a layer as a flow."""
 
 from attn_flow.hooks.architectures import Architecture, register
-from attn_flow.hooks.capture import record, recording
+from attn_flow.hooks.capture import record
 from attn_flow.hooks.corpus import record_corpus
 from attn_flow.hooks.corpus_statistics import Statistics, merge_shards
 from attn_flow.hooks.layout import Block, blocks
 from attn_flow.hooks.loading import load_encoder, load_texts
-from attn_flow.hooks.tape import POINTS, Tape
+from attn_flow.hooks.tape import POINTS, Tape, recording
 from attn_flow.hooks.temperature import scale_beta
 from attn_flow.hooks.trust import Check, self_check, unknown_share
 from attn_flow.hooks.weights import Norm, attentions, encoder_facts, geometries, norms

@@ -5,9 +5,7 @@ The model leaves as it came, also after an exception.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,31 +13,11 @@ import torch
 from torch import nn
 
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.hooks.attach import deepened, evaluating, padded
-from attn_flow.hooks.inputs import TokenBatch, pieces, report_truncation
+from attn_flow.hooks.attach import deepened, evaluating
+from attn_flow.hooks.inputs import pieces, report_truncation
 from attn_flow.hooks.layout import encoder_inside
-from attn_flow.hooks.tape import Tape
-
-
-@contextmanager
-def recording(model: nn.Module, points: str | Sequence[str] = "resid") -> Iterator[Tape]:
-    """Listens to every forward pass of yours inside the `with`: the model runs as ever, gradients and all.
-
-    model: a known encoder. points: what to keep, as in `record`. Yields a Tape: `tape.trajectory()` is the last pass.
-
-    Example:
-        >>> from attn_flow.hooks.demo import tiny_bert
-        >>> model, tokenizer = tiny_bert()
-        >>> with recording(model, "attn_out.1") as tape:
-        ...     output = model(**tokenizer(["a b c"], return_tensors="pt"))
-        >>> tape.trajectory().x.shape, tape.trajectory().x.requires_grad
-        (torch.Size([1, 1, 5, 16]), True)
-    """
-    with ExitStack() as stack:
-        tape = Tape(model, points)
-        stack.enter_context(padded(tape.blocks[0].root))
-        tape.attach(stack)
-        yield tape
+from attn_flow.hooks.tape import forward, recording
+from attn_flow.hooks.trust import check_on_few, refuse_unknown
 
 
 def record(
@@ -78,8 +56,6 @@ def record(
         >>> path.x.shape, path.t.tolist(), path.labels["token"][1]
         (torch.Size([3, 2, 5, 16]), [0.0, 1.0, 2.0], ['[CLS]', 'b', 'd', '[SEP]'])
     """
-    from attn_flow.hooks.trust import check_on_few, refuse_unknown
-
     model = encoder_inside(model)
     tokenizer = source if texts is not None else None
     paths: list[Trajectory] = []
@@ -98,19 +74,6 @@ def record(
     report_truncation(truncated, limit)
     share = {} if tokenizer is None else {"unknown_share": unknown / max(1, content)}
     return joined(paths, {"truncated": truncated, "special": special, "depth": depth, **share})
-
-
-def forward(model: nn.Module, tape: Tape, batch: TokenBatch) -> None:
-    """One pass for the tape to hear."""
-    device = next(model.parameters()).device
-    # A cache of keys and values is of no use here, and a wrapped decoder refuses it.
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    model(**{name: t.to(device) for name, t in batch.inputs.items()}, **options)
-    if not bool(torch.isfinite(tape.state(tape.points[-1])[tape.mask]).all()):
-        raise ValueError(
-            f"the model gave NaN or infinite states in {tape.about()['dtype']} (texts from {batch.first}); load it "
-            "with dtype=torch.float32."
-        )
 
 
 def _cast(path: Trajectory, dtype: torch.dtype | None) -> Trajectory:

@@ -24,12 +24,11 @@ from attn_flow.base.files import write_json, write_tensors, writing_alone
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.distributed import ALONE, Processes, processes
 from attn_flow.hooks.attach import deepened, evaluating
-from attn_flow.hooks.capture import forward, recording
 from attn_flow.hooks.corpus_statistics import Statistics, differences, merge_shards, parse_shard
 from attn_flow.hooks.inputs import Piece, TokenBatch, pieces, report_truncation, text_limit
 from attn_flow.hooks.layout import encoder_inside
 from attn_flow.hooks.moments import Moments, Reservoir
-from attn_flow.hooks.tape import Tape
+from attn_flow.hooks.tape import Tape, forward, recording
 from attn_flow.hooks.trust import altered, check_on_few, fingerprint, refuse_unknown, tokenizer_fingerprint
 
 

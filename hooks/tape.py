@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.hooks.attach import Clock, given, hidden
+from attn_flow.hooks.attach import Clock, given, hidden, padded
 from attn_flow.hooks.inputs import TokenBatch
 from attn_flow.hooks.layout import Block, blocks
 
@@ -275,3 +275,37 @@ class Tape:
 
 def _take(x: Tensor, places: Tensor, in_place: bool) -> Tensor:
     return x[:, : places.shape[1]] if in_place else torch.take_along_dim(x, places[..., None], dim=1)
+
+
+@contextmanager
+def recording(model: nn.Module, points: str | Sequence[str] = "resid") -> Iterator[Tape]:
+    """Listens to every forward pass of yours inside the `with`: the model runs as ever, gradients and all.
+
+    model: a known encoder. points: what to keep, as in `record`. Yields a Tape: `tape.trajectory()` is the last pass.
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> model, tokenizer = tiny_bert()
+        >>> with recording(model, "attn_out.1") as tape:
+        ...     output = model(**tokenizer(["a b c"], return_tensors="pt"))
+        >>> tape.trajectory().x.shape, tape.trajectory().x.requires_grad
+        (torch.Size([1, 1, 5, 16]), True)
+    """
+    with ExitStack() as stack:
+        tape = Tape(model, points)
+        stack.enter_context(padded(tape.blocks[0].root))
+        tape.attach(stack)
+        yield tape
+
+
+def forward(model: nn.Module, tape: Tape, batch: TokenBatch) -> None:
+    """One pass for the tape to hear."""
+    device = next(model.parameters()).device
+    # A cache of keys and values is of no use here, and a wrapped decoder refuses it.
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    model(**{name: t.to(device) for name, t in batch.inputs.items()}, **options)
+    if not bool(torch.isfinite(tape.state(tape.points[-1])[tape.mask]).all()):
+        raise ValueError(
+            f"the model gave NaN or infinite states in {tape.about()['dtype']} (texts from {batch.first}); load it "
+            "with dtype=torch.float32."
+        )

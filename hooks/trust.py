@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from attn_flow.base.files import digest
 from attn_flow.hooks.attach import evaluating
-from attn_flow.hooks.capture import forward, recording
 from attn_flow.hooks.inputs import TokenBatch, check_texts, count_unknown
 from attn_flow.hooks.layout import Block, blocks, encoder_inside
+from attn_flow.hooks.tape import forward, recording
 from attn_flow.hooks.temperature import Scaling
 from attn_flow.hooks.weights import attention, precision, projections
 from attn_flow.hooks.wrapping import ReplacedForward

@@ -19,10 +19,9 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from attn_flow.hooks.attach import evaluating, given, with_hidden
-from attn_flow.hooks.capture import recording
 from attn_flow.hooks.inputs import pieces
 from attn_flow.hooks.layout import Block, encoder_inside
-from attn_flow.hooks.tape import Tape
+from attn_flow.hooks.tape import Tape, recording
 from attn_flow.hooks.temperature import scale_beta
 from attn_flow.probe.closures import LADDER, ORACLE_STEP, Closure
 from attn_flow.probe.clouds import Clouds, record_clouds
