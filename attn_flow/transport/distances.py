@@ -42,7 +42,12 @@ METHODS = ("auto", *SOLVERS, "shortlist", "sinkhorn", "geomloss", "sliced")
 
 @dataclass(frozen=True)
 class Limits:
-    """What "auto" takes on by itself; a solver asked for by name is not held to it."""
+    """What "auto" takes on by itself; a solver asked for by name is not held to it.
+
+    >>> x = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
+    >>> solve(x, x + 1, limits=Limits(dense=10)).method
+    'shortlist'
+    """
 
     dense: int = 1_000  # points a side up to which the dense solvers are fastest, in low dimension
     dense_high_dimension: int = 3_000  # and beyond a k-d tree's reach
@@ -58,6 +63,9 @@ class Transport:
     error is 0 where the solver is exact, the proved gap where it is certified; for "sliced", which is another
     distance, the Monte Carlo standard error. method: the solver of every pair, joined by "+" if they differ;
     "merged " before it says that coincident points were made atoms first.
+
+    >>> solve(torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0], [3.0]]))
+    Transport(2 +- 0, method='line', p=2, euclidean)
     """
 
     distance: Tensor
