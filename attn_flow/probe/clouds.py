@@ -18,7 +18,7 @@ from attn_flow.hooks.layout import Block, blocks
 from attn_flow.hooks.temperature import scale_beta
 from attn_flow.hooks.weights import attentions
 from attn_flow.probe.closures import SINKS, WINDOW
-from attn_flow.probe.head_space import HeadSpace, head_space
+from attn_flow.probe.head_space import HeadSpace, as_heads_see
 
 SHORTEST = 2 * (SINKS + len(WINDOW)) + 4  # tokens below which a text leaves no bulk beside its atoms
 
@@ -58,7 +58,9 @@ class Clouds:
 
     def seen_by(self, layer: int, x: Tensor, special: Tensor, attention: Attention | None = None) -> HeadSpace:
         """Any tokens x (n, d) as a layer's heads see them."""
-        return head_space(attention or self.attentions[layer], x, special, local(len(x), self.windows[layer], x.device))
+        return as_heads_see(
+            attention or self.attentions[layer], x, special, local(len(x), self.windows[layer], x.device)
+        )
 
     def first(self, texts: int) -> Clouds:
         """The first few texts."""

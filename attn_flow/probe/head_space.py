@@ -67,12 +67,14 @@ class HeadSpace:
 
     def assembled(self, average: Tensor) -> Tensor:
         """Heads' averages (heads, n, v) as the layer adds them, (n, d)."""
-        assert self.attention.O is not None  # filled in by `head_space`
+        assert self.attention.O is not None  # filled in by `as_heads_see`
         drift = torch.einsum("hnv,hdv->nd", average, self.attention.O)
         return drift if self.attention.value_bias is None else drift + self.attention.value_bias
 
 
-def head_space(attention: Attention, x: Tensor, special: Tensor | None = None, sees: Tensor | None = None) -> HeadSpace:
+def as_heads_see(
+    attention: Attention, x: Tensor, special: Tensor | None = None, sees: Tensor | None = None
+) -> HeadSpace:
     """One text x (n, d) through an attention; a causal attention sees no later token."""
     if x.ndim != 2 or x.shape[1] != attention.dim:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected one text (n, d) = (n, {attention.dim}).")
@@ -88,5 +90,5 @@ def head_space(attention: Attention, x: Tensor, special: Tensor | None = None, s
 
 
 def _each_head(x: Tensor, weight: Tensor | None) -> Tensor:
-    assert weight is not None  # filled in by `head_space`
+    assert weight is not None  # filled in by `as_heads_see`
     return torch.einsum("nd,hkd->hnk", x, weight)

@@ -31,7 +31,7 @@ class LawAlone:
     another_text_covariance_cosine: Tensor
 
 
-def law_alone(bench: Bench, generator: torch.Generator) -> LawAlone:
+def carry_law(bench: Bench, generator: torch.Generator) -> LawAlone:
     """Draw tokens from N(mean, covariance) of every text's input cloud in the place of its words; run the encoder."""
 
     def drawn(text: int) -> Tensor:

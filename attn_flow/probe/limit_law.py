@@ -86,7 +86,7 @@ def linear_limit(M: Tensor) -> LimitMap:
     )
 
 
-def limit_law(clouds: Clouds, generator: torch.Generator, method: str = "auto") -> LimitLaw:
+def approach_to_limits(clouds: Clouds, generator: torch.Generator, method: str = "auto") -> LimitLaw:
     """The numbers of `LimitLaw`; distances by the solver `method` of attn_flow.transport."""
     T = min(TEXTS, clouds.texts)
     per_text: dict[str, list[list[float]]] = {}

@@ -34,7 +34,7 @@ class Reading:
     closure_rows: Tensor
 
 
-def reading(clouds: Clouds) -> Reading:
+def read_tokens(clouds: Clouds) -> Reading:
     """Look at the first texts token by token."""
     closure = main_closure(clouds)
     shown = min(TEXTS, clouds.texts)

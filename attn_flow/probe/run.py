@@ -34,8 +34,8 @@ from attn_flow.probe.clouds import Clouds, record_clouds
 from attn_flow.probe.evolution import cloud_evolution, token_view
 from attn_flow.probe.head_space import HeadSpace
 from attn_flow.probe.heads import head_regimes
-from attn_flow.probe.law_alone import law_alone
-from attn_flow.probe.limit_law import limit_law
+from attn_flow.probe.law_alone import carry_law
+from attn_flow.probe.limit_law import approach_to_limits
 from attn_flow.probe.nulls import (
     CONTROLS,
     CROSS_FITTED,
@@ -52,7 +52,7 @@ from attn_flow.probe.nulls import (
     steps,
 )
 from attn_flow.probe.propagation import Bench, Propagated, bench, chosen_inputs
-from attn_flow.probe.reading import reading
+from attn_flow.probe.reading import read_tokens
 from attn_flow.probe.result import BY_NAME, SINGLE, Probe
 from attn_flow.probe.transports import solver, transport_check
 
@@ -178,13 +178,13 @@ class Inquiry:
             if name in DEPTH_NULLS:
                 found[f"propagation/{name}"] = partial(self._null_through_depth, name)
         method = solver(self.about["transport"], clouds.z[0][0].device)
-        found["law_alone"] = lambda: law_alone(self._bench, self._generator("law_alone"))
-        found["limits"] = lambda: limit_law(clouds, self._generator("limits"), method)
+        found["law_alone"] = lambda: carry_law(self._bench, self._generator("law_alone"))
+        found["limits"] = lambda: approach_to_limits(clouds, self._generator("limits"), method)
         found["heads"] = lambda: head_regimes(clouds)
         found["evolution"] = lambda: cloud_evolution(clouds)
         found["view"] = lambda: token_view(clouds, self._generator("view"))
         found["transports"] = lambda: transport_check(clouds)
-        found["reading"] = lambda: reading(clouds)
+        found["reading"] = lambda: read_tokens(clouds)
         return found
 
     def _through_depth(self, predict: Prediction) -> Propagated:

@@ -9,7 +9,7 @@ from torch import Tensor
 from attn_flow.attention import Attention
 from attn_flow.measures import Cloud
 from attn_flow.probe.closures import CAP, LADDER, WINDOW, atoms_and_bulk, oracle, sinks
-from attn_flow.probe.head_space import HeadSpace, head_space
+from attn_flow.probe.head_space import HeadSpace, as_heads_see
 from attn_flow.probe.nulls import rotated
 from attn_flow.probe.quantised import quantise
 
@@ -22,7 +22,7 @@ def small(n: int = 40, d: int = 8, heads: int = 2, causal: bool = False, beta: f
     x = torch.randn(n, d, generator=generator, dtype=torch.float64)
     special = torch.zeros(n, dtype=torch.bool)
     special[0] = special[-1] = True
-    return head_space(A, x, special)
+    return as_heads_see(A, x, special)
 
 
 def scaled(space: HeadSpace) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +43,7 @@ def test_atoms_alone_are_attention():
     x[5] = x[6]
     special = torch.ones(12, dtype=torch.bool)
     special[5] = special[6] = False
-    space = head_space(space.attention, x, special)
+    space = as_heads_see(space.attention, x, special)
     law = atoms_and_bulk(space, sinks(space, 0))
     assert torch.allclose(space.drift(law), space.attention.drift(x), atol=1e-12)
 
@@ -105,7 +105,7 @@ def test_an_atom_for_every_token_is_attention():
     """Half the tokens, each twice: as many atoms as there are different tokens, and nothing is left out."""
     space = small(n=20)
     x = torch.cat([space.x[:10], space.x[:10]])
-    space = head_space(space.attention, x)
+    space = as_heads_see(space.attention, x)
     atoms = quantise(space, residual=1e-12)
     assert atoms.counts.tolist() == [10, 10]
     assert torch.allclose(space.drift(atoms.law(space)), space.attention.drift(x), atol=1e-9)
@@ -172,7 +172,7 @@ def test_a_window_is_taken_out_of_the_atoms_again():
 def test_rows_of_atoms_are_distributions_and_exact_where_nothing_is_merged():
     space = small(n=20)
     x = torch.cat([space.x[:10], space.x[:10]])
-    space = head_space(space.attention, x)
+    space = as_heads_see(space.attention, x)
     rows = quantise(space, residual=1e-12).rows(space)
     assert torch.allclose(rows, space.logits.softmax(-1), atol=1e-9)
     assert torch.allclose(quantise(small()).rows(small()).sum(-1), torch.ones(2, 40, dtype=torch.float64))
@@ -192,7 +192,7 @@ def test_a_causal_prediction_does_not_know_the_future(name):
     space = small(causal=True)
     changed = space.x.clone()
     changed[20:] += torch.randn(20, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    other = head_space(space.attention, changed, space.special)
+    other = as_heads_see(space.attention, changed, space.special)
     before, after = (s.drift(LADDER[name].measure(s)) for s in (space, other))
     assert torch.allclose(before[:20], after[:20], atol=1e-12)
     assert not torch.allclose(before[20:], after[20:])
@@ -207,7 +207,7 @@ def test_a_local_prediction_does_not_know_what_is_far(name):
     changed[30:] += 1.0
     before, after = (
         s.drift(LADDER[name].measure(s))
-        for s in (head_space(space.attention, x, space.special, near) for x in (space.x, changed))
+        for s in (as_heads_see(space.attention, x, space.special, near) for x in (space.x, changed))
     )
     assert torch.allclose(before[:24], after[:24], atol=1e-12)
 
