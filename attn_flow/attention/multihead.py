@@ -354,6 +354,7 @@ class Attention:
         """
         if context is None:
             F = drift.against_cloud(self.prepared(), x, x, self.cloud(x, weights, mask).log_weights)
+            checks.in_range("the drift", F)
             return F if mask is None else F.masked_fill(~mask[..., None], 0.0)
         checks.tokens("x", x)
         self.check_tokens(x)
@@ -370,8 +371,11 @@ class Attention:
         if isinstance(context, Cloud):
             self.check_tokens(context.x, "context")
             self.batch_shape(x.shape[:-2], context.x.shape[:-2])
-            return drift.against_cloud(self.prepared(), x, context.x, context.log_weights)
-        return drift.against_measure(self.prepared(), x, context)
+            F = drift.against_cloud(self.prepared(), x, context.x, context.log_weights)
+        else:
+            F = drift.against_measure(self.prepared(), x, context)
+        checks.in_range("the drift", F)
+        return F
 
     def matrix(self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The attention matrix A (..., heads, n, n), dense; rows sum to one but for kind="unnormalised".
@@ -387,7 +391,9 @@ class Attention:
         entries = math.prod(self.batch_shape(x.shape[:-2])) * self.heads * x.shape[-2] ** 2
         what = f"the attention matrix of {x.shape[-2]} tokens and {self.heads} heads"
         memory.require(3 * entries * x.element_size(), what, "drift(x) never holds it; or take fewer tokens", x.device)
-        return drift.matrix(self.prepared(), x, cloud.log_weights)
+        A = drift.matrix(self.prepared(), x, cloud.log_weights)
+        checks.in_range("the attention matrix", A)
+        return A
 
     def truncated_drift(
         self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None

@@ -39,6 +39,8 @@ def loses_digits(q: Tensor, k: Tensor, beta: float | Tensor = 1.0) -> bool:
         if not checks.can_look(beta):
             return False
         beta = float(beta.detach().amax())
+    if 0 < beta < torch.finfo(q.dtype).tiny:  # float32 has few digits of it, or none
+        return True
     q, k = q.detach(), k.detach()
     if q.shape[-1] * _largest(q) * _largest(k) * beta <= LOGIT_RANGE:  # |q_i| <= sqrt(d) max_ij |q_ij|
         return False

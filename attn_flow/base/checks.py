@@ -34,6 +34,15 @@ def finite(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} has {bad} NaN or infinite entries of {x.numel()}, expected finite numbers.")
 
 
+def in_range(name: str, x: Tensor) -> None:
+    """Of a result: nothing overflowed on the way to it."""
+    if can_look(x) and not all_finite(x):
+        raise FloatingPointError(
+            f"{name} left the range of {x.dtype}: logits beta <q, k> or values overflow. Use smaller tokens, a smaller "
+            "beta, or beta=inf (hardmax)."
+        )
+
+
 def tensor(name: str, x: Tensor, shape: str) -> None:
     """A torch.Tensor; `shape` says in words which."""
     if not isinstance(x, Tensor):

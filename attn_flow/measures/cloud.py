@@ -46,13 +46,18 @@ class Cloud:
     def __repr__(self) -> str:
         return introduce(self, "x", "weights", "mask")
 
-    def _masses(self) -> Tensor:
-        """w_j / max w, zero where masked, (..., n), as precise as the weights: their sum may overflow."""
+    def _given(self) -> Tensor:
+        """The weights, zero where masked, (..., n), in their precision or that of the tokens."""
         w = torch.ones_like(self.x[..., 0]) if self.weights is None else self.weights
         w = w.to(torch.promote_types(w.dtype, self.x.dtype))
         w = w.expand(torch.broadcast_shapes(w.shape, self.x.shape[:-1]))
         if self.mask is not None:
             w = torch.where(self.mask, w, 0.0)
+        return w
+
+    def _masses(self) -> Tensor:
+        """w_j / max w, (..., n): the sum of the weights themselves may overflow."""
+        w = self._given()
         return w if self.weights is None else w / w.detach().amax(-1, keepdim=True)
 
     @property
@@ -66,8 +71,12 @@ class Cloud:
         """log w_j of the probabilities (..., n), or None when all are equal (the softmax then cancels them)."""
         if self.weights is None and self.mask is None:
             return None
-        w = self._masses()
-        return (w.log() - w.sum(-1, keepdim=True).log()).to(self.x.dtype)
+        w, mass = self._given(), self._masses()
+        # One that underflows beside the largest is still there: its logarithm is of the weight itself.
+        under = (mass < torch.finfo(mass.dtype).tiny) & (w > 0)
+        below = torch.where(under, w, 1.0).log() - w.detach().amax(-1, keepdim=True).log()
+        log_mass = torch.where(under, below, torch.where(under, 1.0, mass).log())
+        return (log_mass - mass.sum(-1, keepdim=True).log()).to(self.x.dtype)
 
     @property
     def mean(self) -> Tensor:
@@ -104,7 +113,9 @@ class Cloud:
             centred = self.x - self.mean[..., None, :]  # so that a small beta does not cancel the digits of <g, mean>
             return hot() + dense.log_mean_exp(b[..., None] * g, centred, self.probabilities) / b
 
-        return by_temperature(beta, g, hot, warm, cold)
+        found = by_temperature(beta, g, hot, warm, cold)
+        checks.in_range("the log-partition of a cloud", found)
+        return found
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = sum_j softmax_j(beta <g, x_j> + log w_j) x_j, (..., m, d); ties are averaged at beta = inf."""
@@ -121,4 +132,6 @@ class Cloud:
         def warm(b: Tensor) -> Tensor:
             return dense.softmax(b[..., None] * g, self.x, self.x, key_bias=self.log_weights)
 
-        return by_temperature(beta, g, hot, warm, cold)
+        found = by_temperature(beta, g, hot, warm, cold)
+        checks.in_range("the tilted mean of a cloud", found)
+        return found

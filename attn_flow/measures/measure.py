@@ -42,14 +42,18 @@ def by_temperature(
     warm: Callable[[Tensor], Tensor],
     cold: Callable[[], Tensor],
 ) -> Tensor:
-    """hot() where beta = 0, cold() where beta = inf, warm(beta) between: each formula only where it has a meaning."""
+    """hot() where beta = 0, cold() where beta = inf, warm(beta) between: each formula only where it has a meaning.
+
+    A beta below the smallest normal number counts as 0: it cannot be divided by.
+    """
     checks.inverse_temperature(beta)
+    tiny = torch.finfo(g.dtype).tiny
     if not isinstance(beta, Tensor):
-        if beta == 0:
+        if beta < tiny:
             return hot()
         return cold() if math.isinf(beta) else warm(torch.as_tensor(beta, dtype=g.dtype, device=g.device))
     b = beta.to(g)
-    at_zero, at_inf = b == 0, torch.isinf(b)
+    at_zero, at_inf = b < tiny, torch.isinf(b)
     if not checks.can_look(b) or not bool((at_zero | at_inf).any()):
         return warm(b)
     value = warm(torch.where(at_zero | at_inf, 1.0, b))

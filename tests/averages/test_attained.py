@@ -143,6 +143,13 @@ def test_what_the_compiled_kernel_leaves_out_is_counted(part: float, attained: b
     assert not attained or float(error.max()) > 0.9 * unseen
 
 
+def test_the_bound_of_the_logits_is_attained() -> None:
+    """One dimension, a query bias, and the token as far out as it may be: (2 r + b) 3 r, at beta."""
+    numbers = {name: torch.full((1, 1, 1), z, dtype=F64) for name, z in (("Q", 2.0), ("K", 3.0))}
+    attention = Attention(**numbers, query_bias=row(0.5), beta=7.0)
+    assert float(attention.prepared().logit_bound(2.0)) == pytest.approx(7 * (2 * 2 + 0.5) * 3 * 2)
+
+
 # --- on the circle ---------------------------------------------------------------------------------------------------
 
 
