@@ -89,7 +89,6 @@ NAMED = [
     ("attention/truncated.py", "error += 2 * torch", "error += torch"),
     ("attention/truncated.py", "amax(-1) * p.output_norm(head)", "amax(-1)"),
     ("attention/truncated.py", "amax(-1) * p.output_norm(head)", "mean(-1) * p.output_norm(head)"),
-    ("attention/truncated.py", "math.log(y.shape[-2] / tolerance)", "math.log(1 / tolerance)"),
     ("attention/projections.py", "return self.scale * q * k", "return self.scale * q * k / 4"),
     ("dynamics/integrator.py", "velocities, 10 * step.tol", "velocities, 100 * step.tol"),
     ("dynamics/integrator.py", "velocities, 10 * step.tol", "velocities, step.tol"),
