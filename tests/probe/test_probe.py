@@ -278,6 +278,33 @@ def test_wrong_options_are_named(encoder, texts, options, message):
         inquire(*encoder, texts[:1], **{"max_length": 40, **options})
 
 
+@pytest.mark.parametrize("name", ["GPT-2", "ModernBERT"])
+def test_where_tokens_are_hidden_only_closures_that_see_what_a_token_sees(name, tmp_path):
+    from encoder_zoo import tiny
+
+    from attn_flow.probe.page import write_report
+
+    ids = torch.randint(3, 60, (3, 40), generator=torch.Generator().manual_seed(0))
+    found = probe(tiny(name), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_length=None)
+    assert found.main == "window_closure"
+    assert not any("quantised" in closure for closure in found.closures)
+    assert {"mean_output", "uniform", "rotated", "removed"} <= found.propagation.keys()
+    assert write_report(found, tmp_path).exists()
+
+
+def test_a_finished_run_is_known_by_its_key_alone(tmp_path):
+    from attn_flow.cli.encoders import finished_before
+
+    assert not finished_before(tmp_path, "a")
+    marker = tmp_path / "probe.json"
+    marker.write_text(json.dumps({"about": {"key": "a"}}))
+    assert finished_before(tmp_path, "a")
+    assert not finished_before(tmp_path, "b")
+    for damaged in ("{", "[]", '{"about": {}}'):
+        marker.write_text(damaged)
+        assert not finished_before(tmp_path, "a")
+
+
 def test_the_untrained_twin_has_the_same_shape_and_other_weights(encoder):
     model, _ = encoder
     twin = untrained_twin(model, seed=0)
