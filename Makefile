@@ -4,6 +4,8 @@
 #                      own) with 1 and 2 threads, shuffled, with new random numbers; a table at the end. SEED=7 repeats.
 # make test-foreign    the numerical tests on one instruction set that is not the machine's own (what .ci/run adds)
 # make mutants         does a wrong package fail its tests: named mutants of the bounds, and some drawn from every file
+# make encoders        fetch the real encoders of docs/ENCODERS.md into the user's cache (about 1 GB)
+# make test-encoders   the tests on those real encoders; what was not fetched is skipped by name
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -15,6 +17,7 @@ export MPLBACKEND := Agg
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat mutants bench reproduce clean
+.PHONY: encoders test-encoders
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two, once)"
@@ -59,6 +62,12 @@ test-compat: $(READY)
 
 mutants: $(READY)
 	$(BIN)/python tests/mutation.py $(if $(SEED),--seed $(SEED))
+
+encoders: $(READY)
+	$(BIN)/attn-flow encoders get all
+
+test-encoders: $(READY)
+	$(BIN)/pytest -rs tests/hooks/test_zoo_weights.py
 
 bench: $(READY)
 	$(BIN)/attn-flow bench --out runs/bench

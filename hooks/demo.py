@@ -57,7 +57,7 @@ def tiny_bert(seed: int = 0) -> tuple[nn.Module, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = BertModel(config).eval()
-    return model, _word_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"], 32)
+    return model, word_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"], 32)
 
 
 def minilm() -> tuple[nn.Module, Any]:
@@ -90,21 +90,27 @@ EMBEDDED: dict[str, Callable[[bool], tuple[nn.Module, Any]]] = {"minilm": _minil
 
 def smiles_tokenizer(vocabulary: Path) -> Any:
     """A SMILES string split into atoms, bonds and rings, each looked up in a vocabulary file."""
-    return _word_tokenizer([token for _, token in lines(vocabulary.read_text(encoding="utf-8"))], 512, SMILES)
+    return word_tokenizer([token for _, token in lines(vocabulary.read_text(encoding="utf-8"))], 512, SMILES)
 
 
-def _word_tokenizer(vocabulary: Iterable[str], longest: int, pattern: str = r"\S+") -> Any:
-    """A tokenizer of words that match a pattern, with [CLS] and [SEP] around a text."""
+# The special tokens of BERT, by their part in a text.
+BRACKETS = {"unk": "[UNK]", "pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+
+
+def word_tokenizer(
+    vocabulary: Iterable[str], longest: int, pattern: str = r"\S+", special: dict[str, str] = BRACKETS
+) -> Any:
+    """A tokenizer of words that match a pattern, with the special tokens "cls" and "sep" around a text."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     ids = {token: i for i, token in enumerate(vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=special["unk"]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="removed", invert=True)
-    ends = [("[CLS]", ids["[CLS]"]), ("[SEP]", ids["[SEP]"])]
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
-    names = {"unk": "[UNK]", "pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-    named = {f"{key}_token": token for key, token in names.items()}
+    first, last = special["cls"], special["sep"]
+    ends = [(first, ids[first]), (last, ids[last])]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{first} $A {last}", special_tokens=ends)
+    named = {f"{part}_token": token for part, token in special.items()}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **named)
 
 

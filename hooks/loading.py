@@ -21,7 +21,8 @@ def load_encoder(
 ) -> tuple[nn.Module, Any]:
     """An encoder and its tokenizer, in evaluation mode.
 
-    path: a folder written by save_pretrained, a name of the hub, or "minilm" or "rxnmapper", which packages hold.
+    path: a folder written by save_pretrained, a name of the hub, or of the zoo (`attn-flow encoders` lists it;
+    "minilm" and "rxnmapper" need no fetching where their packages are installed).
     dtype: of the weights; never the checkpoint's own by accident. pickle: also read pickled weights (with
     weights_only); by default only safetensors, for a pickle can run code. remote_code: run the code that the folder
     or the hub brings along; by default such a model is refused.
@@ -41,8 +42,12 @@ def load_encoder(
     from transformers import AutoModel
 
     from attn_flow.hooks.demo import EMBEDDED
+    from attn_flow.hooks.zoo import ZOO, fetched, load_fetched
 
     folder = Path(path)
+    if str(path) in ZOO and (fetched(str(path)) or str(path) not in EMBEDDED):
+        model, tokenizer = load_fetched(str(path))
+        return model.to(dtype), tokenizer
     if str(path) in EMBEDDED:
         model, tokenizer = EMBEDDED[str(path)](pickle)
         return model.to(dtype), tokenizer

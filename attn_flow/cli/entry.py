@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from attn_flow.base.files import plain, writing_alone
-from attn_flow.cli import encoders
+from attn_flow.cli import encoders, zoo
 from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, reporting, say, table, writable
 from attn_flow.cli.training import train
 
@@ -249,6 +249,7 @@ def _rest(row: dict[str, Any]) -> str:
 
 for each in (encoders.probe, encoders.encoder, encoders.spectra, encoders.record, encoders.merge, train):
     command(each)
+app.add_typer(zoo.app, name="encoders")
 
 if __name__ == "__main__":
     sys.exit(app())

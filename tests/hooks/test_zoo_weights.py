@@ -1,0 +1,112 @@
+"""The real encoders of the zoo, where they were fetched (`make encoders`): read to rounding, with their tokenizers."""
+
+import pytest
+import torch
+
+from attn_flow.hooks import attentions, load_encoder, record, self_check, unknown_share
+from attn_flow.hooks.tables import TableEncoder, draw_table
+from attn_flow.hooks.zoo import ZOO, fetched, sample_inputs
+
+LAYERS = {
+    "minilm": (6, 384),
+    "sre": (6, 384),
+    "mpnet": (12, 768),
+    "m3e": (4, 512),
+    "rxnmapper": (12, 256),
+    "rxnfp-before": (12, 256),
+    "rxnfp": (12, 256),
+    "antiberty": (8, 512),
+    "sapiens": (4, 128),
+    "sapiens-light": (4, 128),
+    "tabpfn": (12, 512),
+}
+
+
+def need(name: str) -> None:
+    if fetched(name) is None:
+        pytest.skip(f"{name} is not fetched: attn-flow encoders get {name}")
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "tabpfn"])
+def test_weights_and_tokenizer_are_the_models_own(name: str) -> None:
+    need(name)
+    model, tokenizer = load_encoder(name)
+    texts = sample_inputs(name)
+    assert 200 <= len(texts) <= 300
+    assert unknown_share(tokenizer, texts) < 0.01
+    options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": 64}
+    inputs = {k: v for k, v in tokenizer(texts[:4], **options).items() if k in ("input_ids", "attention_mask")}
+    checks = self_check(model, inputs)
+    assert all(check.exact or check.omits for check in checks)
+    assert [check.exact for check in checks].count(True) == (0 if name == "mpnet" else len(checks))
+    read = attentions(model)
+    assert (len(read), read[0].dim) == LAYERS[name]
+
+
+@pytest.mark.parametrize(("before", "after"), [("minilm", "sre"), ("rxnfp-before", "rxnfp")])
+def test_fine_tuning_moved_the_weights_a_little(before: str, after: str) -> None:
+    need(before)
+    need(after)
+    for a, b in zip(attentions(load_encoder(before)[0]), attentions(load_encoder(after)[0])):
+        assert 0 < float((a.Q - b.Q).norm()) < 0.7 * float(a.Q.norm())
+
+
+@pytest.fixture(scope="module")
+def tabpfn() -> TableEncoder:
+    need("tabpfn")
+    model, tokenizer = load_encoder("tabpfn")
+    assert tokenizer is None
+    assert isinstance(model, TableEncoder)
+    return model
+
+
+def test_tabpfn_is_read_to_rounding(tabpfn: TableEncoder, generator: torch.Generator) -> None:
+    x, y = draw_table(64, generator=generator)
+    with torch.no_grad():
+        src = tabpfn.rows(x, y)[None]
+    assert all(check.exact for check in self_check(tabpfn, {"src": src}))
+    states = record(tabpfn, {"src": src})
+    assert tuple(states.x.shape)[-2:] == (64, 512)
+    assert (len(attentions(tabpfn)), attentions(tabpfn)[0].dim) == LAYERS["tabpfn"]
+
+
+def test_tabpfn_classifies_rows_it_has_not_seen(tabpfn: TableEncoder, generator: torch.Generator) -> None:
+    """Well separated classes: a row without label that attends to labelled ones gets its class, as the nearest mean."""
+    x, y = draw_table(400, generator=generator)
+    seen = 300
+    with torch.no_grad():
+        labelled = tabpfn.rows(x, y)[:seen]
+        unlabelled = tabpfn.rows(x, y)[seen:] - tabpfn.y_encoder(y[seen:, None])
+        mask = torch.zeros(400, 400, dtype=torch.bool)
+        mask[:, seen:] = True  # True is what torch leaves out: rows attend to labelled ones and themselves
+        mask.fill_diagonal_(False)
+        last = tabpfn(torch.cat([labelled, unlabelled])[None], mask=mask)[0, seen:]
+        guessed = tabpfn.decoder(last)[:, :3].argmax(-1)
+    centres = torch.stack([x[:seen][y[:seen] == c].mean(0) for c in range(3)])
+    nearest = torch.cdist(x[seen:], centres).argmin(-1)
+    assert float((guessed == y[seen:]).float().mean()) >= float((nearest == y[seen:]).float().mean()) - 0.05
+
+
+def passive_errors(model: TableEncoder, n: int, seed: int) -> tuple[float, float]:
+    """|passive - own| / spread after 2 and 5 layers: A's tokens in the field of an independent sample B of one law."""
+    generator = torch.Generator().manual_seed(seed)
+    own, field = (model.rows(*draw_table(n, spread=0.5, generator=generator))[None] for _ in "AB")
+    passive, errors = own, []
+    for layer in list(model.layers)[:5]:
+        after = layer.norm1(passive + layer.self_attn(passive, field, field, need_weights=False)[0])
+        passive = layer.norm2(after + layer.linear2(layer.activation(layer.linear1(after))))
+        own, field = layer(own), layer(field)
+        spread = (own - own.mean(1, keepdim=True)).square().sum(-1).mean().sqrt()
+        errors.append(float((passive - own).square().sum(-1).mean().sqrt() / spread))
+    return errors[1], errors[4]
+
+
+def test_propagation_of_chaos_in_tabpfn(tabpfn: TableEncoder) -> None:
+    """The mean-field limit: classes that overlap, errors near .35 and .63 of the spread at n = 64, .12 and .27 at 512.
+
+    These are means over three seeds and one law, which the law moves by a quarter; the seeds by a tenth.
+    """
+    with torch.no_grad():
+        small, large = (torch.tensor([passive_errors(tabpfn, n, seed) for seed in range(3)]).mean(0) for n in (64, 512))
+    torch.testing.assert_close(small, torch.tensor([0.35, 0.63]), rtol=0.25, atol=0)
+    torch.testing.assert_close(large, torch.tensor([0.12, 0.27]), rtol=0.25, atol=0)
