@@ -10,6 +10,7 @@ import torch
 from tolerances import rounding
 
 from attn_flow import Attention, Sphere, flow
+from attn_flow.attention import truncated
 from attn_flow.averages import compiled, near
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
@@ -59,6 +60,15 @@ def test_every_width(d, k):
     slack = rounding(exact, 4 * 20, torch.float32)  # of either sign in sums of 400
     assert float((ours.drift - exact).abs().max()) < slack
     assert float((ours.drift - theirs.drift).abs().max()) < slack
+
+
+def test_some_rows_of_a_causal_cloud():
+    """The tokens from 100 on, as a process of its own would move them: each sees those before it."""
+    x = sphere(300, 3)
+    p = Attention.identity(3, 20.0, causal=True).prepared()
+    found = truncated.over_near_keys(p, x[100:], x, None, first=100, always=True)
+    exact = Attention.identity(3, 20.0, causal=True, dtype=torch.float64).drift(x.double())[100:]
+    assert float((found.drift - exact).norm(dim=-1).max()) < 2e-6 + float(found.error.max())
 
 
 def test_drifts_and_flows_go_through_it(monkeypatch):
