@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_flow import Adaptive, Attention, Euclidean, Sphere, flow
+from attn_flow.dynamics.distributed import ALONE
 from attn_flow.dynamics.merging import Merged
 
 F64 = torch.float64
@@ -81,3 +82,9 @@ def test_the_next_step_is_gustafssons() -> None:
     assert step.next_step(0.1, 0.0) == pytest.approx(0.5)
     assert step.next_step(0.1, 1e9) == pytest.approx(0.02)
     assert Adaptive(largest=0.3).next_step(0.1, 0.0) == pytest.approx(0.3)
+
+
+def test_a_process_alone_gathers_what_it_has() -> None:
+    x = torch.ones(2, 3)
+    assert ALONE.gathered_objects("mine") == ["mine"]
+    assert torch.equal(ALONE.gathered(x), x[None])
