@@ -64,6 +64,7 @@ mutants: $(READY)
 	$(BIN)/python tests/mutation.py $(if $(SEED),--seed $(SEED))
 
 encoders: $(READY)
+	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -e ".[encoders]"
 	$(BIN)/attn-flow encoders get all
 
 test-encoders: $(READY)

@@ -78,6 +78,26 @@ def check_texts(texts: Sequence[Any], first: int = 0) -> None:
             raise ValueError(f"texts[{first + i}] holds half a character (place {error.start}), no text.") from None
 
 
+def row_texts(rows: Iterable[Any], field: str = "text") -> Iterator[str]:
+    """The texts of an iterable: of strings themselves, of rows (as a datasets.Dataset gives them) the entry `field`.
+
+    Nothing is read ahead, so that a stream stays one. ValueError for a row without the field.
+
+    Example:
+        >>> list(row_texts([{"text": "a b", "label": 0}, "c"]))
+        ['a b', 'c']
+    """
+    if isinstance(rows, str):
+        raise ValueError("texts is one string, expected a list of strings; pass [text].")
+    for i, row in enumerate(rows):
+        if isinstance(row, Mapping) and field not in row:
+            raise ValueError(
+                f"texts[{i}] has no {field!r} (found {', '.join(map(str, row))}); expected strings, or rows with it: "
+                f"pass a column, such as (row[{next(iter(row), field)!r}] for row in rows)."
+            )
+        yield row[field] if isinstance(row, Mapping) else row
+
+
 def tokenise(
     tokenizer: Any, texts: Sequence[str], *, first: int = 0, limit: int | None = None, vocabulary: int | None = None
 ) -> TokenBatch:
@@ -164,8 +184,6 @@ def embedded_ids(model: nn.Module) -> int | None:
 def _text_pieces(
     model: nn.Module, tokenizer: Any, texts: Iterable[str], size: int, max_length: int | None
 ) -> Iterator[Piece]:
-    if isinstance(texts, str):
-        raise ValueError("texts is one string, expected a list of strings; pass [text].")
     limit = text_limit(tokenizer, model, max_length)
     vocabulary = embedded_ids(model)
     known = inspect.signature(model.forward).parameters
@@ -176,7 +194,7 @@ def _text_pieces(
             batch.inputs.pop("token_type_ids", None)
         return batch
 
-    stream, first = iter(texts), 0
+    stream, first = row_texts(texts), 0
     while chunk := list(islice(stream, size)):
         check_texts(chunk, first)
         yield Piece(first, len(chunk), partial(_encoded, chunk), partial(make, chunk, first))

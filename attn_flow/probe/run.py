@@ -22,7 +22,7 @@ from torch import nn
 
 from attn_flow.base.files import read_tensors, versions, write_tensors
 from attn_flow.base.progress import progress_bar
-from attn_flow.hooks.inputs import pieces
+from attn_flow.hooks.inputs import pieces, row_texts
 from attn_flow.hooks.layout import encoder_inside
 from attn_flow.hooks.trust import fingerprint, self_check
 from attn_flow.hooks.weights import encoder_facts
@@ -234,7 +234,7 @@ def inquire(
     if not 0 < beta_factor < float("inf"):
         raise ValueError(f"beta_factor = {beta_factor}, expected a positive, finite number.")
     model = encoder_inside(model)
-    texts = None if texts is None else list(texts)
+    texts = None if texts is None else list(row_texts(texts))
     checked = _checked(model, source, texts, max_length)
     clouds = record_clouds(model, source, texts, batch, max_length, beta_factor, max_unknown)
     solver(transport, clouds.z[0][0].device)

@@ -19,6 +19,7 @@ LAYERS = {
     "sapiens": (4, 128),
     "sapiens-light": (4, 128),
     "tabpfn": (12, 512),
+    "smollm2": (30, 576),
 }
 
 
@@ -38,7 +39,7 @@ def test_weights_and_tokenizer_are_the_models_own(name: str) -> None:
     inputs = {k: v for k, v in tokenizer(texts[:4], **options).items() if k in ("input_ids", "attention_mask")}
     checks = self_check(model, inputs)
     assert all(check.exact or check.omits for check in checks)
-    assert [check.exact for check in checks].count(True) == (0 if name == "mpnet" else len(checks))
+    assert [check.exact for check in checks].count(True) == (0 if name in ("mpnet", "smollm2") else len(checks))
     read = attentions(model)
     assert (len(read), read[0].dim) == LAYERS[name]
 

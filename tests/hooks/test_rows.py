@@ -1,0 +1,39 @@
+"""Texts as people hold them: a column of pandas, rows of a dataset, a stream that ends when it is read."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from attn_flow.hooks import record
+from attn_flow.hooks.corpus import record_corpus
+from attn_flow.hooks.demo import tiny_bert
+
+TEXTS = ["a b c", "d e", "f g h i"]
+
+
+class Rows:
+    """Iterates as a datasets.Dataset does: rows are dictionaries."""
+
+    def __iter__(self) -> Iterator[dict[str, object]]:
+        return ({"label": i, "text": text} for i, text in enumerate(TEXTS))
+
+
+def test_columns_rows_and_streams_are_texts() -> None:
+    pandas = pytest.importorskip("pandas")
+    model, tokenizer = tiny_bert()
+    column = pandas.DataFrame({"text": TEXTS})["text"]
+    path, moments = record(model, tokenizer, TEXTS, batch=2), record_corpus(model, tokenizer, TEXTS, batch=2)
+    for make in (lambda: column, Rows, lambda: iter(Rows()), lambda: (text for text in TEXTS)):
+        assert torch.equal(record(model, tokenizer, make(), batch=2).x, path.x)
+        found = record_corpus(model, tokenizer, make(), batch=2)
+        assert found.n == moments.n
+        assert torch.equal(found.mean, moments.mean)
+
+
+def test_rows_without_a_text_are_refused() -> None:
+    model, tokenizer = tiny_bert()
+    with pytest.raises(ValueError, match=r"texts\[0\] has no 'text' \(found body\).*row\['body'\] for row in rows"):
+        record(model, tokenizer, [{"body": "a b"}])
+    with pytest.raises(ValueError, match="one string, expected a list"):
+        record(model, tokenizer, "a b")
