@@ -5,7 +5,8 @@ from attn_flow.hooks.capture import record
 from attn_flow.hooks.corpus import record_corpus
 from attn_flow.hooks.corpus_statistics import Statistics, merge_shards
 from attn_flow.hooks.layout import Block, blocks
-from attn_flow.hooks.loading import load_encoder, load_texts
+from attn_flow.hooks.loading import load_texts
+from attn_flow.hooks.named import load_encoder
 from attn_flow.hooks.tape import POINTS, Tape, recording
 from attn_flow.hooks.temperature import scale_beta
 from attn_flow.hooks.trust import Check, self_check, unknown_share

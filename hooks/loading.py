@@ -16,41 +16,13 @@ TABLES = {".csv": ",", ".tsv": "\t"}
 IMAGES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 
 
-def load_encoder(
+def load_folder(
     path: str | Path, *, dtype: torch.dtype = torch.float32, pickle: bool = False, remote_code: bool = False
 ) -> tuple[nn.Module, Any]:
-    """An encoder and its tokenizer, in evaluation mode.
-
-    path: a folder written by save_pretrained, a name of the hub, or of the zoo (`attn-flow encoders` lists it;
-    "minilm" and "rxnmapper" need no fetching where their packages are installed).
-    dtype: of the weights; never the checkpoint's own by accident. pickle: also read pickled weights (with
-    weights_only); by default only safetensors, for a pickle can run code. remote_code: run the code that the folder
-    or the hub brings along; by default such a model is refused.
-
-    Returns (model, tokenizer); the tokenizer is None for a model of images.
-
-    Example:
-        >>> import tempfile
-        >>> from attn_flow.hooks.demo import tiny_bert
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for part in tiny_bert():
-        ...         _ = part.save_pretrained(folder)
-        ...     model, tokenizer = load_encoder(folder)
-        >>> type(model).__name__, tokenizer("a b").input_ids
-        ('BertModel', [2, 5, 6, 3])
-    """
+    """`load_encoder` of a folder or of the hub; names of the zoo are not known here."""
     from transformers import AutoModel
 
-    from attn_flow.hooks.demo import EMBEDDED
-    from attn_flow.hooks.zoo import ZOO, fetched, load_fetched
-
     folder = Path(path)
-    if str(path) in ZOO and (fetched(str(path)) or str(path) not in EMBEDDED):
-        model, tokenizer = load_fetched(str(path))
-        return model.to(dtype), tokenizer
-    if str(path) in EMBEDDED:
-        model, tokenizer = EMBEDDED[str(path)](pickle)
-        return model.to(dtype), tokenizer
     if folder.is_dir():
         if not (folder / "config.json").exists():
             raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")

@@ -14,7 +14,8 @@ from torch import nn
 from attn_flow.base.files import writing_alone
 from attn_flow.cli.console import Device, Json, Quiet, Seed, check_device, echo, folder_name, say, table, writable
 from attn_flow.hooks.demo import topics
-from attn_flow.hooks.loading import load_encoder, load_images, load_texts, load_tokenizer
+from attn_flow.hooks.loading import load_images, load_texts, load_tokenizer
+from attn_flow.hooks.named import load_encoder
 from attn_flow.hooks.trust import self_check
 from attn_flow.hooks.weights import attentions, encoder_facts
 from attn_flow.probe.nulls import NULLS

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from attn_flow.probe.result import Probe
-
 COLOURS = {
     "gaussian_closure": "#ccb974",
     "special_closure": "#e0a458",
@@ -43,7 +41,7 @@ NULL_MARKS = {
 }
 
 
-def propagation_figure(result: Probe) -> Figure:
+def propagation_figure(result: Any) -> Figure:
     """Attention replaced in every layer: distance of the clouds level by level, and of the embeddings at the end."""
     with style() as pyplot:
         figure, (a, b) = pyplot.subplots(1, 2, figsize=(10, 4.6), width_ratios=(1.15, 1))
@@ -74,7 +72,7 @@ def propagation_figure(result: Probe) -> Figure:
     return figure
 
 
-def ladder_figure(result: Probe) -> Figure:
+def ladder_figure(result: Any) -> Figure:
     """What each ingredient adds: explained variance by layer, and its mean over layers beside the nulls."""
     with style() as pyplot:
         figure, (a, b) = pyplot.subplots(1, 2, figsize=(10, 4.8), width_ratios=(1.15, 1))
@@ -106,7 +104,7 @@ def ladder_figure(result: Probe) -> Figure:
     return figure
 
 
-def limit_figure(result: Probe) -> Figure:
+def limit_figure(result: Any) -> Figure:
     """The limiting law of each layer: how near the cloud comes, had theory held, and where attention pushes."""
     limits = result.limits
     with style() as pyplot:
@@ -136,12 +134,12 @@ def limit_figure(result: Probe) -> Figure:
     return figure
 
 
-def _cases(result: Probe) -> str:
+def _cases(result: Any) -> str:
     cases = result.limits.cases
     return ", ".join(f"{cases.count(case)} {case}" for case in dict.fromkeys(cases)) + "."
 
 
-def _title(result: Probe, name: str) -> str:
+def _title(result: Any, name: str) -> str:
     for words in (result.about["nulls"], result.about["controls"]):
         if name in words:
             return words[name]
@@ -157,7 +155,7 @@ def _line(axes: Axes, xs: Sequence[int], seen: Interval, name: str, label: str) 
         _band(axes, xs, seen, COLOURS[name], label, dashed=name == "oracle")
 
 
-def _dots(axes: Axes, result: Probe, found: dict[str, Interval], least: float = -np.inf) -> None:
+def _dots(axes: Axes, result: Any, found: dict[str, Interval], least: float = -np.inf) -> None:
     """One row a name, best on top, with its interval."""
     order = sorted(found, key=lambda name: float(found[name].mean))
     for row, name in enumerate(order):
@@ -208,7 +206,7 @@ HEAD_MAPS = {
 }
 
 
-def heads_figure(result: Probe) -> Figure:
+def heads_figure(result: Any) -> Figure:
     """Layers x heads maps; colours span the middle 90% of the cells, so that one head does not bleach the rest."""
     with style() as pyplot:
         layers, heads = result.heads.entropy.shape
@@ -223,7 +221,7 @@ def heads_figure(result: Probe) -> Figure:
     return figure
 
 
-def evolution_figure(result: Probe) -> Figure:
+def evolution_figure(result: Any) -> Figure:
     """Histograms of pairwise cosines, log energies, effective rank and clusters, through the layers."""
     seen = result.evolution
     with style() as pyplot:
@@ -273,7 +271,7 @@ def spectra_figure(found: dict[str, Any], name: str) -> Figure:
     return figure
 
 
-def comparison_figure(results: dict[str, Probe]) -> Figure:
+def comparison_figure(results: dict[str, Any]) -> Figure:
     """Several models: through depth, layer by layer, pairwise cosine and effective rank."""
     with style() as pyplot:
         figure, panels = pyplot.subplots(2, 2, figsize=(9.5, 6))

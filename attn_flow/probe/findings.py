@@ -14,7 +14,11 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Finding:
-    """verdict: "supported", "partly", "not supported", or None where none can be given; the sentence; its numbers."""
+    """verdict: "supported", "partly", "not supported", or None where none can be given; the sentence; its numbers.
+
+    >>> print(Finding("partly", "in layers 0 and 2."))
+    PARTLY: in layers 0 and 2.
+    """
 
     verdict: str | None
     text: str
