@@ -37,6 +37,7 @@ from attn_flow import (
     zero_temperature_flow,
 )
 from attn_flow.geometry import angle, check_placed, placed
+from attn_flow.measures import OwnTokens, SeenGaussian
 from attn_flow.nn import ContinuousMultiheadAttention, DeepStack
 from attn_flow.observe import quantities
 from attn_flow.observe.tracking import track
@@ -119,6 +120,8 @@ def measure(name: str) -> Callable[[Watch], object]:
         "EllipsoidSupport": lambda w: EllipsoidSupport(w.vector(), w.matrix(), 1.5),
         "Mixture": lambda w: Mixture([Cloud(w.tokens(batch=False)), UniformSphere(D)], w.vector(1.0, 2.0)),
         "UniformSphere": lambda w: UniformSphere(D, 2.0),
+        "OwnTokens": lambda w: OwnTokens(w.tokens()[..., None, :], w.weights()[..., None]),
+        "SeenGaussian": lambda w: SeenGaussian(w.tokens(batch=False), w(torch.ones(N, N, dtype=F64), batch=False), 2.0),
     }[name]
 
 
@@ -198,6 +201,8 @@ CALLS: dict[str, Callable[[Watch], object]] = {
     "LimitMap.push_forward": lambda w: limit(w.plain()).push_forward(w.tokens(), 1.0),
     "LimitMap.settle": lambda w: limit(w.plain()).settle(w.tokens(batch=False)),
     "Mixture": measure("Mixture"),
+    "OwnTokens": measure("OwnTokens"),
+    "SeenGaussian": measure("SeenGaussian"),
     "Mixture.responsibilities": lambda w: measure("Mixture")(w).responsibilities(w.tokens(1, batch=False), 2.0),
     "Sphere.tangent": lambda w: Sphere().tangent(w.tokens(), w.tokens(1)),
     "Sphere.retract": lambda w: Sphere(2.0).retract(w.tokens()),
@@ -242,7 +247,7 @@ CALLS: dict[str, Callable[[Watch], object]] = {
         for support in (None, "tokens", Cloud(w.tokens(1, batch=False)))
     ],
 }
-for name in ("Cloud", "Gaussian", "EllipsoidSupport", "Mixture", "UniformSphere"):
+for name in ("Cloud", "Gaussian", "EllipsoidSupport", "Mixture", "UniformSphere", "OwnTokens", "SeenGaussian"):
     made = measure(name)
     for method in ("log_partition", "tilted_mean"):
         CALLS[f"{name}.{method}"] = lambda w, made=made, method=method: [

@@ -227,7 +227,7 @@ FLOWS: dict[str, tuple[Callable[[], object], str]] = {
     "no time": (lambda: flow(A, X, 0.0), r"t = 0.0, expected a positive, finite time"),
     "negative time": (lambda: flow(A, X, -1.0), r"t = -1.0, expected a positive, finite time"),
     "endless": (lambda: flow(A, X, math.inf), r"t = inf, expected a positive, finite time"),
-    "backwards": (lambda: push_forward(A, X, -1.0), r"t must increase strictly, got \[0.0, -1.0\]"),
+    "backwards": (lambda: push_forward(A, X, -1.0), r"t = -1.0, expected a finite time of at least 0"),
     "unsorted": (lambda: flow(A, X, [0, 2.0, 1.0]), r"t must increase strictly, got \[0.0, 2.0, 1.0\]...; sort it"),
     "repeated": (lambda: flow(A, X, [0, 1.0, 1.0]), r"t must increase strictly"),
     "NaN time": (lambda: flow(A, X, [0, math.nan]), r"t has NaN or infinite times, expected finite ones"),
@@ -235,8 +235,8 @@ FLOWS: dict[str, tuple[Callable[[], object], str]] = {
     "table of times": (lambda: flow(A, X, torch.ones(2, 2)), r"t has shape \(2, 2\), expected \(T,\)"),
     "consensus": (lambda: consensus(-1.0), r"tol = -1.0, expected a positive number"),
     "not a step": (
-        lambda: flow(A, X, 1.0, step="rk4"),  # type: ignore[arg-type]
-        r"step = 'rk4', expected a step function \(euler, rk4, dopri5, your own\) or Adaptive\(\)",
+        lambda: flow(A, X, 1.0, step=4),  # type: ignore[arg-type]
+        r"step = 4, expected a name, a step function \(euler, rk4, your own\) or Adaptive\(\)",
     ),
 }
 GEOMETRY: dict[str, tuple[Callable[[], object], str]] = {
