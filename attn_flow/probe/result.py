@@ -181,19 +181,24 @@ class Probe:
     def answer(self) -> list[str]:
         """Three short sentences: through depth, layer by layer, towards the limiting law."""
         main = self.propagation[self.main]
-        nulls = {n: float(p.embedding_cosine.mean()) for n, p in self.propagation.items() if n in self.about["nulls"]}
+        titles = {**self.about["nulls"], **self.about["controls"]}  # what the law has to beat
+        others = {n: float(p.embedding_cosine.mean()) for n, p in self.propagation.items() if n in titles}
         explained = self.closures[self.main].explained.mean(-1)
         first = (
             f"With attention replaced in every layer by a law of {self.about['costs'][self.main]['numbers']:.0f} "
             f"numbers a head, the encoder still arrives at its own embeddings with cosine "
             f"{float(main.embedding_cosine.mean()):.3f}"
         )
-        if nulls:
-            best = max(nulls, key=lambda n: nulls[n])
-            first += f" (best null, {self.about['nulls'][best]}: {nulls[best]:.2f})"
+        if others:
+            best = max(others, key=lambda n: others[n])
+            first += f" (the best null or control, {titles[best]}: {others[best]:.2f})"
+        second = f"Layer by layer that law explains {span(explained)} of the variance of what attention adds"
+        unseen = self.closures.get("cross_fitted_closure")
+        if unseen is not None:
+            second += f", and {span(unseen.explained.mean(-1))} for queries by which its numbers were not found"
         return [
             first + ".",
-            f"Layer by layer that law explains {span(explained)} of the variance of what attention adds.",
+            second + ".",
             f"A layer goes {span(self.fraction_of_the_way().mean)} of the way to the limiting law of its weights that "
             "it would go if theory held.",
         ]
