@@ -125,7 +125,8 @@ def limit_figure(result: Any) -> Figure:
         _band(c, layers, result.interval(limits.cosine_without_c), "#dd8452", "attention with M x")
         _band(c, layers, result.interval(limits.block_cosine), TRUTH, "whole block with M x + c")
         c.plot(layers, limits.stability.numpy(), ":", color="0.3", label="E of two halves: overlap")
-        c.set(ylabel="cosine, overlap", title="displacements, stability of E", ylim=(-0.1, 1.02))
+        c.set(ylabel="cosine, overlap", title="displacements, stability of E", ylim=(-0.1, 1.5))  # room for the legend
+        c.set_yticks([0, 0.25, 0.5, 0.75, 1])
         for axes in (a, b, c):
             axes.set_xlabel("layer")
             axes.xaxis.get_major_locator().set_params(integer=True)
