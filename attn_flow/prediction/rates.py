@@ -137,7 +137,9 @@ def stay(found: Spectrum, V: Array, G: Array, tol: float) -> Stay:
     if np.abs(np.linalg.eigvals(V_)).min() < abs(v) * (1 - tol) and max(modes) > tol * abs(v):
         why = "high modes of it grow ever faster (an eigenvalue of V across E is below |v|): no layer forms"
         return Stay(math.inf, layer, modes, f"leading eigenvalue < 0: {why}")
-    fastest = int(np.argmax(modes)) + 1
+    fastest = 1 + next(
+        i for i, rate in enumerate(modes) if rate >= max(modes) - tol * abs(v)
+    )  # of equal ones the first
     if modes[fastest - 1] <= tol * abs(v):
         why = f"a layer, permanent (modes to degree {len(modes)} decay)"
         return Stay(0.0, layer, modes, f"leading eigenvalue < 0: {why}")
