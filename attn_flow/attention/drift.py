@@ -31,7 +31,7 @@ def against_cloud(p: Projections, x: Tensor, y: Tensor, log_weights: Tensor | No
     bias = p.key_bias(y, log_weights)
     tensors = [x, y, *p.tensors] if bias is None else [x, y, bias, *p.tensors]
     gradient = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
-    looks = checks.can_look(*tensors)
+    looks = checks.can_look(*tensors) and not checks.forward_mode()
     if looks and not gradient and x.shape[-2] * y.shape[-2] >= truncated.FEWEST_PAIRS:
         few = truncated.over_near_keys(p, x, y, bias, first)
         if few is not None:

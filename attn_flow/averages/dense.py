@@ -8,7 +8,7 @@ Softmax goes through torch's fused attention wherever that is linear in memory. 
 back to the full matrix for 3-D inputs, unequal key and value widths, a strided last axis, or a bias that needs
 a gradient; those are brought into shape here. The kernel itself, called by its name, also takes a bias under a causal
 mask and returns the log-sum-exp, which joins averages over segments of the keys. Everything else runs in blocks of
-rows, recomputed in the backward pass.
+rows, recomputed in the backward pass. So does every average in forward mode, of which the kernel knows nothing.
 """
 
 from __future__ import annotations
@@ -73,11 +73,12 @@ def softmax(
     """sum_j softmax_j(scale <q_i,k_j> + bias_j) v_j, (..., m, v)."""
     q, scale = _seen_scale(q, scale)
     whole = not exclude_self and not (causal and (first > 0 or q.shape[-2] < k.shape[-2]))
-    if whole and not (key_bias is not None and (causal or key_bias.requires_grad)):
+    fused = whole and not checks.forward_mode()
+    if fused and not (key_bias is not None and (causal or key_bias.requires_grad)):
         q4, k4, v4, bias, batch = _four_axes(q, k, v, key_bias)
         out = F.scaled_dot_product_attention(q4, k4, v4, attn_mask=bias, is_causal=causal, scale=scale)
         return out[..., : v.shape[-1]].reshape(*batch, q.shape[-2], v.shape[-1])
-    if whole and _has_flash(q, k, v, key_bias):
+    if fused and _has_flash(q, k, v, key_bias):
         return _flash(q, k, v, key_bias, causal, scale)[0]
     return softmax_and_log_sum(
         q, k, v, key_bias=key_bias, causal=causal, exclude_self=exclude_self, first=first, scale=scale
@@ -112,9 +113,9 @@ def _padded(z: Tensor, width: int) -> Tensor:
 
 
 def _has_flash(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None) -> bool:
-    """Whether the CPU kernel may be called by its name: no transform, no autocast, no gradient of the bias."""
+    """Whether the CPU kernel may be called by its name: no transform, no tangents, no gradient of the bias."""
     plain = q.device.type == "cpu" and checks.can_look(q, k, v) and q.dtype == k.dtype == v.dtype
-    return plain and not (key_bias is not None and key_bias.requires_grad)
+    return plain and not checks.forward_mode() and not (key_bias is not None and key_bias.requires_grad)
 
 
 def _flash(
@@ -311,7 +312,8 @@ def _in_blocks(
     step = max(16, BLOCK // (n * clouds))
     blocks = [(c, i) for c in range(0, q.shape[0], clouds) for i in range(0, m, step)]
     tracked = [z for z in (q, k, v, bias) if z is not None and z.requires_grad]
-    recompute = len(blocks) > 1 and torch.is_grad_enabled() and bool(tracked) and checks.can_look(*tracked)
+    seen = checks.can_look(*tracked) and not checks.forward_mode()  # tangents are gone when blocks are recomputed
+    recompute = len(blocks) > 1 and torch.is_grad_enabled() and bool(tracked) and seen
     parts = []
     for c, i in blocks:
         end = n if causal_from is None else min(n, causal_from + i + step)

@@ -34,7 +34,8 @@ def potential(q: Tensor, k: Tensor, log_w: Tensor) -> Tensor:
         sum_ij w_i |P_ij - P*_ij| <= (n - 1) delta,
 
     because the plan follows its marginals like the currents in a network of conductances w_i P_ij, which are an average
-    of currents along spanning trees. delta is brought down to the rounding of the scores, or it raises.
+    of currents along spanning trees. delta is brought down to the rounding of the scores, or it raises. Inside
+    torch.func's transforms, which show no values, there are UNSEEN_SWEEPS instead: enough while scores are below ten.
     """
     shape = torch.broadcast_shapes(q.shape[:-1], k.shape[:-1], log_w.shape)
     if not checks.can_look(q, k, log_w):

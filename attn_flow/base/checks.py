@@ -17,6 +17,14 @@ def can_look(*tensors: Tensor) -> bool:
     return not any(t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
 
 
+def forward_mode() -> bool:
+    """Whether derivatives are being taken forward: torch.func.jvp, jacfwd, or dual numbers.
+
+    Fused kernels, torch's and our own, know no tangents; ordinary operations do.
+    """
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def read(*numbers: Tensor) -> list[float]:
     """Some numbers () of one device, in one read: an accelerator is waited for once."""
     return torch.stack([number.detach().double() for number in numbers]).cpu().tolist()

@@ -31,6 +31,18 @@ def wrapped_by_functorch() -> None:
     assert not asked(torch.ones(2))
 
 
+def forward_level() -> None:
+    """Whether derivatives are taken forward, by torch.func too: base/checks.py."""
+    asked = lambda: torch.autograd.forward_ad._current_level >= 0
+    seen = []
+    torch.func.jvp(lambda x: seen.append(asked()) or x, (torch.ones(2),), (torch.ones(2),))
+    torch.func.grad(lambda x: seen.append(asked()) or x.sum())(torch.ones(2))
+    with torch.autograd.forward_ad.dual_level():
+        seen.append(asked())
+    assert seen == [True, False, True]
+    assert not asked()
+
+
 def memory_events() -> None:
     """Every allocation of a run: base/memory.py."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -72,6 +84,7 @@ def attention_implementation() -> None:
 GUARDS = {
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": flash_attention,
     "torch._C._functorch.is_functorch_wrapped_tensor": wrapped_by_functorch,
+    "torch.autograd.forward_ad._current_level": forward_level,
     "torch.profiler.profile().profiler.kineto_results": memory_events,
     "ot.lp.emd_wrap.emd_c_sparse": sparse_network_simplex,
     "torch.nn.Module()._parameters": parameters_of_a_module,
