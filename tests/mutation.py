@@ -44,6 +44,7 @@ ROOMS = {
     "transport": ("transport",),
     "observe": ("observe",),
     "measures": ("measures",),
+    "probe": ("probe",),
 }
 EVERYWHERE = ("test_extremes.py", "test_bad_input.py")
 # Seconds that a mutant's tests may take beyond SLOWER times their own: an endless loop is noticed, too.

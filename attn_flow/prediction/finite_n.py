@@ -24,7 +24,8 @@ class Resolution:
     self_argmax: Tensor  # (..., heads) fraction of tokens that are their own argmax of <G x, y>
     number: Tensor  # (..., heads) beta |G x| n^{-2/(d-1)}, mean over tokens; <~ 1 is resolved
     n: Tensor  # (...,) effective number of tokens 1 / sum w^2
-    verdict: str  # "resolved", "marginal" or "unresolved", of the worst cloud and head
+    noise: Tensor  # (..., heads) (beta |G x|)^{(d+1)/2} / n; above 1 chance outweighs temperature in a sample
+    verdict: str  # "resolved", "marginal", "noisy" (a sample) or "unresolved", of the worst cloud and head
 
     def __repr__(self) -> str:
         return f"Resolution({self.verdict}, number up to {float(self.number.max()):.3g}, n {float(self.n.min()):.4g})"
@@ -44,6 +45,10 @@ def resolution(
     The softmax sees logits within O(1) of the maximum, a cap of tokens of squared radius 1/(beta |G x|), while n tokens
     on S^{d-1} are n^{-1/(d-1)} apart (THEORY 1, finite n).
 
+    That cap holds m ~ n (beta |G x|)^{-(d-1)/2} of n random tokens. Their mean is off by (beta |G x| m)^{-1/2}, which
+    exceeds what the temperature does, 1/(beta |G x|), unless n > (beta |G x|)^{(d+1)/2}: below, another sample of the
+    same law goes elsewhere ("noisy"). Tokens with weights are taken for nodes of a quadrature, without such noise.
+
     Args:
         attention: who attends to whom.
         x: the cloud (..., n, d).
@@ -52,7 +57,8 @@ def resolution(
         warn: where unresolved (number > 1), warn by name (`ResolutionWarning`).
 
     Returns:
-        A `Resolution`: the number beta |G x| n^{-2/(d-1)}, how many tokens are their own argmax, and a verdict.
+        A `Resolution`: the number beta |G x| n^{-2/(d-1)}, how many tokens are their own argmax, the noise of a
+        sample, and a verdict.
 
     Example:
         >>> from attn_flow import Attention, Sphere
@@ -70,7 +76,7 @@ def resolution(
     d = x.shape[-1]
     n = p.square().sum(-1).reciprocal()
     shown = p > 0
-    own, number = [], []
+    own, number, noise = [], [], []
     for h in range(attention.heads):
         g = x @ attention.G[..., h, :, :].mT
         if attention.G_bias is not None:
@@ -80,11 +86,15 @@ def resolution(
         own.append((p * ((g * x).sum(-1) >= top - slack)).sum(-1))
         reach = (p * torch.where(shown, g.norm(dim=-1) * x.norm(dim=-1), 0.0)).sum(-1)
         spacing = n ** (-2 / (d - 1)) if d > 1 else torch.zeros_like(n)
-        number.append((b[..., h] if b.ndim and b.shape[-1] > 1 else b[..., 0] if b.ndim else b) * reach * spacing)
-    numbers = torch.stack(number, dim=-1)
-    worst = float(numbers.detach().max())
+        cold = (b[..., h] if b.ndim and b.shape[-1] > 1 else b[..., 0] if b.ndim else b) * reach
+        number.append(cold * spacing)
+        noise.append(cold ** ((d + 1) / 2) / n)
+    numbers, noises = torch.stack(number, dim=-1), torch.stack(noise, dim=-1)
+    worst, chance = float(numbers.detach().max()), float(noises.detach().max())
     verdict = "resolved" if worst <= 0.1 else "marginal" if worst <= 1 else "unresolved"
-    found = Resolution(torch.stack(own, dim=-1), numbers, n, verdict)
+    if weights is None and d > 1 and worst <= 1 < chance:
+        verdict = "noisy"
+    found = Resolution(torch.stack(own, dim=-1), numbers, n, noises, verdict)
     if warn and verdict == "unresolved":
         warnings.warn(
             f"beta |Gx| n^(-2/(d-1)) = {worst:.3g} > 1 with n = {float(n.min()):.0f}, d = {d}: "

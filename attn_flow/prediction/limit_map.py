@@ -43,7 +43,7 @@ class LimitMap:
         >>> found.push_forward(torch.tensor([[-0.2, 1.0]]) / 1.04**0.5)  # the projector is oblique
         tensor([[1., 0.]])
         >>> [need.name for need in found.requires]
-        ['large n', 'off the border', 'simple leading eigenvalue', 'bounded density']
+        ['large n', 'little noise', 'off the border', 'simple leading eigenvalue', 'bounded density']
     """
 
     case: Literal["fixed", "rotating", "jordan", "stationary", "undefined", "nonlinear"]

@@ -63,6 +63,8 @@ def assumed(limit: Limit) -> tuple[Requirement, ...]:
         found.append(Requirement("outside ker G", "no token lies in ker G, where the drift is undefined"))
     if limit.case == "stationary":
         return tuple(found)
+    text = "a random sample shows the temperature, not its own chance: (beta |Gx|)^{(d+1)/2} <= n"
+    found.append(Requirement("little noise", text))
     found.append(Requirement("off the border", "no token has Pi x = 0: its limit is decided by rounding"))
     if limit.case == "fixed" and limit.dimension is not None:
         simple = f"exit rate and layer are derived for dim E = 1; here it is {limit.dimension}"
@@ -86,12 +88,16 @@ def examined(
     cloud = Cloud(x.detach(), weights, mask).to(torch.float64)
     p, y = cloud.probabilities, cloud.x
     attention = limit.attention.to(torch.float64)
+    seen = None if beta is None else resolution(attention, y, weights=p, beta=beta, warn=False)
     found = []
     for need in limit.requires:
         met, text = need.met, need.text
-        if need.name == "large n" and beta is not None:
-            seen = resolution(attention, y, weights=p, beta=beta, warn=False)
+        if need.name == "large n" and seen is not None:
             met, text = seen.verdict != "unresolved", f"{text}; here {float(seen.number.max()):.3g}"
+        if need.name == "little noise" and seen is not None and weights is None:
+            noise = float(seen.noise.max())
+            met, text = noise <= 1, f"{text}; here {noise:.3g} n"
+            text = text if met else f"{text}: sampling, not temperature, sets the smallest W2; {remedy(y.shape[-1])}"
         if need.name in ("off the border", "outside ker G") and limit.direction is not None:
             A = limit.direction if need.name == "off the border" else attention.G[0]
             A = A.to(y)
@@ -101,9 +107,13 @@ def examined(
         if need.name == "unequal crossing masses":
             met, text = _crossing(limit, y, p, text)
         if need.name == "asymmetric law":
-            size = _asymmetry(limit, y, p)
-            met = None if size is None else size > 1e-10
-            text = text if size is None else f"{text}; asymmetry {size:.2g}"
+            moments = _odd_moments(limit, y, p)
+            if moments is not None:
+                size, chance = moments
+                least = 1e-10 if weights is not None else (3 * chance).clamp_min(1e-10)
+                met, text = bool((size > least).any()), f"{text}; asymmetry {float(size.max()):.2g}"
+                if not met and float(size.max()) > 1e-10:
+                    text += f", which a sample of a symmetric law has by chance; {remedy(y.shape[-1])}"
         found.append(replace(need, met=met, text=text))
     return tuple(found)
 
@@ -122,10 +132,16 @@ def _crossing(limit: Limit, y: Tensor, p: Tensor, text: str) -> tuple[bool | Non
     return abs(up - down) > 2 * noise, f"{text}; here {up:.3g} and {down:.3g}, +- {noise:.1g}"
 
 
-def _asymmetry(limit: Limit, y: Tensor, p: Tensor) -> float | None:
-    """The largest odd moment, on either side of E, along the direction in which clusters leave; None if unknown.
+def remedy(d: int) -> str:
+    """What to do where chance decides."""
+    return "use more tokens" if d > 3 else "use a quadrature (simulate --quadrature) or more tokens"
 
-    1 where G and V do not share the reflection in that direction: no law is then safe from leaving.
+
+def _odd_moments(limit: Limit, y: Tensor, p: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Odd moments on either side of E along the direction in which clusters leave, (8,), and their standard errors if
+    y is a sample; None if unknown.
+
+    1 and no error where G and V do not share the reflection in that direction: no law is then safe from leaving.
     """
     if limit.basis is None or limit.basis.shape[1] != 1:
         return None
@@ -141,7 +157,7 @@ def _asymmetry(limit: Limit, y: Tensor, p: Tensor) -> float | None:
     f = f / f.norm()
     for A in (G, V):
         if float((A @ f - (f @ A @ f) * f).norm() + (A.mT @ f - (f @ A @ f) * f).norm()) > 1e-9 * float(A.norm()):
-            return 1.0
+            return torch.ones(1), torch.zeros(1)
     s, c = y @ f, y @ e
-    moments = [(p * side * s * c**a * s**b).sum().abs() for side in (c > 0, c < 0) for a in (0, 2) for b in (0, 2)]
-    return float(torch.stack(moments).max())
+    odd = torch.stack([side * s * c**a * s**b for side in (c > 0, c < 0) for a in (0, 2) for b in (0, 2)])
+    return (odd @ p).abs(), (odd * p).norm(dim=-1)

@@ -32,6 +32,15 @@ def test_simulate_doubts_a_symmetric_law() -> None:
     assert "only rounding breaks the symmetry" in words
 
 
+def test_simulate_suggests_quadrature_where_chance_decides() -> None:
+    words = run("simulate", *SYMMETRIC, "--beta", "3,100", "--tokens", "100", "--t", "2", "--quiet")
+    words = " ".join(words.split())
+    assert "noisy" in words
+    assert "doubt (beta 100): little noise (NOT met)" in words
+    assert "sampling, not temperature, sets the smallest W2; use a quadrature (simulate --quadrature)" in words
+    assert "doubt (beta 3, 100): asymmetric law (NOT met)" in words
+
+
 @pytest.mark.parametrize(("options", "code"), [((), 0), (("--strict",), 1)])
 def test_a_claim_that_does_not_hold_is_no_error(options: tuple, code: int, monkeypatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
     def made(name: str, *args: object, **options: object) -> dict:

@@ -166,6 +166,7 @@ def test_a_symmetric_law_is_told_so() -> None:
     lopsided = quadrature.circle(200, lambda theta: torch.exp(torch.cos(theta - 1)))
     assert met(found.examine(lopsided.x, weights=lopsided.weights, beta=100.0)) == {
         "large n": True,
+        "little noise": None,
         "off the border": True,
         "simple leading eigenvalue": True,
         "bounded density": None,
@@ -178,6 +179,38 @@ def test_a_reflection_that_G_does_not_share_protects_nobody() -> None:
     found = limit(Attention.from_matrices(G, diag(1, 2)))
     if found.exit_rate:
         assert met(found.examine(quadrature.circle(100).x))["asymmetric law"] is True
+
+
+def test_a_sample_that_shows_its_own_chance_is_told_so() -> None:
+    """G = diag(3,1), V = diag(1,2), density e^{cos(theta-1)}: at beta = 300 the nodes come to W2 = .10; of 300 random
+    tokens each sample stops elsewhere, at .47 to .51, though their argmax is resolved. At beta = 3 all agree."""
+    density = lambda theta: torch.exp(torch.cos(theta - 1))
+    G, V = diag(3, 1), diag(1, 2)
+    found, nodes = limit(Attention.from_matrices(G, V)), quadrature.circle(300, density)
+    many = quadrature.circle(60_000, density)
+    chosen = torch.multinomial(many.weights, 300, True, generator=torch.Generator().manual_seed(0))
+    t = torch.linspace(0, 10, 41, dtype=f64)
+    for beta, noisy in ((3.0, False), (300.0, True)):
+        A = Attention.from_matrices(G, V, beta)
+        smooth = phases(flow(A, nodes.x, t, weights=nodes.weights, h=0.1), found)
+        sample = phases(flow(A, many.x[chosen], t, h=0.1), found)
+        assert (sample.min_w2 > 2 * smooth.min_w2) is noisy
+        assert met(sample.requires)["little noise"] is not noisy
+        assert (sample.resolution.verdict, smooth.resolution.verdict) == ("noisy" if noisy else "resolved", "resolved")
+        assert any("sets the smallest W2; use a quadrature" in doubt for doubt in sample.doubts) is noisy
+        reach = (many.x[chosen] @ G).norm(dim=-1).mean()
+        assert float(sample.resolution.noise) == pytest.approx(float((beta * reach) ** 1.5 / 300), rel=1e-12)
+
+
+def test_a_sample_is_asymmetric_by_chance() -> None:
+    """Of the uniform law, which is symmetric, and of one that is not."""
+    found = limit(Attention.from_matrices(diag(4, 1), diag(1, 2)))
+    x = Sphere().uniform(1000, 2, dtype=f64, generator=torch.Generator().manual_seed(0))
+    assert met(found.examine(x))["asymmetric law"] is False
+    assert "by chance; use a quadrature" in str(found.examine(x)[-1])
+    assert met(found.examine(Sphere().retract(x + matrix([0.3, 0.3]))))["asymmetric law"] is True
+    # As nodes with weights the same asymmetry is the law's own.
+    assert met(found.examine(x, weights=torch.ones(1000)))["asymmetric law"] is True
 
 
 def test_requirements_of_every_case() -> None:
