@@ -7,6 +7,7 @@ from attn_flow.hooks.corpus_statistics import Statistics, merge_shards
 from attn_flow.hooks.layout import Block, blocks
 from attn_flow.hooks.loading import load_texts
 from attn_flow.hooks.named import load_encoder
+from attn_flow.hooks.replacing import LayerFlow, flows, load, replace_attention
 from attn_flow.hooks.tape import POINTS, Tape, recording
 from attn_flow.hooks.temperature import scale_beta
 from attn_flow.hooks.trust import Check, self_check, unknown_share
@@ -18,13 +19,16 @@ __all__ = [
     "Architecture",
     "Block",
     "Check",
+    "LayerFlow",
     "Norm",
     "Statistics",
     "Tape",
     "attentions",
     "blocks",
     "encoder_facts",
+    "flows",
     "geometries",
+    "load",
     "load_encoder",
     "load_texts",
     "merge_shards",
@@ -33,6 +37,7 @@ __all__ = [
     "record_corpus",
     "recording",
     "register",
+    "replace_attention",
     "scale_beta",
     "self_check",
     "unknown_share",

@@ -57,18 +57,18 @@ class Clock:
         self.layer = turns[0] if len(turns) == 1 else self._fired
 
 
-@contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """An instance's own `forward` for a while."""
+def replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
+    """An instance's own `forward`, until the stack is closed (not when it is forgotten, as a generator would)."""
     had, before = "forward" in module.__dict__, module.__dict__.get("forward")
     module.forward = forward
-    try:
-        yield
-    finally:
-        if had:
-            module.forward = before  # type: ignore[assignment]
-        else:
-            del module.forward
+    stack.callback(_give_back, module, had, before)
+
+
+def _give_back(module: nn.Module, had: bool, before: Any) -> None:
+    if had:
+        module.forward = before
+    else:
+        del module.forward
 
 
 def original_forward(module: nn.Module, before: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -76,18 +76,19 @@ def original_forward(module: nn.Module, before: Callable[..., Any] | None, *args
     return type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
 
 
-@contextmanager
-def padded(root: nn.Module) -> Iterator[None]:
+class padded:
     """torch.nn.TransformerEncoder packs padded batches into nested tensors unless told not to."""
-    if not isinstance(root, nn.TransformerEncoder):
-        yield
-        return
-    before = root.use_nested_tensor
-    root.use_nested_tensor = False
-    try:
-        yield
-    finally:
-        root.use_nested_tensor = before
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root if isinstance(root, nn.TransformerEncoder) else None
+
+    def __enter__(self) -> None:
+        if self.root is not None:
+            self.before, self.root.use_nested_tensor = self.root.use_nested_tensor, False
+
+    def __exit__(self, *_: Any) -> None:
+        if self.root is not None:
+            self.root.use_nested_tensor = self.before
 
 
 @contextmanager
@@ -148,10 +149,61 @@ class Attached:
         if stack is not None:
             stack.close()
 
+    @property
+    def present(self) -> bool:
+        return self._stack is not None
+
     def __enter__(self) -> nn.Module:
         if self._stack is None:
             self.apply()
+            assert self._stack is not None
+            for module in self.model.modules():
+                if "_gradient_checkpointing_func" in module.__dict__:
+                    self._stack.enter_context(remembered(module, self))
         return self.model
+
+    @contextmanager
+    def once_more(self) -> Iterator[None]:
+        """Attached for a moment, after it was removed."""
+        if self.present:
+            yield
+            return
+        with ExitStack() as stack:
+            self._attach(stack)
+            yield
 
     def __exit__(self, *_: Any) -> None:
         self.remove()
+
+
+@contextmanager
+def remembered(module: Any, attached: Attached) -> Iterator[None]:
+    """A checkpointed module that is computed again after the `with` block is computed as it was inside."""
+    before = module._gradient_checkpointing_func
+    module._gradient_checkpointing_func = Remembering(before, attached)
+    try:
+        yield
+    finally:
+        module._gradient_checkpointing_func = before
+
+
+class Remembering:
+    """A checkpointing function that attaches what was there once more when the backward pass comes later."""
+
+    def __init__(self, checkpoint: Callable[..., Any], attached: Attached) -> None:
+        self.checkpoint, self.attached = checkpoint, attached
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        def as_then(*args: Any) -> Any:
+            with self.attached.once_more():
+                return function(*args)
+
+        return self.checkpoint(as_then, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model checkpoints as ever."""
+        return _itself, (self.checkpoint,)
+
+
+def _itself(x: Any) -> Any:
+    return x

@@ -155,8 +155,8 @@ def encoder_inside(model: Any) -> nn.Module:
     model: the encoder itself, or a pipeline, a SentenceTransformer, a model of encoder and decoder (its encoder), a
     DataParallel, DistributedDataParallel or compiled model. Returns the module inside, not a copy.
     """
-    while (inside := _inside(model)) is not None:
-        model = inside
+    while (held := inside(model)) is not None:
+        model = held
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}, expected a torch.nn.Module such as AutoModel gives.")
     return model
@@ -169,10 +169,11 @@ def refuse_to_change(model: Any) -> None:
             raise ValueError("model is a DataParallel, whose replicas would share one state; wrap model.module first.")
         if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
             raise ValueError("model is compiled and may not heed the change; change model._orig_mod, compile it after.")
-        model = _inside(model)
+        model = inside(model)
 
 
-def _inside(model: Any) -> Any:
+def inside(model: Any) -> Any:
+    """What a parallel or compiled model, a pipeline, a SentenceTransformer or an encoder-decoder holds, or None."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return model.module
     if isinstance(model, nn.Module) and "_orig_mod" in model._modules:  # torch.compile

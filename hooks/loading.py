@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.base.texts import csv_rows, lines, parse_json, read_standard_input, read_text
+from attn_flow.hooks.replacing import ENTRY, restored
 
 PLAIN = ("", ".txt", ".text", ".md", ".rst", ".log")
 TABLES = {".csv": ",", ".tsv": "\t"}
@@ -20,7 +21,7 @@ def load_folder(
     path: str | Path, *, dtype: torch.dtype = torch.float32, pickle: bool = False, remote_code: bool = False
 ) -> tuple[nn.Module, Any]:
     """`load_encoder` of a folder or of the hub; names of the zoo are not known here."""
-    from transformers import AutoModel
+    from transformers import AutoConfig, AutoModel
 
     folder = Path(path)
     if folder.is_dir():
@@ -33,7 +34,11 @@ def load_folder(
                 "this folder, pass pickle=True (--pickle), or save the model again with safe_serialization."
             )
     # from_pretrained renamed torch_dtype to dtype in 4.56; a cast after loading means the same in every version.
-    model = _pretrained(AutoModel, path, remote_code, use_safetensors=not pickle).to(dtype).eval()
+    config = _pretrained(AutoConfig, path, remote_code)
+    if getattr(config, ENTRY, None):
+        model = restored(AutoModel._model_mapping[type(config)], config, path, use_safetensors=not pickle).to(dtype)
+    else:
+        model = _pretrained(AutoModel, path, remote_code, use_safetensors=not pickle).to(dtype).eval()
     sees = getattr(model, "main_input_name", "input_ids") == "pixel_values"
     return model, None if sees else load_tokenizer(path, remote_code=remote_code)
 

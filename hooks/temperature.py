@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -108,35 +108,56 @@ def attach_scaling(
     stack: ExitStack, found: list[Block], clock: Clock, factors: dict[int, Tensor], every: bool = False
 ) -> None:
     for block in {id(found[i].module): found[i] for i in factors}.values():
-        arch, mine = block.architecture, {i: f for i, f in factors.items() if found[i].module is block.module}
+        mine = {i: f for i, f in factors.items() if found[i].module is block.module}
         if every:  # a shared block run beyond its depth is scaled there too
             mine = {-1: next(iter(mine.values()))}
-        query = block[arch.q]
-        if isinstance(query, nn.MultiheadAttention):
-            scaling = ScaledProjection(block, clock, mine)
-            stack.callback(query.register_forward_pre_hook(scaling.enter).remove)
-            stack.callback(query.register_forward_hook(scaling.leave, always_call=True).remove)
-            continue
-        stack.callback(query.register_forward_hook(ScaledOutput(block, clock, mine, arch.fused, arch.q_bias)).remove)
-        for path in arch.also_query:
-            if has(block.module, path):
-                stack.callback(block[path].register_forward_hook(ScaledOutput(block, clock, mine, "", "")).remove)
+        scale_queries(stack, block, FactorByTurn(clock, mine))
+
+
+def scale_queries(stack: ExitStack, block: Block, factor: Factor) -> None:
+    """Hooks that multiply the queries of one block by its factor."""
+    arch, query = block.architecture, block[block.architecture.q]
+    if isinstance(query, nn.MultiheadAttention):
+        scaling = ScaledProjection(block, factor)
+        stack.callback(query.register_forward_pre_hook(scaling.enter).remove)
+        stack.callback(query.register_forward_hook(scaling.leave, always_call=True).remove)
+        return
+    stack.callback(query.register_forward_hook(ScaledOutput(block, factor, arch.fused, arch.q_bias)).remove)
+    for path in arch.also_query:
+        if has(block.module, path):
+            stack.callback(block[path].register_forward_hook(ScaledOutput(block, factor, "", "")).remove)
+
+
+class Factor(Protocol):
+    """Where a beta_factor (heads,) comes from: that of a layer, or of the one at work; None: as trained."""
+
+    def at(self, layer: int | None = None) -> Tensor | None: ...
+
+
+class FactorByTurn:
+    """Factors by layer; the key -1 stands for every layer."""
+
+    def __init__(self, clock: Clock, factors: dict[int, Tensor]) -> None:
+        self.clock, self.factors = clock, factors
+
+    def at(self, layer: int | None = None) -> Tensor | None:
+        return self.factors.get(-1, self.factors.get(self.clock.layer if layer is None else layer))
 
 
 class Scaling:
     """The factor of a projection's outputs: (heads,) repeated over the head dimension, ones for keys and values."""
 
-    def __init__(self, block: Block, clock: Clock, factors: dict[int, Tensor], fused: str = "") -> None:
-        self.block, self.clock, self.factors, self.fused = block, clock, factors, fused
+    def __init__(self, block: Block, factor: Factor, fused: str = "") -> None:
+        self.block, self.factor, self.fused = block, factor, fused
 
     def words(self, layer: int) -> str:
         """What it does to a layer; empty if nothing."""
-        factor = self.factors.get(-1, self.factors.get(layer))
+        factor = self.factor.at(layer)
         return "" if factor is None else f"beta_factor {[float(f'{v:.6g}') for v in factor.tolist()]}"
 
     def scale(self, width: int, like: Tensor) -> Tensor | None:
         """(width,), or None where this layer keeps its temperature."""
-        factor = self.factors.get(-1, self.factors.get(self.clock.layer))
+        factor = self.factor.at()
         if factor is None:
             return None
         factor = factor.to(like)
@@ -152,8 +173,8 @@ class Scaling:
 class ScaledOutput(Scaling):
     """A forward hook: out -> scale * out, and where a query bias b is added later, + (scale - 1) b."""
 
-    def __init__(self, block: Block, clock: Clock, factors: dict[int, Tensor], fused: str, bias: str) -> None:
-        super().__init__(block, clock, factors, fused)
+    def __init__(self, block: Block, factor: Factor, fused: str, bias: str) -> None:
+        super().__init__(block, factor, fused)
         self.bias = bias
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
@@ -170,8 +191,8 @@ class ScaledOutput(Scaling):
 class ScaledProjection(Scaling):
     """torch's MultiheadAttention has no query module: its fused weight and bias are exchanged for the call."""
 
-    def __init__(self, block: Block, clock: Clock, factors: dict[int, Tensor]) -> None:
-        super().__init__(block, clock, factors, "(c h k)")
+    def __init__(self, block: Block, factor: Factor) -> None:
+        super().__init__(block, factor, "(c h k)")
         self.kept: dict[str, Any] = {}
 
     def enter(self, module: nn.Module, args: Any) -> None:

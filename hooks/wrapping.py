@@ -19,11 +19,11 @@ from attn_flow.geometry import Euclidean, Geometry
 from attn_flow.hooks.attach import (
     Attached,
     Clock,
-    forward_replaced,
     given,
     hidden,
     original_forward,
     padded,
+    replace_forward,
     with_hidden,
 )
 from attn_flow.hooks.layout import Block, blocks, refuse_to_change
@@ -57,8 +57,8 @@ def wrap(
     block: flow the whole block instead, x' = f(x) - x, feed-forward part and norms included.
     permanent: attach now, until `.remove()`. Parameters and state dict keep their names either way.
 
-    Returns what to use in a `with`, or to `.remove()`; the model leaves as it came. Gradients flow through it; with
-    gradient checkpointing the backward pass belongs inside the `with`.
+    Returns what to use in a `with`, or to `.remove()`; the model leaves as it came. Gradients flow through it, also in
+    a backward pass after the `with`. To train, save and load a model of flows: `replace_attention`.
 
     Example:
         >>> from attn_flow.hooks import record
@@ -77,13 +77,7 @@ def wrap(
     chosen = chosen_layers(found, layers)
     if beta is not None and beta_factor is not None:
         raise ValueError(f"beta = {beta} and beta_factor = {beta_factor}: expected one of them at most.")
-    stepper = named_step(step)
-    if isinstance(stepper, Adaptive):
-        raise ValueError("step is adaptive, expected one of fixed size: euler, rk4, dopri5 or your own, and `steps`.")
-    if int(steps) != steps or steps < 1:
-        raise ValueError(f"steps = {steps}, expected a whole number of at least 1.")
-    if not 0 < horizon < math.inf:
-        raise ValueError(f"horizon = {horizon}, expected a positive, finite time.")
+    stepper = fixed_step(step, steps, horizon)
 
     def attach(stack: ExitStack) -> None:
         stack.enter_context(padded(found[0].root))
@@ -103,25 +97,37 @@ def wrap(
     return attached.apply() if permanent else attached
 
 
+def fixed_step(step: Step | str, steps: int, horizon: float) -> Step:
+    """The step of this name, or ValueError for what no flow of a layer can be run by."""
+    stepper = named_step(step)
+    if isinstance(stepper, Adaptive):
+        raise ValueError("step is adaptive, expected one of fixed size: euler, rk4, dopri5 or your own, and `steps`.")
+    if int(steps) != steps or steps < 1:
+        raise ValueError(f"steps = {steps}, expected a whole number of at least 1.")
+    if not 0 < horizon < math.inf:
+        raise ValueError(f"horizon = {horizon}, expected a positive, finite time.")
+    return stepper
+
+
 class Wrapped:
     """One wrapped module. Plain attributes and no closures: a copied or pickled model carries its own flow along."""
 
     def __init__(
         self,
         block: Block,
-        clock: Clock,
+        clock: Clock | None,
         turns: set[int] | None,
         steps: int,
         horizon: float,
         step: Step,
-        geometry: Geometry | None,
+        geometry: Geometry | None = None,
     ) -> None:
-        self.block, self.clock, self.turns = block, clock, turns
+        self.block, self.clock, self.turns = block, clock, turns  # turns None: at work whenever the block fires
         self.steps, self.horizon, self.step, self.geometry = steps, horizon, step, geometry
 
     @property
     def at_work(self) -> bool:
-        return self.turns is None or self.clock.layer in self.turns
+        return self.turns is None or self.clock is None or self.clock.layer in self.turns
 
     def words(self) -> str:
         """What it is, for a person and for comparison."""
@@ -134,7 +140,7 @@ class Wrapped:
             raise ValueError(
                 f"{self.block.path} is wrapped already; remove that wrap first, or give all options to one wrap."
             )
-        stack.enter_context(forward_replaced(module, part))
+        replace_forward(stack, module, part)
 
     def displaced(self, velocity: Any, x0: Tensor) -> Tensor:
         """x(horizon) - x0. Without a geometry the displacement itself is integrated: one step of one loses no digit."""
@@ -228,7 +234,7 @@ class AttentionForward(ReplacedForward):
         if not wrapped.at_work:
             return self.original(*args, **kwargs)
         wrapped.refuse_cache(args, kwargs)
-        block, z0, x0 = wrapped.block, given(args, kwargs), wrapped.x0
+        block, z0, x0, wrapped.x0 = wrapped.block, given(args, kwargs), wrapped.x0, None
         assert x0 is not None  # the block's own hook has run
         inside = block.architecture.emit.startswith(block.architecture.attn + ".")
         last: list[Any] = []
@@ -261,7 +267,7 @@ class EmitForward(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         wrapped: WrappedAttention = self.wrapped
         if wrapped.emits and wrapped.out is not None:
-            u, wrapped.out, wrapped.emits, wrapped.x0 = wrapped.out, None, False, None
+            u, wrapped.out, wrapped.emits = wrapped.out, None, False
             return u
         wrapped.out = self.original(*args, **kwargs)
         return wrapped.out

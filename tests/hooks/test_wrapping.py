@@ -1,6 +1,7 @@
 """Layers as flows: the pretrained model at one Euler step of one, literal loops beyond, and exact temperatures."""
 
 import copy
+import gc
 import io
 import math
 import pickle
@@ -214,6 +215,16 @@ def test_permanent_wraps_copy_pickle_save_and_load(name: str, tmp_path) -> None:
     held.remove()
     assert torch.equal(run(model, x), plain)
     assert fingerprint(model) == fingerprint(tiny(name))
+
+
+def test_a_permanent_wrap_stays_when_nobody_holds_it() -> None:
+    for name in ("BERT", "torch"):
+        model, x = tiny(name), inputs(name)
+        with wrap(model, steps=3):
+            wrapped = run(model, x)
+        wrap(model, steps=3, permanent=True)
+        gc.collect()
+        assert torch.equal(run(model, x), wrapped)
 
 
 def test_wrapped_model_is_saved_as_an_ordinary_one(tmp_path) -> None:
