@@ -25,7 +25,7 @@ def close(found: Tensor, expected: Tensor, steps: int = 1) -> None:
     torch.testing.assert_close(values(found), expected, rtol=0, atol=40 * steps * eps * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("kind", ["softmax", "unnormalised", "hardmax", "sinkhorn"])
+@pytest.mark.parametrize("kind", ["softmax", "unnormalised", "hardmax", "sinkhorn", "linear", "relu", "sigmoid"])
 def test_drifts_stay_and_agree(x: Tensor, kind: str) -> None:
     expected = Attention.from_matrices(G, V, 2.0, kind=kind).drift(x)
     with accelerator():

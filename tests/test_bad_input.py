@@ -191,8 +191,8 @@ ATTENTION: dict[str, tuple[Callable[[], object], str]] = {
         r"G has shape \(2, 3\), expected \(d, d\) or \(heads, d, d\)",
     ),
     "kind": (
-        lambda: Attention(EYE, kind="linear"),  # type: ignore[arg-type]
-        r"kind = 'linear', expected one of 'softmax', 'unnormalised', 'hardmax', 'sinkhorn'",
+        lambda: Attention(EYE, kind="cosine"),  # type: ignore[arg-type]
+        r"kind = 'cosine', expected one of 'softmax', 'unnormalised', 'hardmax', 'sinkhorn'",
     ),
     "law": (
         lambda: Attention.random(3, law="uniform"),  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_flow.attention import truncated
 from attn_flow.attention.projections import ALL, Projections
-from attn_flow.averages import dense
+from attn_flow.averages import dense, pointwise
 from attn_flow.base import checks
 from attn_flow.measures import Measure
 
@@ -38,7 +38,7 @@ def against_cloud(p: Projections, x: Tensor, y: Tensor, log_weights: Tensor | No
             return few.drift
     batch = dense.broadcast(x.shape[:-2], y.shape[:-2], p.batch)
     entries = 2 * (p.key_width + p.value_width) * p.heads * math.prod(batch) * x.shape[-2]
-    if p.cold or p.kind == "unnormalised" or not p.self_attention:
+    if p.cold or not p.shared_out or not p.self_attention:
         entries *= 2  # not the fused kernel: parts and their sum at the same time
     if entries <= (AT_ONCE_WITH_GRADIENT if gradient else AT_ONCE) or not looks:
         drift = _attend(p, x, y, p.keys(y), p.values(y), bias, first=first)
@@ -74,6 +74,8 @@ def matrix(p: Projections, x: Tensor, log_weights: Tensor | None) -> Tensor:
     q, k = p.queries(x), p.keys(x)
     if p.loses_digits(q, k, p.scale):
         return matrix(p.double, x.double(), log_weights).to(x.dtype)
+    if p.kind in pointwise.PHI:
+        return pointwise.weights(p.kind, q * p.scale, k, bias, p.causal, not p.self_attention)
     if p.cold:
         return dense.winners(q, k, bias, p.causal, not p.self_attention)[0]
     logits = dense.logits(q * p.scale, k, bias, p.causal, not p.self_attention)
@@ -144,7 +146,9 @@ def _attend(
         "exclude_self": not p.self_attention,
         "first": first,
     }
-    if p.cold:
+    if p.kind in pointwise.PHI:
+        average = pointwise.weighted_sum(p.kind, q, k, v, scale=p.scale, **options)
+    elif p.cold:
         average = dense.hardmax(q, k, v, **options)[0]
     elif p.kind != "unnormalised":
         average = dense.softmax(q, k, v, scale=p.scale, **options)

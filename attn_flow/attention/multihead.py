@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_flow.attention import drift, truncated
 from attn_flow.attention.projections import Kind, Projections
-from attn_flow.averages import dense
+from attn_flow.averages import dense, pointwise
 from attn_flow.base import checks, memory
 from attn_flow.measures import Cloud, Measure
 
@@ -34,8 +34,10 @@ class Attention:
             `beta[:, None]` is one beta per batch element. inf is hardmax. Kept as a tensor (..., heads).
         query_bias: b (..., heads, k), added to Q x.
         value_bias: c (..., d), a constant drift.
-        kind: "softmax", "unnormalised" (weights e^{beta <Qx, Ky>} / n), "hardmax" (softmax at beta = inf), or
-            "sinkhorn" (doubly stochastic).
+        kind: what a pair's score s = beta <Q x_i + b, K x_j> weighs in A_ij. "softmax" e^s / sum_j e^s, "hardmax" the
+            same at beta = inf, "sinkhorn" doubly stochastic; and, not shared out among the keys, "unnormalised"
+            e^s / n, "linear" s / n, "relu" max(s, 0) / n, "sigmoid" 1 / (n (1 + e^{-s})). Masses w_j take the place
+            of 1 / n; it stays where masks hide keys.
         causal: token i sees the tokens j <= i.
         self_attention: False hides every token from itself.
         truncation: the share of each query's attention that large, cold clouds may leave out to be fast; 1e-6 for
@@ -368,6 +370,11 @@ class Attention:
             raise ValueError("kind = 'sinkhorn' balances a cloud with itself; it has no drift against a context.")
         if isinstance(context, Tensor):
             context = Cloud(context)
+        if self.kind in pointwise.PHI and not isinstance(context, Cloud):
+            raise ValueError(
+                f"kind = {self.kind!r} has no drift against a {type(context).__name__}: only softmax and unnormalised "
+                "attention are tilted means; expected a Cloud, such as a sample or quadrature of it."
+            )
         if isinstance(context, Cloud):
             self.check_tokens(context.x, "context")
             self.batch_shape(x.shape[:-2], context.x.shape[:-2])
@@ -378,7 +385,7 @@ class Attention:
         return F
 
     def matrix(self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """The attention matrix A (..., heads, n, n), dense; rows sum to one but for kind="unnormalised".
+        """The attention matrix A (..., heads, n, n), dense; rows sum to one where the kind shares out attention.
 
         weights, mask: as in `drift`.
 
@@ -405,7 +412,7 @@ class Attention:
         log_weights, p = self.cloud(x, weights, mask).log_weights, self.prepared()
         with torch.no_grad():
             found = truncated.over_near_keys(p, x, x, p.key_bias(x, log_weights), always=True)
-            if found is None:  # every key matters: unnormalised, or a masked hardmax, or truncation = 0
+            if found is None:  # every key matters: nothing is shared out, or a masked hardmax, or truncation = 0
                 F = drift.against_cloud(p, x, x, log_weights)
                 found = truncated.Truncated(F, torch.zeros_like(F[..., 0]), 1.0)
         if mask is None:

@@ -20,7 +20,7 @@ from attn_flow.averages import dense, sinkhorn
 from attn_flow.base import checks
 from attn_flow.base.words import introduce
 
-Kind = Literal["softmax", "unnormalised", "hardmax", "sinkhorn"]
+Kind = Literal["softmax", "unnormalised", "hardmax", "sinkhorn", "linear", "relu", "sigmoid"]
 ALL = slice(None)
 NO_BATCH = torch.Size(())
 
@@ -137,6 +137,11 @@ class Projections:
     def tensors(self) -> list[Tensor]:
         queries = (self.query, self.query_bias, self.query_scale)
         return [z for z in (*queries, self.key, self.value, self.output, self.constant) if z is not None]
+
+    @property
+    def shared_out(self) -> bool:
+        """Whether every query shares out one unit of attention, so that scores matter relative to each other."""
+        return self.kind in ("softmax", "sinkhorn")
 
     @property
     def same_queries_and_keys(self) -> bool:

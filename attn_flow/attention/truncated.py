@@ -42,7 +42,7 @@ def over_near_keys(
     """The drift of `against_cloud` with at most `truncation` of any query's weights left out; None if all matter."""
     tolerance = p.truncation if p.truncation is not None else TRUNCATION.get(x.dtype, 0.0)
     masked = p.causal or not p.self_attention
-    if tolerance == 0 or p.kind == "unnormalised" or (p.cold and masked):
+    if tolerance == 0 or not p.shared_out or (p.cold and masked):
         return None
     if torch.is_autocast_enabled(x.device.type):  # it would round what the bounds are made of
         return None

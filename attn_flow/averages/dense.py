@@ -153,7 +153,7 @@ def softmax_and_log_sum(
         shares, log_sum = probabilities(logits(q * scale, k, bias, causal, exclude_self, first + i))
         return shares @ v, log_sum
 
-    return _in_blocks(rows, q, k, v, key_bias, first if causal else None)
+    return in_blocks(rows, q, k, v, key_bias, first if causal else None)
 
 
 def _in_segments(
@@ -220,7 +220,7 @@ def hardmax(
         won, top = winners(q, k, bias, causal, exclude_self, first + i)
         return won @ v, top
 
-    return _in_blocks(rows, q, k, v, key_bias, first if causal else None)
+    return in_blocks(rows, q, k, v, key_bias, first if causal else None)
 
 
 def winners(
@@ -279,7 +279,7 @@ def log_mean_exp(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
         log_mean = log_mean_of_exp(q @ k.mT, w[..., None, :])
         return log_mean[..., None], log_mean
 
-    return _in_blocks(rows, q, k, k[..., :1], weights)[1]
+    return in_blocks(rows, q, k, k[..., :1], weights)[1]
 
 
 def log_mean_of_exp(t: Tensor, w: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ def log_mean_of_exp(t: Tensor, w: Tensor) -> Tensor:
     return torch.where(near, torch.log1p((w * torch.expm1(small)).sum(-1)), torch.logsumexp(t + w.log(), dim=-1))
 
 
-def _in_blocks(
+def in_blocks(
     rows: Callable[..., tuple[Tensor, Tensor]],
     q: Tensor,
     k: Tensor,

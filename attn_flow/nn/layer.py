@@ -243,6 +243,8 @@ class ContinuousAttentionLayer(nn.Module):
         if infinite is not None and bool(infinite.any()) and not bool(infinite.all()):
             raise ValueError("beta mixes finite and infinite entries; expected one or the other for all heads.")
         self._cold = infinite is not None and bool(infinite.all())
+        if self._cold and self.kind not in ("softmax", "hardmax"):
+            raise ValueError(f"beta = inf with kind = {self.kind!r}; only softmax has a zero-temperature limit.")
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

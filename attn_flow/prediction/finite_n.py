@@ -67,6 +67,10 @@ def resolution(
         Resolution(resolved, number up to 0.01, n 1000)
     """
     checks.tokens("x", x)
+    if attention.kind in ("linear", "relu", "sigmoid"):
+        raise ValueError(
+            f"attention of kind {attention.kind!r} sees every token at any beta; expected a softmax, whose caps shrink."
+        )
     if beta is not None:
         checks.inverse_temperature(beta)
     cloud = attention.cloud(x, weights, mask)

@@ -14,6 +14,14 @@ from attn_flow.attention import drift as drift_module
 from attn_flow.averages import sinkhorn
 
 F64 = torch.float64
+PHI = {  # of the kinds that do not share attention out
+    "unnormalised": math.exp,
+    "linear": lambda s: s,
+    "relu": lambda s: max(s, 0.0),
+    "sigmoid": lambda s: 1 / (1 + math.exp(-s)),
+}
+TILTED = ("softmax", "unnormalised", "hardmax")  # those with a drift against any measure
+KINDS = (*TILTED, "linear", "relu", "sigmoid", "sinkhorn")
 
 
 def randn(*shape: int, generator: torch.Generator) -> Tensor:
@@ -48,8 +56,8 @@ def loop_weights(
                 top = max(s.values())
                 share = {j: mass[j] for j in seen if s[j] > top - 1e-12}
                 share = {j: v / sum(share.values()) for j, v in share.items()}
-            elif attention.kind == "unnormalised":
-                share = {j: mass[j] * math.exp(beta * s[j]) for j in seen}
+            elif attention.kind in PHI:
+                share = {j: mass[j] * PHI[attention.kind](beta * s[j]) for j in seen}
             else:
                 top = max(s.values())
                 share = {j: mass[j] * math.exp(beta * (s[j] - top)) for j in seen}
@@ -88,7 +96,7 @@ class System:
 
 
 @st.composite
-def systems(draw: st.DrawFn, kinds: tuple[str, ...] = ("softmax", "unnormalised", "hardmax")) -> System:
+def systems(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS[:-1]) -> System:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     make = lambda *shape: randn(*shape, generator=generator)
     n, d, heads = draw(st.integers(2, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
@@ -167,6 +175,10 @@ def test_the_drift_against_a_cloud_is_the_self_drift(system: System) -> None:
     keep = slice(None) if mask is None else mask
     cloud = Cloud(x, w, mask)
     torch.testing.assert_close(a.drift(x, cloud)[keep], alone[keep], rtol=1e-8, atol=1e-8)
+    if a.kind in PHI and a.kind not in TILTED:
+        with pytest.raises(ValueError, match=f"'{a.kind}' has no drift against a UniformSphere.*expected a Cloud"):
+            a.drift(x, UniformSphere(a.dim))
+        return
     mixture = Mixture([cloud, UniformSphere(a.dim)], torch.tensor([1.0, 0.0], dtype=F64))
     torch.testing.assert_close(a.drift(x, mixture)[keep], alone[keep], rtol=1e-8, atol=1e-8)
     if w is None and mask is None:
@@ -319,8 +331,6 @@ def test_sinkhorn_fails_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- laws ---------------------------------------------------------------------------------------------------------
-
-KINDS = ("softmax", "unnormalised", "hardmax", "sinkhorn")
 
 
 @given(systems(kinds=KINDS), st.integers(0, 2**32))

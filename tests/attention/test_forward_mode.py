@@ -98,7 +98,9 @@ def test_where_the_drift_itself_would_be_a_fourier_series(generator):
         torch.testing.assert_close(found, expected, atol=rounding(scores, n), rtol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"kind": "unnormalised"}, {"self_attention": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"kind": "unnormalised"}, {"kind": "sigmoid"}, {"self_attention": False}]
+)
 def test_memory_is_linear_in_n(options, generator):
     attention = Attention.identity(4, 2.0, **options)
 

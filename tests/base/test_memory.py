@@ -170,6 +170,9 @@ OPTIONS: dict[str, dict] = {
     "self_attention=False": {"self_attention": False},
     "unnormalised": {"kind": "unnormalised"},
     "hardmax": {"kind": "hardmax"},
+    "linear": {"kind": "linear"},
+    "causal linear": {"kind": "linear", "causal": True},
+    "sigmoid": {"kind": "sigmoid"},
     "biases": {"query_bias": True, "value_bias": torch.ones(D)},
     "beta per head": {"beta": True},
 }

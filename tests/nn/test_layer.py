@@ -40,6 +40,9 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
         {"kind": "unnormalised", "beta": 0.5},
         {"kind": "sinkhorn"},
         {"kind": "hardmax"},
+        {"kind": "linear"},
+        {"kind": "relu"},
+        {"kind": "sigmoid"},
         {"causal": True},
         {"self_attention": False},
         {"beta": torch.tensor([0.5, 3.0])},
@@ -115,10 +118,12 @@ def test_from_attention() -> None:
         {"bias": True, "learn_beta": True, "beta": 1.3},
         {"step": dopri5, "steps": 2, "checkpoint": True},
         {"kind": "unnormalised", "causal": True},
+        {"kind": "linear", "bias": True},
+        {"kind": "sigmoid", "causal": True},
         {"geometry": Ellipsoid.from_layer_norm(1 + 0.1 * drawn(4, seed=1), drawn(4, seed=2))},
         {"self_attention": False},
     ],
-    ids=["biases", "checkpoint", "unnormalised causal", "layer norm", "no self"],
+    ids=["biases", "checkpoint", "unnormalised causal", "linear", "sigmoid causal", "layer norm", "no self"],
 )
 def test_gradcheck_through_the_steps(options: dict) -> None:
     module = layer(**{"steps": 2, **options})
@@ -265,7 +270,9 @@ def test_dtypes(dtype: torch.dtype, error: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": True}, {"kind": "unnormalised"}, {"self_attention": False}], ids=str
+    "options",
+    [{}, {"causal": True}, {"kind": "unnormalised"}, {"self_attention": False}, {"kind": "linear"}, {"kind": "relu"}],
+    ids=str,
 )
 def test_autocast(options: dict) -> None:
     module = layer(dtype=torch.float32, **options)
@@ -399,7 +406,11 @@ def test_zero_rows_may_hide_behind_the_mask() -> None:
         ({"beta": -1.0}, r"beta = -1.0, expected 0 <= beta <= inf"),
         ({"beta": torch.tensor([1.0, 2.0, 3.0])}, r"beta has shape \(3,\), expected \(\) or \(heads,\) = \(2,\)"),
         ({"beta": math.inf, "learn_beta": True}, r"beta = inf cannot be learned; expected positive and finite"),
-        ({"kind": "linear"}, r"kind = 'linear', expected one of 'softmax', 'unnormalised', 'hardmax', 'sinkhorn'"),
+        ({"kind": "cosine"}, r"kind = 'cosine', expected one of 'softmax', 'unnormalised', 'hardmax', 'sinkhorn'"),
+        (
+            {"kind": "relu", "beta": math.inf},
+            r"beta = inf with kind = 'relu'; only softmax has a zero-temperature limit",
+        ),
         ({"step": Adaptive()}, r"step = Adaptive.*expected a step function such as rk4: a layer takes equal steps"),
     ],
     ids=str,
