@@ -256,8 +256,13 @@ def placed(name: str, x: Tensor, mask: Tensor | None, geometry: Geometry, look: 
 
 def check_placed(name: str, x: Tensor, geometry: Geometry) -> None:
     """Raise ValueError if the retraction x of finite tokens is not finite."""
-    if checks.can_look(x) and not checks.all_finite(x):
-        raise ValueError(
-            f"{name} has a row that {type(geometry).__name__} cannot place (a zero row has no direction); remove it, "
-            "hide it with mask, or use geometry=Euclidean()."
-        )
+
+    def look() -> None:
+        if not checks.all_finite(x):
+            raise ValueError(
+                f"{name} has a row that {type(geometry).__name__} cannot place (a zero row has no direction); remove "
+                "it, hide it with mask, or use geometry=Euclidean()."
+            )
+
+    if checks.can_look(x):
+        checks.look_if(~torch.isfinite(x.detach().sum()), look)

@@ -3,12 +3,29 @@
 Run by test_accelerator.py in a process of its own: torch counts devices once, at the first backward pass.
 """
 
+import warnings
+
 import pytest
 import torch
-from accelerator import accelerator, device_reads, forget_reads, on, values
 from torch import Tensor, nn
 
-from attn_flow import Attention, ContinuousAttentionLayer, Euclidean, Gaussian, Sphere, UniformSphere, flow, wasserstein
+from attn_flow import (
+    Adaptive,
+    Attention,
+    Cloud,
+    ContinuousAttentionLayer,
+    Euclidean,
+    Gaussian,
+    Sphere,
+    UniformSphere,
+    flow,
+    wasserstein,
+)
+from attn_flow.bench.accelerator import accelerator, device_reads, forget_reads, on, values
+from attn_flow.bench.reads import counted
+from attn_flow.dynamics.integrator import PrecisionWarning
+from attn_flow.dynamics.kicks import independent
+from attn_flow.dynamics.placement import peri
 from attn_flow.nn import ContinuousMultiheadAttention
 
 G, V = torch.diag(torch.tensor([3.0, 1.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0, 1.0]))
@@ -44,18 +61,129 @@ def test_measures_stay_and_agree(x: Tensor) -> None:
             close(Attention.from_matrices(on(G), on(V), 2.0).drift(on(x), there), expected)
 
 
+def count() -> int:
+    """Reads since the last time."""
+    found = sum(device_reads().values())
+    forget_reads()
+    return found
+
+
 @pytest.mark.parametrize("times", [2, 5])
-def test_a_fixed_step_flow_reads_once_per_kept_time(x: Tensor, times: int) -> None:
-    t = torch.linspace(0, 2, times)
-    expected = flow(Attention.from_matrices(G, V, 4.0), x, t)
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_fixed_step_flow_reads_once_per_kept_time_or_never(x: Tensor, times: int, validate: bool) -> None:
+    t = torch.linspace(0, 0.2, times)
+    mask, weights = torch.arange(40) < 30, torch.rand(40, generator=torch.Generator().manual_seed(1))
+    law = Gaussian(torch.zeros(3), torch.eye(3))
+    beta = torch.tensor([[2.0], [4.0]])
+    cases = [
+        {},
+        {"weights": weights, "mask": mask},
+        {"geometry": Euclidean()},
+        {"placement": peri},
+        {"context": law},
+        {"context": Cloud(x[:7])},
+        {"step": "euler", "attention": {"causal": True}},
+        {"attention": {"self_attention": False}},
+        {"attention": {"kind": "hardmax"}},
+        {"attention": {"kind": "unnormalised"}},
+        {"attention": {"beta": beta}},
+    ]
+    for case in cases:
+        options = {name: value for name, value in case.items() if name != "attention"}
+        given = {"beta": 1.0, **case.get("attention", {})}
+        expected = flow(Attention.from_matrices(G, V, **given), x, t, h=0.1, **options)
+        with accelerator():
+            if "beta" in case.get("attention", {}):
+                given["beta"] = on(beta)
+            attention = Attention.from_matrices(on(G), on(V), **given)
+            moved = {name: on(z) if isinstance(z, Tensor) else z for name, z in options.items()}
+            if "context" in options:
+                moved["context"] = (
+                    Cloud(on(x[:7])) if isinstance(options["context"], Cloud) else Gaussian(on(law.mean), on(law.cov))
+                )
+            forget_reads()
+            path = flow(attention, on(x), t, h=0.1, validate=validate, **moved)
+            found = count()
+        close(path.x, expected.x, 40)
+        of_the_weights = 1 + 2 * ("beta" in case.get("attention", {}))  # a norm; the largest beta, and for `about`
+        at_the_start = 1 + ("geometry" in options)  # one validation; how long tokens are, where nothing bounds them
+        assert found <= (of_the_weights + at_the_start + times - 1 if validate else 0), (case, found)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_an_adaptive_flow_reads_once_a_step(x: Tensor, merge: bool) -> None:
+    """Accepted and refused ones, mergers included: as many reads as there were steps, and one at the start."""
+    step = Adaptive(tol=1e-4, merge=merge)
+    expected = flow(Attention.from_matrices(G, V, 4.0), x, [0.0, 1.0, 4.0], step=step)
     with accelerator():
         attention = Attention.from_matrices(on(G), on(V), 4.0)
+        attention.prepared(1.0)  # which reads a norm
         forget_reads()
-        path = flow(attention, on(x), t)
-        found = device_reads()
-        close(path.x, expected.x, 40)
-    checks_at_the_start = 5  # finite, on the geometry, precision
-    assert sum(found.values()) <= checks_at_the_start + times - 1, found
+        path = flow(attention, on(x), [0.0, 1.0, 4.0], step=step)
+        found = count()
+    steps_at_most = path.about["evaluations"] // 6  # 6 evaluations a step, and the first
+    assert 5 < found <= 1 + steps_at_most
+    assert path.about == expected.about
+    assert not merge or path.about["tokens_left"] < 40
+    torch.testing.assert_close(values(path.x), expected.x, rtol=0, atol=20 * step.tol)
+
+
+def test_noise_is_looked_at_with_the_next_step(x: Tensor) -> None:
+    with accelerator():
+        attention = Attention.from_matrices(on(G), on(V), 4.0)
+        attention.prepared(1.0)
+        noise = independent(0.01)
+        forget_reads()
+        path = flow(attention, on(x), [0.0, 1.0], step=Adaptive(tol=1e-3), noise=noise)
+        assert count() <= 2 + path.about["evaluations"] // 6
+        with pytest.raises(FloatingPointError, match=r"tokens left the range of torch.float32 at t = 0\."):
+            flow(attention, on(x), [0.0, 1.0], step=Adaptive(tol=1e-3), noise=lambda x, _: x / 0)
+
+
+def test_what_is_wrong_is_said_once_all_is_read(x: Tensor) -> None:
+    with accelerator():
+        attention = Attention.from_matrices(on(G), on(V), 4.0)
+        spoilt = x.clone()
+        spoilt[3, 1] = torch.nan
+        for bad, message, options in (
+            (spoilt, r"x0 has 1 NaN or infinite entries of 120", {}),
+            (torch.zeros_like(x), "x0 has a row that Sphere cannot place", {}),
+            (x, "mask hides every token", {"mask": on(torch.zeros(40, dtype=torch.bool))}),
+            (x, "weights reach -1, expected nonnegative", {"weights": on(-torch.ones(40))}),
+        ):
+            with pytest.raises(ValueError, match=message):
+                flow(attention, on(bad), [0.0, 1.0], **options)
+            forget_reads()
+            flow(attention, on(bad), [0.0, 1.0], **options, validate=False)
+            assert count() == 0
+        for options in ({"step": "adaptive"}, {"stop": lambda t, cloud: False}):
+            with pytest.raises(ValueError, match=r"validate=False with .* reads values after every step"):
+                flow(attention, on(x), [0.0, 1.0], validate=False, **options)
+
+
+@pytest.mark.parametrize("beta", [1.0, 500.0])
+def test_the_precision_rule_holds_on_the_device(x: Tensor, beta: float) -> None:
+    """beta = 500 needs float64; float32 logits would be wrong by 500 x 6e-8 x |G| each, 1e-4 in the drift."""
+    expected = flow(Attention.from_matrices(G.double(), V.double(), beta), x.double(), [0.0, 0.2])
+    with accelerator():
+        path = flow(Attention.from_matrices(on(G), on(V), beta), on(x), [0.0, 0.2])
+        scheduled = flow(lambda t: Attention.from_matrices(on(G), on(V), beta), on(x), [0.0, 0.2])
+    for found in (path, scheduled):
+        torch.testing.assert_close(values(found.x).double(), expected.x, rtol=0, atol=40 * 6e-8 * 4)
+
+
+def test_tokens_that_grow_in_flat_space_are_noticed(x: Tensor) -> None:
+    attention = Attention.identity(3, beta=2.0)
+    with accelerator() as device, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        there = attention.to(device)
+        for t in (
+            [0.0, 4.0],
+            [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0],
+        ):  # grown e^4-fold at once, and seen to grow
+            flow(there, on(x + 1), t, geometry=Euclidean())
+    assert [w.category for w in said] == [PrecisionWarning]
+    assert "tokens grew from" in str(said[0].message)
 
 
 def test_a_layer_reads_once_per_forward_and_never_backward(x: Tensor) -> None:
@@ -97,3 +225,9 @@ def test_distances_stay(x: Tensor, method: str) -> None:
     with accelerator():
         found = wasserstein(on(x), on(y), method=method, rtol=0.5)
         torch.testing.assert_close(values(found), expected, rtol=1e-4, atol=0)
+
+
+def test_the_bench_counts_no_more_reads_than_are_allowed() -> None:
+    rows = list(counted(n=12))
+    assert all(row["ratio"] <= 1 for row in rows), rows
+    assert [row["reads"] for row in rows if row["against"] == "none"] == [0, 0, 0, 0]

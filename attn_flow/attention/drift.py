@@ -14,7 +14,7 @@ from attn_flow.attention import truncated
 from attn_flow.attention.projections import ALL, Projections
 from attn_flow.averages import dense, pointwise
 from attn_flow.base import checks
-from attn_flow.measures import Measure
+from attn_flow.measures import Cloud, Measure
 
 # Entries of queries, keys, values and averages beyond which the drift is computed in parts, without and with gradient.
 AT_ONCE, AT_ONCE_WITH_GRADIENT = 2**21, 2**22
@@ -31,8 +31,9 @@ def against_cloud(p: Projections, x: Tensor, y: Tensor, log_weights: Tensor | No
     bias = p.key_bias(y, log_weights)
     tensors = [x, y, *p.tensors] if bias is None else [x, y, bias, *p.tensors]
     gradient = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
-    looks = checks.can_look(*tensors) and not checks.forward_mode()
-    if looks and not gradient and x.shape[-2] * y.shape[-2] >= truncated.FEWEST_PAIRS:
+    plain = checks.is_plain(*tensors) and not checks.forward_mode()
+    # On an accelerator the choice of keys would be waited for.
+    if plain and x.device.type == "cpu" and not gradient and x.shape[-2] * y.shape[-2] >= truncated.FEWEST_PAIRS:
         few = truncated.over_near_keys(p, x, y, bias, first)
         if few is not None:
             return few.drift
@@ -40,13 +41,20 @@ def against_cloud(p: Projections, x: Tensor, y: Tensor, log_weights: Tensor | No
     entries = 2 * (p.key_width + p.value_width) * p.heads * math.prod(batch) * x.shape[-2]
     if p.cold or not p.shared_out or not p.self_attention:
         entries *= 2  # not the fused kernel: parts and their sum at the same time
-    if entries <= (AT_ONCE_WITH_GRADIENT if gradient else AT_ONCE) or not looks:
+    if entries <= (AT_ONCE_WITH_GRADIENT if gradient else AT_ONCE) or not plain:
         drift = _attend(p, x, y, p.keys(y), p.values(y), bias, first=first)
     elif gradient:
         drift = _head_by_head(p, x, y, bias, first)
     else:
         drift = _in_parts(p, x, y, bias, first)
     return p.with_constant(drift)
+
+
+def against(p: Projections, x: Tensor, mu: Measure) -> Tensor:
+    """The drift of tokens x (..., n, d) that attend to a measure, a cloud or another."""
+    if isinstance(mu, Cloud):
+        return against_cloud(p, x, mu.x, mu.log_weights)
+    return against_measure(p, x, mu)
 
 
 def against_measure(p: Projections, x: Tensor, mu: Measure) -> Tensor:

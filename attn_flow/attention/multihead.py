@@ -7,8 +7,9 @@ summed. Matrices act on column vectors: tokens are rows, so code reads x @ Q.mT.
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -66,6 +67,7 @@ class Attention:
     truncation: float | None
     _number: float | None = field(init=False, repr=False)
     _identity: bool = field(init=False, repr=False)
+    _logit_terms: list[float] = field(init=False, repr=False)  # at beta = 1, once asked for; of all temperatures
 
     def __init__(
         self,
@@ -92,14 +94,12 @@ class Attention:
         if kind == "hardmax":
             kind, beta = "softmax", math.inf
         number, beta = _beta(beta, weights["Q"])
-        if kind != "softmax" and number == math.inf:
-            raise ValueError(f"beta = inf with kind = {kind!r}; only softmax has a zero-temperature limit (hardmax).")
+        _check_limit(kind, number)
         if kind == "sinkhorn" and (causal or not self_attention):
             raise ValueError("kind = 'sinkhorn' needs every pair; expected causal=False and self_attention=True.")
         flags = {"kind": kind, "causal": causal, "self_attention": self_attention, "truncation": truncation}
-        vars(self).update(
-            weights, beta=beta, **flags, _number=number, _identity=_is_identity(weights["Q"], weights["K"])
-        )
+        identity = _is_identity(weights["Q"], weights["K"])
+        vars(self).update(weights, beta=beta, **flags, _number=number, _identity=identity, _logit_terms=[])
 
     # --- constructors -------------------------------------------------------------------------------------------
 
@@ -264,7 +264,11 @@ class Attention:
 
     def summary(self) -> dict[str, Any]:
         """What a path remembers of the attention that made it, as plain JSON."""
-        beta = self.beta.tolist() if self._number is None else self._number if math.isfinite(self._number) else "inf"
+        beta: Any = self._number
+        if beta is None:
+            beta = self.beta.tolist() if checks.can_look(self.beta) else f"tensor {tuple(self.beta.shape)}"
+        elif not math.isfinite(beta):
+            beta = "inf"
         words = {"kind": self.kind, "causal": self.causal, "self_attention": self.self_attention}
         return {"heads": self.heads, "dim": self.dim, "beta": beta, **words}
 
@@ -282,7 +286,11 @@ class Attention:
 
     def with_beta(self, beta: float | Tensor) -> Attention:
         """The same attention at another inverse temperature."""
-        return self._changed(beta=beta)
+        number, tensor = _beta(beta, self.Q)
+        _check_limit(self.kind, number)
+        made = copy.copy(self)
+        vars(made).update(beta=tensor, _number=number)
+        return made
 
     def to(self, *args: Any, **kwargs: Any) -> Attention:
         """The same attention with its tensors moved or cast, as `Tensor.to`."""
@@ -307,9 +315,13 @@ class Attention:
                 "per batch element pass beta[:, None]."
             ) from None
 
-    def prepared(self) -> Projections:
-        """The weights as drifts want them; a flow prepares them once."""
-        return Projections.of(
+    def prepared(self, radius: float | None = None) -> Projections:
+        """The weights as drifts want them; a flow prepares them once.
+
+        radius: no token is longer. The precision is then chosen here, where values may be looked at, and not at every
+        drift: the first time one number is read of the weights, which `with_beta` shares.
+        """
+        p = Projections.of(
             self.Q,
             self.K,
             self.V,
@@ -324,6 +336,19 @@ class Attention:
             identity_query=self._identity,
             batch=self.batch_shape(),
         )
+        if radius is None or self.cold or not checks.can_look(self.beta, *p.tensors):
+            return p
+        return replace(p, precise=self.needs_float64(radius))
+
+    def needs_float64(self, radius: float) -> bool:
+        """Whether logits of tokens of at most this length may be too large for float32."""
+        if not self._logit_terms or any(z.requires_grad for z in self.tensors.values()):  # those may be trained
+            with torch.no_grad():
+                warm = Projections.of(self.Q, self.K, None, None, 1.0, self.query_bias, identity_query=self._identity)
+                self._logit_terms[:] = checks.read(*warm.logit_terms)
+        a, b = self._logit_terms
+        largest = self._number if self._number is not None else checks.read(self.beta.amax())[0]
+        return largest * (a * radius + b) * radius > dense.LOGIT_RANGE
 
     # --- what it does -------------------------------------------------------------------------------------------
 
@@ -359,30 +384,31 @@ class Attention:
             checks.in_range("the drift", F)
             return F if mask is None else F.masked_fill(~mask[..., None], 0.0)
         checks.tokens("x", x)
-        self.check_tokens(x)
         if weights is not None or mask is not None:
             raise ValueError(
                 "weights and mask describe the cloud x; with context= put them into Cloud(y, weights, mask)."
             )
+        F = drift.against(self.prepared(), x, self.checked_context(x, context))
+        checks.in_range("the drift", F)
+        return F
+
+    def checked_context(self, x: Tensor, context: Measure | Tensor) -> Measure:
+        """The measure that tokens x are to attend to, if they can; else ValueError."""
+        self.check_tokens(x)
         if self.causal or not self.self_attention:
             raise ValueError("causal and self_attention=False compare tokens of one cloud; with context= use neither.")
         if self.kind == "sinkhorn":
             raise ValueError("kind = 'sinkhorn' balances a cloud with itself; it has no drift against a context.")
-        if isinstance(context, Tensor):
-            context = Cloud(context)
-        if self.kind in pointwise.PHI and not isinstance(context, Cloud):
+        mu: Measure = Cloud(context) if isinstance(context, Tensor) else context
+        if self.kind in pointwise.PHI and not isinstance(mu, Cloud):
             raise ValueError(
-                f"kind = {self.kind!r} has no drift against a {type(context).__name__}: only softmax and unnormalised "
+                f"kind = {self.kind!r} has no drift against a {type(mu).__name__}: only softmax and unnormalised "
                 "attention are tilted means; expected a Cloud, such as a sample or quadrature of it."
             )
-        if isinstance(context, Cloud):
-            self.check_tokens(context.x, "context")
-            self.batch_shape(x.shape[:-2], context.x.shape[:-2])
-            F = drift.against_cloud(self.prepared(), x, context.x, context.log_weights)
-        else:
-            F = drift.against_measure(self.prepared(), x, context)
-        checks.in_range("the drift", F)
-        return F
+        if isinstance(mu, Cloud):
+            self.check_tokens(mu.x, "context")
+            self.batch_shape(x.shape[:-2], mu.x.shape[:-2])
+        return mu
 
     def matrix(self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The attention matrix A (..., heads, n, n), dense; rows sum to one where the kind shares out attention.
@@ -435,10 +461,14 @@ class Attention:
         cloud = Cloud(x, weights, mask)
         self.check_tokens(x)
         self.batch_shape(x.shape[:-2])
-        if not self.self_attention and checks.can_look(x) and int((cloud.probabilities > 0).sum(-1).min()) < 2:
+
+        def look() -> None:
             raise ValueError(
                 "self_attention=False leaves a cloud of one token nobody to attend to; expected two or more."
             )
+
+        if not self.self_attention and checks.can_look(x):
+            checks.look_if((cloud.probabilities > 0).sum(-1).min() < 2, look)
         return cloud
 
 
@@ -472,6 +502,11 @@ def _check_weights(weights: dict[str, Any]) -> None:
             raise ValueError(f"{name} has dtype {z.dtype} and Q {Q.dtype}; use one dtype for all weights.")
         checks.same_device(name, z, "Q", Q)
         checks.finite(name, z)
+
+
+def _check_limit(kind: str, beta: float | None) -> None:
+    if kind != "softmax" and beta == math.inf:
+        raise ValueError(f"beta = inf with kind = {kind!r}; only softmax has a zero-temperature limit (hardmax).")
 
 
 def _beta(beta: float | Tensor, Q: Tensor) -> tuple[float | None, Tensor]:

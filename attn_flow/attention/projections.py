@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from attn_flow.averages import dense, sinkhorn
-from attn_flow.base import checks
 from attn_flow.base.words import introduce
 
 Kind = Literal["softmax", "unnormalised", "hardmax", "sinkhorn", "linear", "relu", "sigmoid"]
@@ -118,20 +117,19 @@ class Projections:
         cast: dict[str, Any] = {name: z.double() if isinstance(z, Tensor) else z for name, z in self.given.items()}
         return replace(Projections.of(**cast), precise=False)
 
+    @property
+    def logit_terms(self) -> tuple[Tensor, Tensor]:
+        """scale |q| |k| <= a r^2 + b r for tokens no longer than r: a and b, ()."""
+        like = self.tensors[0] if self.tensors else torch.ones(())
+        q, k = (like.new_ones(()) if z is None else _norm_bound(z) for z in (self.query, self.key))
+        q = q if self.query_scale is None else q * self.query_scale.amax()
+        b = q.new_zeros(()) if self.query_bias is None else self.query_bias.norm(dim=-1).amax()
+        return self.scale * q * k, self.scale * b * k
+
     def logit_bound(self, radius: float) -> Tensor:
         """scale |q| |k| is no larger for tokens of at most this length, ()."""
-        like = self.tensors[0] if self.tensors else torch.ones(())
-        q, k = (like.new_full((), radius) if z is None else radius * _norm_bound(z) for z in (self.query, self.key))
-        q = q if self.query_scale is None else q * self.query_scale.amax()
-        q = q if self.query_bias is None else q + self.query_bias.norm(dim=-1).amax()
-        return self.scale * q * k
-
-    def within(self, radius: float | None) -> Projections:
-        """These, with the precision chosen once for tokens of at most this length, if one is known."""
-        if radius is None or self.cold or not checks.can_look(*self.tensors):
-            return self
-        with torch.no_grad():
-            return replace(self, precise=float(self.logit_bound(radius)) > dense.LOGIT_RANGE)
+        a, b = self.logit_terms
+        return (a * radius + b) * radius
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -114,7 +114,7 @@ def _padded(z: Tensor, width: int) -> Tensor:
 
 def _has_flash(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None) -> bool:
     """Whether the CPU kernel may be called by its name: no transform, no tangents, no gradient of the bias."""
-    plain = q.device.type == "cpu" and checks.can_look(q, k, v) and q.dtype == k.dtype == v.dtype
+    plain = q.device.type == "cpu" and checks.is_plain(q, k, v) and q.dtype == k.dtype == v.dtype
     return plain and not checks.forward_mode() and not (key_bias is not None and key_bias.requires_grad)
 
 
@@ -312,8 +312,8 @@ def in_blocks(
     step = max(16, BLOCK // (n * clouds))
     blocks = [(c, i) for c in range(0, q.shape[0], clouds) for i in range(0, m, step)]
     tracked = [z for z in (q, k, v, bias) if z is not None and z.requires_grad]
-    seen = checks.can_look(*tracked) and not checks.forward_mode()  # tangents are gone when blocks are recomputed
-    recompute = len(blocks) > 1 and torch.is_grad_enabled() and bool(tracked) and seen
+    plain = checks.is_plain(*tracked) and not checks.forward_mode()  # tangents are gone when blocks are recomputed
+    recompute = len(blocks) > 1 and torch.is_grad_enabled() and bool(tracked) and plain
     parts = []
     for c, i in blocks:
         end = n if causal_from is None else min(n, causal_from + i + step)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
+_hidden: ContextVar[bool] = ContextVar("hidden", default=False)  # True inside `unseen`
+# What `together` is to read: where something is suspect, and who then looks closer.
+_suspects: ContextVar[list[tuple[Tensor, Callable[[], None]]] | None] = ContextVar("suspects", default=None)
 
-def can_look(*tensors: Tensor) -> bool:
-    """Whether values may be read: not while compiling or transforming, and not on the meta device."""
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether these hold values: not while compiling or transforming, and not on the meta device."""
     if torch.compiler.is_compiling():
         return False
     return not any(t.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
@@ -23,6 +29,51 @@ def forward_mode() -> bool:
     Fused kernels, torch's and our own, know no tangents; ordinary operations do.
     """
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def can_look(*tensors: Tensor) -> bool:
+    """Whether values may be read: they are there, and not hidden by `unseen`."""
+    return is_plain(*tensors) and not (_hidden.get() and any(t.device.type != "cpu" for t in tensors))
+
+
+@contextmanager
+def unseen(hidden: bool = True) -> Iterator[None]:
+    """Inside, nothing is read from an accelerator, which would have to be waited for; on a CPU all is as ever."""
+    if torch.compiler.is_compiling() or not hidden:
+        yield
+        return
+    token = _hidden.set(True)
+    try:
+        yield
+    finally:
+        _hidden.reset(token)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """What is checked inside of tensors on an accelerator is read at the end, once; on a CPU it is read at once."""
+    if torch.compiler.is_compiling() or _suspects.get() is not None:
+        yield
+        return
+    found: list[tuple[Tensor, Callable[[], None]]] = []
+    token = _suspects.set(found)
+    try:
+        yield
+    finally:
+        _suspects.reset(token)
+    if found:
+        for suspect, (_, look) in zip(read(*(where for where, _ in found)), found):
+            if suspect:
+                look()
+
+
+def look_if(suspect: Tensor, look: Callable[[], None]) -> None:
+    """Call look, which raises if it finds something, where suspect () is True: now, or at the end of `together`."""
+    pending = _suspects.get()
+    if pending is not None and suspect.device.type != "cpu":
+        pending.append((suspect, look))
+    elif bool(suspect):
+        look()
 
 
 def read(*numbers: Tensor) -> list[float]:
@@ -37,9 +88,14 @@ def all_finite(x: Tensor) -> bool:
 
 def finite(name: str, x: Tensor) -> None:
     """No NaN and no infinity, where values may be looked at."""
-    if can_look(x) and not all_finite(x):
+
+    def look() -> None:
         bad = int((~torch.isfinite(x)).sum())
-        raise ValueError(f"{name} has {bad} NaN or infinite entries of {x.numel()}, expected finite numbers.")
+        if bad:
+            raise ValueError(f"{name} has {bad} NaN or infinite entries of {x.numel()}, expected finite numbers.")
+
+    if can_look(x):  # a NaN or inf always shows in the sum; a finite sum may overflow
+        look_if(~torch.isfinite(x.detach().sum()), look)
 
 
 def in_range(name: str, x: Tensor) -> None:
@@ -84,8 +140,12 @@ def token_mask(mask: Tensor, x: Tensor) -> None:
     if mask.shape[-1:] != x.shape[-2:-1] or not broadcasts(mask.shape[:-1], x.shape[:-2]):
         raise ValueError(f"mask has shape {tuple(mask.shape)}, expected (..., n) = {tuple(x.shape[:-1])} to match x.")
     same_device("mask", mask, "x", x)
-    if can_look(mask) and not bool(mask.any(-1).all()):
+
+    def look() -> None:
         raise ValueError("mask hides every token of a cloud; expected at least one token per cloud. Drop empty rows.")
+
+    if can_look(mask):
+        look_if(~mask.any(-1).all(), look)
 
 
 def token_weights(weights: Tensor, x: Tensor, mask: Tensor | None = None) -> None:
@@ -104,12 +164,15 @@ def masses(weights: Tensor, mask: Tensor | None = None, of: str = "cloud") -> No
     if weights.is_complex() or weights.dtype == torch.bool:
         raise ValueError(f"weights have dtype {weights.dtype}, expected real masses; a choice of tokens is a mask.")
     finite("weights", weights)
-    if can_look(weights):
+    seen = weights if mask is None else torch.where(mask, weights, 0)
+
+    def look() -> None:
         if bool((weights < 0).any()):
             raise ValueError(f"weights reach {float(weights.min()):.3g}, expected nonnegative masses.")
-        seen = weights if mask is None else torch.where(mask, weights, 0)
-        if not bool((seen > 0).any(-1).all()):
-            raise ValueError(f"weights of a {of} are all zero; expected some mass in every {of}.")
+        raise ValueError(f"weights of a {of} are all zero; expected some mass in every {of}.")
+
+    if can_look(weights):
+        look_if((weights < 0).any() | ~(seen > 0).any(-1).all(), look)
 
 
 def queries(g: Tensor, d: int) -> None:

@@ -19,6 +19,7 @@ from attn_flow.bench.encoders import encoder_ratios
 from attn_flow.bench.flows import plateau_ratios, sweep_ratios
 from attn_flow.bench.layers import layer_ratios
 from attn_flow.bench.measure import Ratio
+from attn_flow.bench.reads import read_ratios
 from attn_flow.bench.shards import sharding_ratios
 from attn_flow.bench.whole_job import job_ratios
 
@@ -37,6 +38,7 @@ CASES: dict[str, Callable[[bool], Iterator[Ratio]]] = {
     "sharding": sharding_ratios,
     "layer": layer_ratios,
     "compile": compile_ratios,
+    "reads": read_ratios,
 }
 
 

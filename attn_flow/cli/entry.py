@@ -214,7 +214,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             help="drift, cold, circle, kernel, precision, memory, sweep, plateau, transport, job, encoder, sharding, "
-            "compile; all of them if none is named."
+            "layer, compile, reads; all of them if none is named."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Small sizes.")] = False,

@@ -54,9 +54,15 @@ class Processes:
         """The largest value of all processes; NaN counts as inf."""
         if self.count == 1:
             return value
-        x = torch.tensor(math.inf if math.isnan(value) else value, dtype=torch.float64, device=self.device)
+        return float(self.maxima(torch.tensor(value, dtype=torch.float64, device=self.device)))
+
+    def maxima(self, x: Tensor) -> Tensor:
+        """Entry by entry the largest of all processes; NaN counts as inf."""
+        if self.count == 1:
+            return x
+        x = torch.where(x.isnan(), math.inf, x)
         dist.all_reduce(x, dist.ReduceOp.MAX)
-        return float(x)
+        return x
 
     def gathered(self, x: Tensor) -> Tensor:
         """x of every process, (count, *x.shape)."""

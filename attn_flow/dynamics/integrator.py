@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,10 @@ LOCAL_ERROR = 0.1  # of a fixed step, relative to the length of a token: beyond 
 
 class StepWarning(UserWarning):
     """A fixed step is too long for the speed of the tokens."""
+
+
+class PrecisionWarning(UserWarning):
+    """Tokens on an accelerator grew, unseen, until float32 was too coarse for their logits."""
 
 
 def at(attention: Attention | Schedule, t: float) -> Attention:
@@ -55,9 +60,9 @@ class Integrator:
         self.attention, self.geometry, self.context, self.placement = attention, geometry, context, placement
         self.weights, self.mask, self.noise, self.generator, self.stop = weights, mask, noise, generator, stop
         self.shard = shard
-        self._prepared = None
-        if isinstance(attention, Attention):
-            self._prepared = attention.prepared().within(geometry.longest)
+        # The longest token that attention sees, where that is known; flat placements show it unit tokens.
+        self.radius = 1.0 if placement.flat else geometry.longest
+        self._prepared = attention.prepared(self.radius) if isinstance(attention, Attention) else None
         self._farthest: Tensor | None = None
         self._warned = False
         self.evaluations = 0
@@ -69,10 +74,11 @@ class Integrator:
 
         def drift_of(t: float, x: Tensor) -> Tensor:
             self.evaluations += 1
-            if self.context is not None:
-                return at(self.attention, t).drift(x, self.context)
-            p = at(self.attention, t).prepared() if self._prepared is None else self._prepared
-            return drift.against_cloud(p, x, self.shard.everyone(x), log_weights, self.shard.first)
+            p = at(self.attention, t).prepared(self.radius) if self._prepared is None else self._prepared
+            with checks.unseen(p.kind != "sinkhorn"):  # whose sweeps are to converge
+                if self.context is not None:
+                    return drift.against(p, x, self.context)
+                return drift.against_cloud(p, x, self.shard.everyone(x), log_weights, self.shard.first)
 
         def velocity(t: float, x: Tensor) -> Tensor:
             return self.shown(self.geometry.tangent(x, self.placement.velocity(drift_of, t, x)))
@@ -89,6 +95,25 @@ class Integrator:
             far = h * (v.detach().norm(dim=-1) / x.detach().norm(dim=-1).clamp_min(1.0)).amax()
             self._farthest = far if self._farthest is None else torch.maximum(self._farthest, far)
 
+    def lengths_seen(self, x: Tensor) -> bool:
+        """Whether every drift looks itself how long tokens are, or none is longer than `radius`."""
+        return x.device.type == "cpu" or self.placement.flat or self.geometry.longest is not None
+
+    def choose_precision(self, longest: float, t: float) -> None:
+        """For tokens on an accelerator that no geometry bounds: they may become twice as long until the next look."""
+        room, self.radius = self.radius, 2 * longest
+        if self._prepared is None or self._prepared.cold or not isinstance(self.attention, Attention):
+            return
+        precise = self.attention.needs_float64(self.radius)
+        if room is not None and longest > room and precise and not self._prepared.precise:
+            warnings.warn(
+                f"tokens grew from {room / 2:.3g} to {longest:.3g} by t = {t:.4g}, unseen between two times: in "
+                "float64 from here on; keep more times t, or use float64 throughout.",
+                PrecisionWarning,
+                stacklevel=5,
+            )
+        self._prepared = replace(self._prepared, precise=precise)
+
     def arrive(self, x: Tensor, step: Step, h: float, t: float) -> None:
         """At a kept time, in one read: raise if tokens are not finite, warn once of steps that they outran.
 
@@ -96,7 +121,9 @@ class Integrator:
         """
         if not checks.can_look(x) or self._farthest is None:
             return
-        total, far = checks.read(x.sum(), self._farthest)
+        total, far, longest = checks.read(x.sum(), self._farthest, _longest(x))
+        if not self.lengths_seen(x):
+            self.choose_precision(longest, t)
         if not math.isfinite(total) or self.shard.world.count > 1:
             self.check(x, t)
         order = getattr(step, "order", 1)
@@ -113,7 +140,7 @@ class Integrator:
 
     def fixed(self, x: Tensor, times: list[float], step: Step, h: float) -> Iterator[tuple[float, Tensor]]:
         """Equal steps of at most h between consecutive times; yields (t, x) at each of them."""
-        inner = self.velocity(Cloud(x, self.weights, self.mask).log_weights)
+        inner = self.velocity(self.begin(x, times[0]).log_weights)
         x = self.shard.own(x)
         size, begins = h, True
 
@@ -140,9 +167,19 @@ class Integrator:
             self.arrive(x, step, size, end)
             yield end, self.everyone(x)
 
+    def begin(self, x: Tensor, t: float) -> Cloud:
+        """The cloud at the first time, which was checked already, and the precision of its logits."""
+        if not self.lengths_seen(x) and checks.can_look(x):
+            self.choose_precision(checks.read(_longest(x))[0], t)
+        with checks.unseen():
+            return Cloud(x, self.weights, self.mask)
+
     def adaptive(self, x: Tensor, times: list[float], step: Adaptive, h: float) -> Iterator[tuple[float, Tensor]]:
-        """Steps of the controlled size, clipped to hit every time; yields (t, x) at each of them."""
-        cloud = Cloud(x, self.weights, self.mask)
+        """Steps of the controlled size, clipped to hit every time; yields (t, x) at each of them.
+
+        One read a step decides whether it is accepted and who merges.
+        """
+        cloud = self.begin(x, times[0])
         held = Merged.start(x, cloud.probabilities) if self.may_merge(step, times[0]) else None
         velocity = self.velocity(cloud.log_weights)
         x = self.shard.own(x)
@@ -162,39 +199,54 @@ class Integrator:
                 if not now + used > now:
                     raise FloatingPointError(f"the step shrank to {used:.3g} at t = {now:.6g}. Try a larger tol.")
                 first = velocity(now, x) if first is None else first  # kept when the step is refused
-                trial, error, at_trial = step.pair.with_error(velocity, now, x, used, self.geometry, first)
+                trial, error, after = step.pair.with_error(velocity, now, x, used, self.geometry, first)
                 assert error is not None  # Adaptive takes pairs only
-                scaled = self.shard.world.largest(step.scaled_error(error, trial))
+                arrival = end if last else now + used
+                known = after if step.pair.reuses_last and self.noise is None else None  # the velocity at the trial
+                group, left = None, torch.zeros_like(error[..., 0, 0]).amax()
+                if held is not None:
+                    known = velocity(arrival, trial) if known is None else known
+                    everyone, velocities = self.shard.everyone(trial), self.shard.everyone(known)
+                    group, left = held.groups(everyone, velocities, 10 * step.tol, taken)
+                scaled, total, longest, joint = self.looked_at(
+                    step.scaled_error(error, trial), x.sum().abs(), _longest(trial), left
+                )
+                if not math.isfinite(total):  # kicks did it: an accepted step without them is finite
+                    self.check(x, now)
                 if not scaled <= 1:  # or NaN: the trial left the range
                     size = step.next_step(used, scaled if math.isfinite(scaled) else math.inf)
                     continue
-                now = end if last else now + used
+                now, first = arrival, known
                 x = self.kicked(trial, used)
-                first = at_trial if step.pair.reuses_last and self.noise is None else None
                 grown = step.next_step(used, scaled, before)
                 size = max(size, grown) if last else grown  # a step cut short to hit a time is no reason to slow down
                 before = (used, scaled)
-                if self.noise is not None:  # an accepted step without kicks is finite
+                if not self.lengths_seen(x):
+                    self.choose_precision(longest, now)
+                if self.noise is not None and (x.device.type == "cpu" or now == times[-1]):  # else with the next error
                     self.check(x, now)
-                if held is not None:
-                    first = velocity(now, x) if first is None else first
-                    everyone, velocities = self.shard.everyone(x), self.shard.everyone(first)
-                    merged = held.merge(everyone, velocities, 10 * step.tol, self.geometry, taken)
-                    if merged is not held:
-                        held, self.shard = merged, Shard(self.shard.world, merged.x.shape[-2])
-                        x, first = self.shard.own(merged.x), None
-                        velocity = self.velocity(held.log_weights)
+                if held is not None and joint:
+                    assert group is not None
+                    held = held.joined(everyone, group, int(joint), self.geometry)
+                    self.shard = Shard(self.shard.world, held.x.shape[-2])
+                    x, first = self.shard.own(held.x), None
+                    velocity = self.velocity(held.log_weights)
                 if self.ends(now, x, held):
                     yield now, self.everyone(x, held)
                     return
             yield now, self.everyone(x, held)
+
+    def looked_at(self, *numbers: Tensor) -> list[float]:
+        """Some numbers (), the largest of all processes: an accelerator is waited for once."""
+        stacked = torch.stack([number.detach().double() for number in numbers])
+        return self.shard.world.maxima(stacked).cpu().tolist()
 
     def everyone(self, x: Tensor, held: Merged | None = None) -> Tensor:
         """The whole cloud, of this process's tokens, merged or not."""
         x = self.shard.everyone(x)
         if held is None:
             return x
-        self.tokens_left = int(held.alive.sum(-1).max())
+        self.tokens_left = held.x.shape[-2]  # of the cloud that has the most
         return held.everyone(x)
 
     def may_merge(self, step: Adaptive, t0: float) -> bool:
@@ -234,3 +286,8 @@ class Integrator:
             self.stopped = f"stop condition at t = {t:.6g}"
             return True
         return False
+
+
+def _longest(x: Tensor) -> Tensor:
+    """max_i |x_i|, ()."""
+    return torch.linalg.vector_norm(x.detach(), dim=-1).amax()

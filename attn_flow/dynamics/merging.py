@@ -47,24 +47,35 @@ class Merged:
         later sweep, whose grid is shifted. Tokens that move apart are left alone however close they are: a flow that
         expands would show that they were not one. The joint token is the retracted weighted mean.
         """
-        keys, alive = self._cells(x.detach(), within, sweep), self.alive
+        group, left = self.groups(x, velocity, within, sweep)
+        return self.joined(x, group, int(left), geometry)
+
+    def groups(self, x: Tensor, velocity: Tensor, within: float, sweep: int) -> tuple[Tensor, Tensor]:
+        """For every token of x (..., m, d) the number of its group (..., m), and how many groups are left ().
+
+        That number is 0 if nobody joins. Nothing is read from an accelerator.
+        """
+        x, alive = x.detach(), self.alive
+        keys = self._cells(x, within, sweep)
         group = _groups(keys)
-        if not _joins(group, alive):
+        if x.device.type == "cpu" and not bool(_joins(group, alive)):  # a look is free there, and saves the rest
+            return group, group.new_zeros(())
+        apart = torch.gather(_spreads(x, velocity.detach(), group), -1, group) & alive
+        group = _groups(torch.where(apart, torch.arange(x.shape[-2], device=x.device), keys))  # they keep to themselves
+        return group, torch.where(_joins(group, alive), torch.where(alive, group, -1).amax() + 1, 0)
+
+    def joined(self, x: Tensor, group: Tensor, left: int, geometry: Geometry) -> Merged:
+        """The groups as tokens, the first `left` of them; self if nobody joins."""
+        if left == 0:
             return self
-        apart = torch.gather(_spreads(x.detach(), velocity.detach(), group), -1, group) & alive
-        if bool(apart.any()):  # those keep to themselves
-            group = _groups(torch.where(apart, torch.arange(x.shape[-2], device=x.device), keys))
-            if not _joins(group, alive):
-                return self
-        most = int(torch.where(alive, group, -1).max()) + 1
         # A group without mass (tokens that only look on) has its plain mean; one without tokens is padding.
         mass, weighted = _sums(self.weights, x, group)
-        number, plain = _sums(alive.to(x.dtype), x, group)
+        number, plain = _sums(self.alive.to(x.dtype), x, group)
         heavy, there = mass > 0, number > 0
         total = torch.where(heavy[..., None], weighted, plain)
         share = torch.where(heavy, mass, torch.where(there, number, 1.0))
         mean = torch.where(there[..., None], total / share[..., None], x[..., :1, :])
-        return Merged(geometry.retract(mean[..., :most, :]), mass[..., :most], torch.gather(group, -1, self.owner))
+        return Merged(geometry.retract(mean[..., :left, :]), mass[..., :left], torch.gather(group, -1, self.owner))
 
     def _cells(self, x: Tensor, within: float, sweep: int) -> Tensor:
         """One 64-bit key per token for its cell; padding shares the largest key, so that its group is the last."""
@@ -84,10 +95,10 @@ def _groups(keys: Tensor) -> Tensor:
     return torch.zeros_like(keys).scatter(-1, order, new.cumsum(-1))
 
 
-def _joins(group: Tensor, alive: Tensor) -> bool:
-    """Whether somewhere two tokens that stand for somebody share a group."""
+def _joins(group: Tensor, alive: Tensor) -> Tensor:
+    """Whether somewhere two tokens that stand for somebody share a group, ()."""
     groups = torch.where(alive, group, -1).amax(-1) + 1
-    return bool((groups < alive.sum(-1)).any())
+    return (groups < alive.sum(-1)).any()
 
 
 def _sums(weights: Tensor, x: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,7 @@ def flow(
     noise: Kick | None = None,
     generator: torch.Generator | None = None,
     stop: Stop | None = None,
+    validate: bool = True,
     progress: bool = False,
     world: Processes = ALONE,
 ) -> Trajectory:
@@ -87,6 +88,11 @@ def flow(
         noise: kicks between steps, x <- retract(x + sqrt(h) noise(x, generator)) (`attn_flow.dynamics.kicks`).
         generator: of the noise.
         stop: a function (t, cloud) -> bool asked after every step, such as `consensus(tol)`; the path then ends there.
+        validate: False reads nothing from an accelerator, so that the host runs ahead of it and fixed steps can be
+            captured as a graph: entries that are not finite, padding without tokens and steps that are too long then
+            show in the result alone, and logits that need float64 are yours to know (float64 tokens; beta of about
+            200 on the unit sphere). True reads once at the start, once at every kept time, and once a step of
+            `Adaptive`. On a CPU, where a read costs nothing, everything is looked at either way.
         progress: show a bar on standard error.
         world: `processes()` under torchrun: each process is given the same arguments, moves its part of the tokens, and
             returns the whole path, the same bits in each. A step of your own then sees a part of the cloud, a stop
@@ -106,39 +112,45 @@ def flow(
     """
     times = _times(t)
     step = named_step(step)
+    if not validate and (isinstance(step, Adaptive) or stop is not None):
+        asks = "step='adaptive'" if isinstance(step, Adaptive) else "stop="
+        raise ValueError(f"validate=False with {asks}, which reads values after every step; use validate=True.")
     geometry = (Euclidean() if placement.flat else Sphere()) if geometry is None else geometry
-    x = _start(attention, x0, geometry, weights, mask, placement, h, float(times[0]))
-    _require_room(x, len(times), world)
-    if world.count > 1:
-        given = {"x0": x, "t": times, "weights": weights, "mask": mask}
-        check_shared(world, at(attention, float(times[0])).tensors, given, noise is not None, generator)
-    shard = Shard(world, x.shape[-2])
-    run = Integrator(attention, geometry, weights, mask, context, placement, noise, generator, stop, shard)
-    kept_t, kept_x = [float(times[0])], [x]
-    total = float(times[-1] - times[0])
-    if isinstance(step, Adaptive):
-        clouds = run.adaptive(x, times.tolist(), step, h)
-    else:
-        clouds = run.fixed(x, times.tolist(), step, h)
-    with progress_bar("flow", total or 1.0, progress and world.first) as advance:
-        for now, cloud in clouds:
-            advance(now - kept_t[-1], note=f"t = {now:.4g}")
-            kept_t.append(now)
-            kept_x.append(cloud)
-    scheduled = {"scheduled": getattr(attention, "__name__", repr(attention))}
-    about = {
-        "attention": attention.summary() if isinstance(attention, Attention) else scheduled,
-        "geometry": type(geometry).__name__,
-        "step": getattr(step, "name", getattr(step, "__name__", repr(step))),
-        "h": None if isinstance(step, Adaptive) else h,
-        "placement": placement.name,
-        "evaluations": run.evaluations,
-        "processes": world.count,
-        "stopped": run.stopped,
-    }
+    with checks.unseen(not validate):
+        with checks.together():
+            x = _start(attention, x0, geometry, weights, mask, context, placement, h, float(times[0]))
+        _require_room(x, len(times), world)
+        if world.count > 1:
+            given = {"x0": x, "t": times, "weights": weights, "mask": mask}
+            check_shared(world, at(attention, float(times[0])).tensors, given, noise is not None, generator)
+        shard = Shard(world, x.shape[-2])
+        run = Integrator(attention, geometry, weights, mask, context, placement, noise, generator, stop, shard)
+        kept_t, kept_x = [float(times[0])], [x]
+        total = float(times[-1] - times[0])
+        if isinstance(step, Adaptive):
+            clouds = run.adaptive(x, times.tolist(), step, h)
+        else:
+            clouds = run.fixed(x, times.tolist(), step, h)
+        with progress_bar("flow", total or 1.0, progress and world.first) as advance:
+            for now, cloud in clouds:
+                advance(now - kept_t[-1], note=f"t = {now:.4g}")
+                kept_t.append(now)
+                kept_x.append(cloud)
+        scheduled = {"scheduled": getattr(attention, "__name__", repr(attention))}
+        about = {
+            "attention": attention.summary() if isinstance(attention, Attention) else scheduled,
+            "geometry": type(geometry).__name__,
+            "step": getattr(step, "name", getattr(step, "__name__", repr(step))),
+            "h": None if isinstance(step, Adaptive) else h,
+            "placement": placement.name,
+            "evaluations": run.evaluations,
+            "processes": world.count,
+            "stopped": run.stopped,
+        }
     if run.tokens_left is not None:
         about["tokens_left"] = run.tokens_left
-    return Trajectory(times.new_tensor(kept_t), torch.stack(kept_x), weights, mask, about)
+    with checks.unseen():  # weights and mask were checked at the start
+        return Trajectory(times.new_tensor(kept_t), torch.stack(kept_x), weights, mask, about)
 
 
 def push_forward(
@@ -156,6 +168,7 @@ def push_forward(
     noise: Kick | None = None,
     generator: torch.Generator | None = None,
     stop: Stop | None = None,
+    validate: bool = True,
     world: Processes = ALONE,
 ) -> Tensor:
     """The cloud at time t >= 0, (..., n, d): `flow` from time 0 without the path; arguments as there.
@@ -180,6 +193,7 @@ def push_forward(
         noise=noise,
         generator=generator,
         stop=stop,
+        validate=validate,
         world=world,
     ).x[-1]
 
@@ -200,6 +214,7 @@ def _start(
     geometry: Geometry,
     weights: Tensor | None,
     mask: Tensor | None,
+    context: Measure | None,
     placement: Placement,
     h: float,
     t0: float,
@@ -209,6 +224,8 @@ def _start(
     checks.positive("h", h)
     first = at(attention, t0)
     cloud = first.cloud(x0, weights, mask)
+    if context is not None:
+        first.checked_context(x0, context)
     if placement.flat and not isinstance(geometry, Euclidean):
         raise ValueError(f"placement {placement.name!r} moves the radius of tokens; expected geometry=Euclidean().")
     x = placed("x0", x0, mask, geometry)

@@ -147,10 +147,10 @@ class Adaptive:
     def name(self) -> str:
         return f"adaptive {self.pair.name} tol={self.tol:g}"
 
-    def scaled_error(self, error: Tensor, x: Tensor) -> float:
-        """max_i |error_i| / (tol max(1, |x_i|)): a step is accepted at 1 or below."""
+    def scaled_error(self, error: Tensor, x: Tensor) -> Tensor:
+        """max_i |error_i| / (tol max(1, |x_i|)), (): a step is accepted at 1 or below."""
         scale = x.detach().norm(dim=-1).clamp_min(1.0)
-        return float((error.detach().norm(dim=-1) / (self.tol * scale)).amax())
+        return (error.detach().norm(dim=-1) / (self.tol * scale)).amax()
 
     def next_step(self, h: float, error: float, before: tuple[float, float] | None = None) -> float:
         """The step after one of size h with this scaled error; `before` are size and error of the accepted one before.

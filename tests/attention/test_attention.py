@@ -589,12 +589,21 @@ def test_an_attention_introduces_itself_and_stays_as_it_is() -> None:
 
 
 def test_precision_is_chosen_once_for_tokens_of_known_length() -> None:
-    cool = Attention.random(4, 2, beta=1e5, generator=torch.Generator().manual_seed(0)).prepared()
-    warm = Attention.random(4, 2, beta=1.0, generator=torch.Generator().manual_seed(0)).prepared()
-    assert cool.within(1.0).precise is True
-    assert warm.within(1.0).precise is False
-    assert warm.within(1e3).precise is True
-    assert warm.within(None).precise is None  # every drift looks
+    warm = Attention.random(4, 2, beta=1.0, generator=torch.Generator().manual_seed(0))
+    assert warm.with_beta(1e5).prepared(1.0).precise is True
+    assert warm.prepared(1.0).precise is False
+    assert warm.prepared(1e3).precise is True
+    assert warm.with_beta(torch.tensor([1.0, 1e5])).prepared(1.0).precise is True
+    assert warm.prepared().precise is None  # every drift looks
+
+
+def test_weights_that_are_trained_are_looked_at_again() -> None:
+    Q = torch.eye(3).requires_grad_()
+    attention = Attention(Q, beta=10.0)
+    assert attention.prepared(1.0).precise is False
+    with torch.no_grad():
+        Q *= 30.0
+    assert attention.prepared(1.0).precise is True
 
 
 @pytest.mark.parametrize("beta", [1e-45, 1e-40, 1e-310])

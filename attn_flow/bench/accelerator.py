@@ -7,7 +7,11 @@ that asked for it.
     with accelerator() as device:
         path = flow(attention.to(device), x0.to(device), [0.0, 1.0])
     device_reads()  # {"dynamics/integrator.py:112": 1, ...}
+
+torch counts devices once, at the first backward pass: use it in a process that has had none.
 """
+
+from __future__ import annotations
 
 import traceback
 from collections import Counter
@@ -26,30 +30,37 @@ _library: torch.library.Library | None = None
 
 
 class Simulated(torch.Tensor):
-    """A tensor of the simulated device; its values are in `inner`."""
+    """A tensor of the simulated device; its values are in `held`."""
 
-    inner: torch.Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    held: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> "Simulated":
+    def __new__(cls, held: torch.Tensor) -> Simulated:
         made = torch.Tensor._make_wrapper_subclass(
             cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
             device=torch.device(NAME, 0),
             dispatch_sizes_strides_policy="sizes",  # an in-place operation may change them
         )
-        made.inner = inner
+        made.held = held
         return made
 
-    def __repr__(self) -> str:
-        return f"simulated({self.inner!r})"
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"simulated({self.held!r})"
+
+    def tolist(self) -> Any:
+        """Which torch refuses for such tensors, and a device allows."""
+        _reads[_caller()] += 1
+        return self.held.tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(operation, args, kwargs or {})
 
 
@@ -59,7 +70,7 @@ def _on_device(device: Any) -> bool:
 
 def _bare(value: Any) -> Any:
     if isinstance(value, Simulated):
-        return value.inner
+        return value.held
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
 
 
@@ -70,11 +81,11 @@ def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = str(operation)
     asked = kwargs.get("device")
     if there and name in ("aten.size.default", "aten.sym_size.default"):
-        return tuple(there[0].inner.size())
+        return tuple(there[0].held.size())
     if there and name in ("aten.stride.default", "aten.sym_stride.default"):
-        return tuple(there[0].inner.stride())
+        return tuple(there[0].held.stride())
     if there and name in ("aten.sym_storage_offset.default", "aten.storage_offset.default"):
-        return there[0].inner.storage_offset()
+        return there[0].held.storage_offset()
     if there and name.startswith("aten.is_"):  # is_contiguous and the like
         return operation(*tree_map(_bare, args), **tree_map(_bare, kwargs))
     crosses = "copy" in name
@@ -104,7 +115,8 @@ def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _caller() -> str:
     for frame in reversed(traceback.extract_stack()):
         path = frame.filename.replace("\\", "/")
-        if ("/attn_flow/" in path or "/hooks/" in path) and "site-packages" not in path and "/tests/" not in path:
+        ours = "/attn_flow/" in path or "/hooks/" in path
+        if ours and not any(part in path for part in ("/site-packages/torch/", "/tests/", "bench/accelerator.py")):
             return f"{'/'.join(path.split('/')[-2:])}:{frame.lineno}"
     return "elsewhere"
 
@@ -152,8 +164,9 @@ def on(x: torch.Tensor) -> torch.Tensor:
 
 def values(x: torch.Tensor) -> torch.Tensor:
     """The values of a tensor of the simulated device, without counting a read."""
-    assert isinstance(x, Simulated), f"a result left the device: {type(x)}"
-    return x.inner
+    if not isinstance(x, Simulated):
+        raise ValueError(f"a result is on {x.device}, expected {NAME}: it left the device.")
+    return x.held
 
 
 def device_reads() -> dict[str, int]:
@@ -162,4 +175,5 @@ def device_reads() -> dict[str, int]:
 
 
 def forget_reads() -> None:
+    """Count from zero."""
     _reads.clear()
