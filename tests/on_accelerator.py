@@ -21,8 +21,8 @@ from attn_flow import (
     flow,
     wasserstein,
 )
-from attn_flow.bench.accelerator import accelerator, device_reads, forget_reads, on, values
 from attn_flow.bench.reads import counted
+from attn_flow.bench.simulated_device import accelerator, device_reads, forget_reads, on, values
 from attn_flow.dynamics.integrator import PrecisionWarning
 from attn_flow.dynamics.kicks import independent
 from attn_flow.dynamics.placement import peri

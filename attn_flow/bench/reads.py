@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.bench.accelerator import accelerator, device_reads, forget_reads, on
 from attn_flow.bench.measure import Ratio
+from attn_flow.bench.simulated_device import accelerator, device_reads, forget_reads, on
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import Adaptive
 from attn_flow.geometry import Sphere

@@ -116,7 +116,7 @@ def _caller() -> str:
     for frame in reversed(traceback.extract_stack()):
         path = frame.filename.replace("\\", "/")
         ours = "/attn_flow/" in path or "/hooks/" in path
-        if ours and not any(part in path for part in ("/site-packages/torch/", "/tests/", "bench/accelerator.py")):
+        if ours and not any(part in path for part in ("/site-packages/torch/", "/tests/", "bench/simulated_device.py")):
             return f"{'/'.join(path.split('/')[-2:])}:{frame.lineno}"
     return "elsewhere"
 
