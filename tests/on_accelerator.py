@@ -27,6 +27,7 @@ from attn_flow.dynamics.integrator import PrecisionWarning
 from attn_flow.dynamics.kicks import independent
 from attn_flow.dynamics.placement import peri
 from attn_flow.nn import ContinuousMultiheadAttention
+from attn_flow.transport import solve
 
 G, V = torch.diag(torch.tensor([3.0, 1.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0, 1.0]))
 
@@ -218,13 +219,55 @@ def test_the_drop_in_reads_once(generator: torch.Generator) -> None:
         close(found.detach(), expected, 4)
 
 
-@pytest.mark.parametrize("method", ["auto", "sinkhorn", "geomloss"])
-def test_distances_stay(x: Tensor, method: str) -> None:
-    y = Sphere().retract(x + torch.tensor([0.3, 0.0, 0.0]))
-    expected = wasserstein(x, y, method=method, rtol=0.5)
+@pytest.mark.parametrize("method", ["sinkhorn", "geomloss"])
+@pytest.mark.parametrize("blur", [None, 0.1])
+def test_sinkhorn_distances_of_a_batch_stay(x: Tensor, method: str, blur: float | None) -> None:
+    """Two texts by two layers, one padded: one call, reads that do not depend on their number, and the CPU's numbers."""
+    x = torch.stack([x, 2 * x]) + torch.tensor([[[0.0, 0.0, 0.0]], [[1.0, 0.0, 0.0]]])
+    y = Sphere().retract(x + torch.tensor([1.0, 0.5, 0.0]))[:, None] * torch.tensor([1.0, 3.0])[:, None, None]
+    mask = torch.arange(40) < torch.tensor([[[40]], [[30]]])
+    options = {"method": method, "rtol": 0.2, "blur": blur}
+    expected = solve(x[:, None], y, mask_x=mask, mask_y=mask, **options)
+    seen = []
+    for texts in (1, 2):
+        with accelerator():
+            there = [on(z[:texts]) for z in (x[:, None], y, mask)]
+            forget_reads()
+            found = solve(there[0], there[1], mask_x=there[2], mask_y=there[2], **options)
+            seen.append(count())
+        # The schedule is in float32; both are within what was proved.
+        torch.testing.assert_close(values(found.distance), expected.distance[:texts], rtol=1e-3, atol=0)
+        assert bool((values(found.error) <= 0.2 * values(found.distance)).all())
+    assert max(seen) <= 2 + 5 * 6  # a validation, the widest pair, and for every blur five looks at the interval
+
+
+def test_sinkhorn_gradients_stay(x: Tensor) -> None:
+    y = Sphere().retract(x + 1)
+    here = x.clone().requires_grad_()
+    wasserstein(here, y, method="sinkhorn", rtol=0.2).backward()
     with accelerator():
-        found = wasserstein(on(x), on(y), method=method, rtol=0.5)
-        torch.testing.assert_close(values(found), expected, rtol=1e-4, atol=0)
+        there = on(x).requires_grad_()
+        wasserstein(there, on(y), method="sinkhorn", rtol=0.2).backward()
+        torch.testing.assert_close(values(there.grad), here.grad, rtol=0, atol=1e-3 * float(here.grad.abs().max()))
+
+
+@pytest.mark.parametrize("method", ["auto", "assignment", "simplex", "shortlist", "sliced"])
+def test_exact_distances_move_once(x: Tensor, method: str) -> None:
+    y = Sphere().retract(x + torch.tensor([0.3, 0.0, 0.0]))
+    generator = torch.Generator()
+    options = {"method": method, "n_projections": 5, "generator": generator.manual_seed(0)}
+    here = x.clone().requires_grad_()
+    expected = wasserstein(here, y, **options)
+    expected.backward()
+    generator.manual_seed(0)
+    with accelerator():
+        there = on(x).requires_grad_()
+        forget_reads()
+        found = wasserstein(there, on(y), **options)
+        assert count() == 1
+        assert torch.equal(values(found.detach()), expected.detach())
+        found.backward()
+        assert torch.equal(values(there.grad), here.grad)
 
 
 def test_the_bench_counts_no_more_reads_than_are_allowed() -> None:

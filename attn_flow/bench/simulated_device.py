@@ -92,7 +92,8 @@ def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     strangers = [z for z in here if z.ndim > 0]
     if there and strangers and not crosses:
         raise RuntimeError(f"{name} mixes the simulated device with the CPU: {[tuple(z.shape) for z in strangers]}")
-    if there and ("_local_scalar_dense" in name or (asked is not None and not _on_device(asked))):
+    waits = "_local_scalar_dense" in name or _of_unknown_shape(name, args)
+    if there and (waits or (asked is not None and not _on_device(asked))):
         _reads[_caller()] += 1
     if there and crosses and args and not isinstance(args[0], Simulated) and isinstance(args[0], torch.Tensor):
         _reads[_caller()] += 1
@@ -110,6 +111,14 @@ def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     else:
         stays = bool(there) and not (crosses and not isinstance(args[0], Simulated))
     return tree_map(lambda z: Simulated(z) if stays and isinstance(z, torch.Tensor) else z, out)
+
+
+def _of_unknown_shape(name: str, args: Any) -> bool:
+    """Whether the host has to wait for how large the result is: those of a mask, and different values."""
+    if name in ("aten.nonzero.default", "aten.masked_select.default") or name.startswith("aten._unique"):
+        return True
+    masks = [z for z in tree_leaves(args[1:2]) if isinstance(z, torch.Tensor) and z.dtype == torch.bool]
+    return name == "aten.index.Tensor" and bool(masks)
 
 
 def _caller() -> str:

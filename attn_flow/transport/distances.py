@@ -9,10 +9,10 @@ the distance within `rtol` of W_p, with the bound it proved, or refuses.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.base.words import brief
+from attn_flow.transport import batched
 from attn_flow.transport.candidates import TREE_DIMENSION, nearest, shortlist
 from attn_flow.transport.coupling import SOLVERS, Array, Ground, Index, Plan, leak, potential
 from attn_flow.transport.entropic import certified
@@ -186,6 +187,9 @@ def solve(
         n_projections, generator: of "sliced".
         limits: how many points and seconds "auto" takes on; `Limits()` if not given.
 
+    Clouds on an accelerator: "sinkhorn" and "geomloss" (and "auto" beyond the shortlist) compare the whole batch there at
+    once; the others copy the clouds to the CPU once and the distances back.
+
     Returns:
         A `Transport`: distance and error of the batch shape in the units of x, method, p and cost.
 
@@ -196,6 +200,24 @@ def solve(
     """
     if not (isinstance(p, (int, float)) and 1 <= p < math.inf):
         raise ValueError(f"p = {p}, expected a number with 1 <= p < inf.")
+    limits = limits or Limits()
+    given = {"x": x, "y": y, "weights_x": weights_x, "weights_y": weights_y, "mask_x": mask_x, "mask_y": mask_y}
+    on_device = isinstance(x, Tensor) and x.device.type != "cpu"
+    if on_device and not _stays(x, y, p, cost, method, limits):
+        found = solve(
+            **_on_host(given),
+            p=p,
+            cost=cost,
+            method=method,
+            rtol=rtol,
+            merge_tol=merge_tol,
+            blur=blur,
+            scaling=scaling,
+            n_projections=n_projections,
+            generator=generator,
+            limits=limits,
+        )
+        return replace(found, distance=found.distance.to(x.device), error=found.error.to(x.device))
     checks.one_of("cost", cost, ("euclidean", "geodesic"))
     checks.one_of("method", method, METHODS)
     checks.positive("rtol", rtol)
@@ -207,8 +229,9 @@ def solve(
         raise ValueError(f"merge_tol = {merge_tol}, expected a distance >= 0.")
     if n_projections < 2:
         raise ValueError(f"n_projections = {n_projections}, expected at least 2: one has no standard error.")
-    x, a, there_x = _cloud("x", x, weights_x, mask_x)
-    y, b, there_y = _cloud("y", y, weights_y, mask_y)
+    with checks.together():
+        x, a, there_x = _cloud("x", x, weights_x, mask_x)
+        y, b, there_y = _cloud("y", y, weights_y, mask_y)
     if x.shape[-1] != y.shape[-1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}, expected the same dimension d in (..., n, d)."
@@ -218,13 +241,17 @@ def solve(
         raise ValueError(
             f"x has batch shape {tuple(x.shape[:-2])} and y {tuple(y.shape[:-2])}, expected shapes that broadcast."
         )
-    ground, limits = Ground(float(p), cost), limits or Limits()
+    ground = Ground(float(p), cost)
     dtype = torch.promote_types(x.dtype, y.dtype)
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     if math.prod(batch) == 0:
         raise ValueError(f"x and y have the batch shape {tuple(batch)}: no cloud at all; expected at least one.")
     x, y = (z.expand(*batch, *z.shape[-2:]) for z in (x, y))
     a, b, there_x, there_y = (z.expand(*batch, z.shape[-1]) for z in (a, b, there_x, there_y))
+    if on_device:
+        name = "sinkhorn" if method == "auto" else method
+        distance, bound = _batch_on_device(x, y, a, b, there_x, there_y, ground, rtol, blur, scaling, name, dtype)
+        return Transport(distance.reshape(batch).to(dtype), bound.reshape(batch).to(dtype), name, float(p), cost)
     distances, errors = [], []
     used: dict[str, None] = {}
     plans: dict[tuple[int, ...], tuple[Plan, float]] = {}
@@ -261,6 +288,54 @@ def solve(
     stack = torch.stack(distances).reshape(batch)
     bound = torch.tensor(errors, dtype=dtype, device=x.device).reshape(batch)
     return Transport(stack.to(dtype), bound, "+".join(used), float(p), cost)
+
+
+def _stays(x: Tensor, y: Tensor, p: float, cost: str, method: str, limits: Limits) -> bool:
+    """Whether clouds on an accelerator are compared there: by Sinkhorn, also where "auto" could do nothing else."""
+    many = isinstance(y, Tensor) and min(x.ndim, y.ndim) > 1 and max(x.shape[-2], y.shape[-2]) > limits.shortlist
+    return method in ("sinkhorn", "geomloss") or (method == "auto" and many and p == 2 and cost == "euclidean")
+
+
+def _on_host(given: dict[str, Any]) -> dict[str, Any]:
+    """The same tensors on the CPU by one copy, which gradients pass; what is no tensor of that device stays."""
+    device = given["x"].device
+    moved = {name: z for name, z in given.items() if isinstance(z, Tensor) and z.device == device}
+    dtype = given["x"].dtype
+    for z in moved.values():
+        dtype = torch.promote_types(dtype, z.dtype)
+    packed = torch.cat([z.to(dtype).flatten() for z in moved.values()]).cpu()
+    parts = packed.split([z.numel() for z in moved.values()])
+    return given | {name: part.reshape(z.shape).to(z.dtype) for (name, z), part in zip(moved.items(), parts)}
+
+
+def _batch_on_device(
+    x: Tensor,
+    y: Tensor,
+    a: Tensor,
+    b: Tensor,
+    there_x: Tensor,
+    there_y: Tensor,
+    ground: Ground,
+    rtol: float,
+    blur: float | None,
+    scaling: float,
+    method: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Distances and errors of all pairs, (B,), in one call that stays on the accelerator."""
+    if ground != Ground(2.0, "euclidean"):
+        raise ValueError(f"method {method!r} got p = {ground.p:g}, {ground.cost} cost; expected p = 2, euclidean.")
+    masses = []
+    for w, there in ((a, there_x), (b, there_y)):
+        w = (
+            torch.where(there, w.double(), 0.0).flatten(0, -2)
+            if w.ndim > 1
+            else torch.where(there, w.double(), 0.0)[None]
+        )
+        w = w / w.detach().amax(-1, keepdim=True)  # whose sum may overflow
+        masses.append(w / w.sum(-1, keepdim=True))
+    x, y = (z.double().flatten(0, -3) if z.ndim > 2 else z.double()[None] for z in (x, y))
+    return batched.certified(x, masses[0], y, masses[1], rtol, blur, scaling, method, dtype)
 
 
 def _cloud(name: str, x: Tensor, weights: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -457,16 +532,14 @@ def _beyond(
             f"{limits.shortlist} points only the Euclidean p = 2 distance is certified. "
             "Subsample, or use method='sliced'."
         )
-    seconds = 0.0 if x.is_cuda else limits.sinkhorn_seconds * len(x) * len(y)
+    seconds = limits.sinkhorn_seconds * len(x) * len(y)
     if seconds > limits.patience:
         raise ValueError(
             f"clouds of {len(x)} and {len(y)} points would take about {seconds / 3600:.1f} hours of method='sinkhorn'; "
             "subsample, merge near points by merge_tol, use method='sliced', or ask for method='sinkhorn' or "
             "'shortlist' by name."
         )
-    # KeOps keeps geomloss's reductions on the GPU; elsewhere the fused kernel is faster.
-    name = "geomloss" if x.is_cuda and importlib.util.find_spec("pykeops") else "sinkhorn"
-    return (*certified(x, a, y, b, ground, rtol, None, 0.9, name, torch.float64), name)
+    return (*certified(x, a, y, b, ground, rtol, None, 0.9, "sinkhorn", torch.float64), "sinkhorn")
 
 
 def _plan(x: Tensor, a: Tensor, y: Tensor, b: Tensor, ground: Ground, method: str, start: Plan | None = None) -> Plan:

@@ -51,18 +51,11 @@ class Divergence:
 def softmin(eps: float, x: Tensor, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     """-eps log sum_j e^{h_j - |x_i - y_j|^2/(2 eps)} (n,), and the mean of y under those weights (n, d)."""
     bias = h - y.square().sum(-1) / (2 * eps)
-    if x.device.type == "cpu":
-        q, k = x[None, None].contiguous(), y[None, None].contiguous()
-        mean, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, k, attn_mask=bias[None, None, None], scale=1 / eps
-        )
-        mean, lse = mean[0, 0], lse[0, 0]
-    else:
-        parts = []
-        for rows in x.split(max(ENTRIES // len(y), 1)):
-            logits = torch.addmm(bias, rows, y.T, alpha=1 / eps)
-            parts.append((logits.softmax(-1) @ y, logits.logsumexp(-1)))
-        mean, lse = (torch.cat(part) for part in zip(*parts))
+    q, k = x[None, None].contiguous(), y[None, None].contiguous()
+    mean, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, k, attn_mask=bias[None, None, None], scale=1 / eps
+    )
+    mean, lse = mean[0, 0], lse[0, 0]
     return x.square().sum(-1) / 2 - eps * lse, mean
 
 
