@@ -222,7 +222,7 @@ def test_the_drop_in_reads_once(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("method", ["sinkhorn", "geomloss"])
 @pytest.mark.parametrize("blur", [None, 0.1])
 def test_sinkhorn_distances_of_a_batch_stay(x: Tensor, method: str, blur: float | None) -> None:
-    """Two texts by two layers, one padded: one call, reads that do not depend on their number, and the CPU's numbers."""
+    """Two texts by two layers, one padded: one call, as many reads for one as for all, the CPU's numbers."""
     x = torch.stack([x, 2 * x]) + torch.tensor([[[0.0, 0.0, 0.0]], [[1.0, 0.0, 0.0]]])
     y = Sphere().retract(x + torch.tensor([1.0, 0.5, 0.0]))[:, None] * torch.tensor([1.0, 3.0])[:, None, None]
     mask = torch.arange(40) < torch.tensor([[[40]], [[30]]])

@@ -1,4 +1,4 @@
-"""How often the host waits for a value on an accelerator, counted on a simulated one; `python -m` prints the rows.
+"""How often the host waits for a value on an accelerator, counted on a simulated one.
 
 The bench starts a process for it: torch counts devices once, at the first backward pass.
 """
@@ -20,11 +20,13 @@ from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import Adaptive
 from attn_flow.geometry import Sphere
 from attn_flow.nn import ContinuousAttentionLayer
+from attn_flow.transport import wasserstein
 
 
 def read_ratios(quick: bool) -> Iterator[Ratio]:
     """Reads of flows, layers and distances against the most that are allowed."""
-    done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True)
+    script = "import json; from attn_flow.bench.reads import counted; print(json.dumps(list(counted())))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"counting reads ended with {done.returncode}: {done.stderr[-500:]}")
     yield from json.loads(done.stdout)
@@ -59,6 +61,17 @@ def counted(n: int = 64, d: int = 3) -> Iterator[Ratio]:
         yield row("rk4 flow, 3 times", "1 + 1 a kept time", fixed)
         yield row("rk4 flow, validate=False", "none", unseen)
         yield row("adaptive flow with mergers", "1 + 1 a step", adaptive)
+        layers, next_layers = there[None].expand(4, n, d), on((x + 1).expand(4, n, d))
+
+        def distances(method: str, most: int) -> Callable[[], int]:
+            def run() -> int:
+                wasserstein(layers, next_layers, method=method, rtol=0.1)
+                return most
+
+            return run
+
+        yield row("W2 of 4 pairs, assignment", "1", distances("assignment", 1))
+        yield row("W2 of 4 pairs, sinkhorn", "2 + 6 a blur", distances("sinkhorn", 2 + 6 * 5))
         for validate in (True, False):
             yield from _of_a_layer(there, validate, row)
 
@@ -78,8 +91,3 @@ def _of_a_layer(x: Tensor, validate: bool, row: Callable[[str, str, Callable[[],
     flag = "" if validate else ", validate=False"
     yield row(f"layer of 8 steps{flag}", "1" if validate else "none", forward)
     yield row(f"its backward pass{flag}", "none", backward)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.stdout.write(json.dumps(list(counted())))

@@ -187,8 +187,8 @@ def solve(
         n_projections, generator: of "sliced".
         limits: how many points and seconds "auto" takes on; `Limits()` if not given.
 
-    Clouds on an accelerator: "sinkhorn" and "geomloss" (and "auto" beyond the shortlist) compare the whole batch there at
-    once; the others copy the clouds to the CPU once and the distances back.
+    Clouds on an accelerator: "sinkhorn" and "geomloss" (and "auto" beyond the shortlist) compare the whole batch there
+    at once; the others copy the clouds to the CPU once and the distances back.
 
     Returns:
         A `Transport`: distance and error of the batch shape in the units of x, method, p and cost.
@@ -327,14 +327,10 @@ def _batch_on_device(
         raise ValueError(f"method {method!r} got p = {ground.p:g}, {ground.cost} cost; expected p = 2, euclidean.")
     masses = []
     for w, there in ((a, there_x), (b, there_y)):
-        w = (
-            torch.where(there, w.double(), 0.0).flatten(0, -2)
-            if w.ndim > 1
-            else torch.where(there, w.double(), 0.0)[None]
-        )
+        w = torch.where(there, w.double(), 0.0).reshape(-1, w.shape[-1])
         w = w / w.detach().amax(-1, keepdim=True)  # whose sum may overflow
         masses.append(w / w.sum(-1, keepdim=True))
-    x, y = (z.double().flatten(0, -3) if z.ndim > 2 else z.double()[None] for z in (x, y))
+    x, y = (z.double().reshape(-1, *z.shape[-2:]) for z in (x, y))
     return batched.certified(x, masses[0], y, masses[1], rtol, blur, scaling, method, dtype)
 
 
