@@ -1,4 +1,4 @@
-"""Laws known by mean and covariance: Gaussians, saturating ones, and ellipsoids."""
+"""Laws known by mean and covariance: Gaussians, saturating ones, laws of the logits, and ellipsoids."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_flow.averages import dense
 from attn_flow.base import checks
 from attn_flow.base.words import introduce
 from attn_flow.measures.cloud import Cloud
@@ -97,6 +98,73 @@ class Gaussian:
         if math.isinf(self.cap):
             raise ValueError("a Gaussian without cap has no support at beta = inf; use Gaussian.bulk(..., n) or a cap.")
         return self.cap
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LogitLaw:
+    """Mean m, covariance S, and one law of the standardised logits for all queries: atoms t_1 ... t_r of equal mass.
+
+    With s = beta sqrt(g^T S g):  beta L = beta <g,m> + log mean_r e^{s t_r}, and m_beta(g) is m plus the tilted mean
+    of t along S g / sqrt(g^T S g). Normal quantiles t give back the Gaussian; the largest t saturates it without a cap.
+
+    mean: m, (..., d). cov: S, (..., d, d), symmetric and nonnegative. t: (..., r), counted from its mean.
+
+    >>> import torch
+    >>> mu = LogitLaw(torch.zeros(2), torch.diag(torch.tensor([4.0, 1.0])), t=torch.tensor([-1.0, 1.0]))
+    >>> mu.tilted_mean(torch.tensor([[1.0, 0.0]]), beta=0.5)  # half of the mass at +-2: 2 tanh(2 beta)
+    tensor([[1.5232, 0.0000]])
+    """
+
+    mean: Tensor
+    cov: Tensor
+    t: Tensor
+
+    def __post_init__(self) -> None:
+        _check_moments(self.mean, self.cov)
+        checks.floating("t", self.t, "(..., r)")
+        if self.t.ndim == 0 or self.t.shape[-1] == 0:
+            raise ValueError(
+                f"t has shape {tuple(self.t.shape)}, expected (..., r) with one standardised logit or more."
+            )
+        checks.finite("t", self.t)
+
+    def __repr__(self) -> str:
+        return introduce(self, "mean", "cov", "t")
+
+    def to(self, *args: Any, **kwargs: Any) -> LogitLaw:
+        """The same law with its tensors moved or cast, as `Tensor.to`."""
+        found = _moved(self, *args, **kwargs)
+        vars(found).update(t=self.t.to(*args, **kwargs))
+        return found
+
+    def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """L_beta(g), (..., m), for queries g (..., m, d)."""
+        along, _, deviation = _along_and_across(g, self.mean, self.cov)
+        t = self._centred
+        equal = torch.full_like(t, 1 / t.shape[-1])[..., None, :]
+
+        def warm(b: Tensor) -> Tensor:
+            return along + dense.log_mean_of_exp((b * deviation)[..., None] * t[..., None, :], equal) / b
+
+        return by_temperature(beta, g, lambda: along, warm, lambda: along + t.amax(-1, keepdim=True) * deviation)
+
+    def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """m_beta(g) = grad L_beta(g), (..., m, d)."""
+        _, Sg, deviation = _along_and_across(g, self.mean, self.cov)
+        m, t = self.mean[..., None, :], self._centred[..., None, :]
+
+        def warm(b: Tensor) -> Tensor:
+            pull = (((b * deviation)[..., None] * t).softmax(-1) * t).sum(-1, keepdim=True)
+            return m + pull * _ratio(Sg, deviation)
+
+        def cold() -> Tensor:
+            return m + t.amax(-1, keepdim=True) * _ratio(Sg, deviation)
+
+        return by_temperature(beta, g, lambda: m.expand(g.shape), warm, cold)
+
+    @property
+    def _centred(self) -> Tensor:
+        return self.t - self.t.mean(-1, keepdim=True)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

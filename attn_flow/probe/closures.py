@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_flow.measures import Cloud, Gaussian, Measure, Mixture, OwnTokens, SeenGaussian
+from attn_flow.measures import Cloud, Gaussian, LogitLaw, Measure, Mixture, OwnTokens, SeenGaussian
 from attn_flow.probe.head_space import HeadSpace
 from attn_flow.probe.quantised import k_means, neighbours, quantise
 
@@ -42,7 +42,7 @@ class Closure:
         >>> cost = LADDER["gaussian_closure"].cost
         >>> mean = Closure("mean_closure", "one atom", lambda space: Cloud(space.y.mean(-2, keepdim=True)), cost)
         >>> mean.name, len(LADDER)
-        ('mean_closure', 7)
+        ('mean_closure', 8)
     """
 
     name: str
@@ -116,11 +116,52 @@ def sinks(space: HeadSpace, number: int = SINKS) -> Tensor:
     return atoms
 
 
+def logit_law(space: HeadSpace) -> Mixture:
+    """Special tokens and sinks, and for the rest two moments and one law of the standardised logits in place of a cap.
+
+    That law is the mean over queries of the sorted logits of the bulk, each query's less their mean over their standard
+    deviation: of all laws on the line the nearest to the queries' own in mean squared W2.
+    """
+    atoms = sinks(space)
+
+    def bulk(rest: Tensor) -> Measure:
+        mean, cov = Cloud(space.y, mask=rest).moments()
+        some = int(rest[0].sum())  # every head has as many sinks
+        logits = space.logits.transpose(-1, -2)[rest].reshape(len(rest), some, space.n)
+        centred = logits - logits.mean(-2, keepdim=True)
+        deviation = centred.square().mean(-2, keepdim=True).sqrt()
+        t = torch.where(deviation > 0, centred / torch.where(deviation > 0, deviation, 1.0), 0.0)
+        return LogitLaw(mean, cov, t.sort(-2).values.mean(-1))
+
+    return atoms_and_bulk(space, atoms, bulk=bulk)
+
+
+def number_of_clusters(x: Tensor) -> tuple[Tensor, int]:
+    """Clusters of tokens x (n, d) by k-means, and their number K: labels (n,), K.
+
+    K is the power of two up to n/8 of least BIC, the clusters taken for round Gaussians of one variance
+    v = sum |x - centre|^2 / (d (n - K)):  n d log v + d (n - K) - 2 sum_c n_c log(n_c / n) + (K (d + 1)) log n.
+    """
+    n, d = x.shape
+    x = ((x - x.mean(0)) / (x - x.mean(0)).square().sum(-1).mean().sqrt().clamp_min(1e-30))[None]
+    equal = torch.full_like(x[..., 0], 1 / n)
+    best, found = math.inf, (torch.zeros(n, dtype=torch.long, device=x.device), 1)
+    for K in (2**i for i in range(int(math.log2(max(1, n // 8))) + 1)):
+        label = k_means(x, equal, 0.0, K)[0][0]
+        member = torch.nn.functional.one_hot(label, K).to(x.dtype)
+        count = member.sum(0)
+        centre = member.mT @ x[0] / count.clamp_min(1)[:, None]
+        v = float((x[0] - centre[label]).square().sum()) / (d * (n - K)) + 1e-30
+        entropy = float((count * (count / n).clamp_min(1e-30).log()).sum())
+        bic = n * d * math.log(v) + d * (n - K) - 2 * entropy + K * (d + 1) * math.log(n)
+        if bic < best:
+            best, found = bic, (label, K)
+    return found
+
+
 def clusters(space: HeadSpace) -> Mixture:
-    """Special tokens and sinks, and for the rest sqrt(n/2) Gaussians: k-means of the tokens, the same for all heads."""
-    number = max(1, math.ceil(math.sqrt(space.n / 2)))
-    x = space.x[None] / space.x.std(0).norm()
-    label = k_means(x, torch.full_like(x[..., 0], 1 / space.n), 0.0, number)[0][0]
+    """Special tokens and sinks, and K Gaussians for the rest: the text's clusters, the same for all heads, K by BIC."""
+    label, number = number_of_clusters(space.x)
     atoms = sinks(space)
 
     def bulk(rest: Tensor) -> Measure:
@@ -200,10 +241,17 @@ LADDER: dict[str, Closure] = {
             lambda s: Cost(_moments(s) + _atoms(s, _few(s, SINKS)), len(WINDOW)),
         ),
         Closure(
+            "logits_closure",
+            "+ sinks, law of the logits",
+            logit_law,
+            lambda s: Cost(_moments(s) + _atoms(s, _few(s, SINKS)) + s.n - _few(s, SINKS), 0),
+            partial=False,
+        ),
+        Closure(
             "clusters_closure",
             "+ sinks, mixture of Gaussians",
             clusters,
-            lambda s: Cost(math.ceil(math.sqrt(s.n / 2)) * (_moments(s) + 1) + _atoms(s, _few(s, SINKS)), 0),
+            lambda s: Cost(number_of_clusters(s.x)[1] * (_moments(s) + 1) + _atoms(s, _few(s, SINKS)), 0),
             partial=False,
         ),
         Closure("quantised_closure", "atoms of the heads", quantised, _masses, partial=False),

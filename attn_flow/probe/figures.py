@@ -21,6 +21,7 @@ COLOURS = {
     "special_closure": "#e0a458",
     "sinks_closure": "#dd8452",
     "window_closure": "#937860",
+    "logits_closure": "#64b5cd",
     "clusters_closure": "#55a868",
     "quantised_closure": "#c44e52",
     "quantised_window_closure": "#8172b3",

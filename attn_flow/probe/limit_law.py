@@ -86,6 +86,13 @@ def linear_limit(M: Tensor) -> LimitMap:
     )
 
 
+def limit_matrix(limit: LimitMap, M: Tensor) -> Tensor:
+    """The matrix (d, d) along whose images tokens end: Pi, or Pi e^M, at time 1, where the limit turns."""
+    assert limit.direction is not None  # every linear limit has both
+    assert limit.projector is not None
+    return limit.projector @ torch.linalg.matrix_exp(M) if limit.frequencies else limit.direction
+
+
 def approach_to_limits(clouds: Clouds, generator: torch.Generator, method: str = "auto") -> LimitLaw:
     """The numbers of `LimitLaw`; distances by the solver `method` of attn_flow.transport."""
     T = min(TEXTS, clouds.texts)
@@ -95,9 +102,11 @@ def approach_to_limits(clouds: Clouds, generator: torch.Generator, method: str =
         z = clouds.z[layer]
         moments = Cloud(torch.cat(z).double()).moments()
         M, c = affine_drift(A, *moments)
-        P, P_rotated = linear_limit(M), linear_limit(affine_drift(rotated(A, generator), *moments)[0])
+        M_rotated = affine_drift(rotated(A, generator), *moments)[0]
+        P = linear_limit(M)
+        ends = limit_matrix(P, M), limit_matrix(linear_limit(M_rotated), M_rotated)
         rows = [
-            _distances(z[t], clouds.z[layer + 1][t], M, P, P_rotated, method)
+            _distances(z[t], clouds.z[layer + 1][t], M, *ends, method)
             | _displacements(z[t], clouds.out[layer][t], clouds.z[layer + 1][t], M, c)
             for t in range(T)
         ]
@@ -114,18 +123,18 @@ def approach_to_limits(clouds: Clouds, generator: torch.Generator, method: str =
 
 
 def _distances(
-    before: Tensor, after: Tensor, M: Tensor, P: LimitMap, P_rotated: LimitMap, method: str
+    before: Tensor, after: Tensor, M: Tensor, end: Tensor, end_rotated: Tensor, method: str
 ) -> dict[str, float]:
-    """Distances to the limiting law in units of the distance before the layer."""
+    """Distances to the limiting law in units of the distance before the layer; `end` takes tokens to it."""
     x, x_after, held = directions(before), directions(after), directions(before.double() + before.double() @ M.mT)
 
-    def ratios(limit: LimitMap, *clouds: Tensor) -> list[float]:
-        target = limit.push_forward(x, 1.0 if limit.frequencies else None)
+    def ratios(matrix: Tensor, *clouds: Tensor) -> list[float]:
+        target = directions(x @ matrix.mT)
         start = w2(x, target, method)
         return [w2(cloud, target, method) / start for cloud in clouds]
 
-    real, if_held = ratios(P, x_after, held)
-    return {"real": real, "if_held": if_held, "real_rotated": ratios(P_rotated, x_after)[0]}
+    real, if_held = ratios(end, x_after, held)
+    return {"real": real, "if_held": if_held, "real_rotated": ratios(end_rotated, x_after)[0]}
 
 
 def _displacements(before: Tensor, pushed: Tensor, after: Tensor, M: Tensor, c: Tensor) -> dict[str, float]:

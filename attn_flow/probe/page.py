@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attn_flow.base.files import plain, write_bytes
 from attn_flow.probe import figures
 from attn_flow.probe.figures import HEAD_MAPS
+from attn_flow.probe.findings import span
 
 if TYPE_CHECKING:
     from attn_flow.probe.findings import Finding
@@ -88,6 +89,8 @@ def write_comparison(results: dict[str, Probe], folder: str | Path, places: dict
 def _page(result: Probe, images: dict[str, bytes], title: str) -> str:
     encoder, about = result.about["encoder"], result.about
     omits = ", ".join(encoder["omits"]) or "nothing"
+    if result.omitted is not None:
+        omits += f" (positions hold {span(result.omitted)} of the variance of the logits)"
     sections = [
         f'<p class="about">{html.escape(encoder["architecture"])}, {encoder["layers"]} layers of {encoder["heads"]} '
         f"heads, d = {encoder['dim']}; {about['texts']} texts, {about['tokens']} tokens, "

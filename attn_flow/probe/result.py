@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attn_flow.base.files import plain, read_tensors, write_json, write_tensors
@@ -82,6 +83,19 @@ class Probe:
         real = limits.real_rotated if rotated else limits.real
         return ratio_of_means(1 - real, 1 - limits.if_held, self.about["seed"])
 
+    @property
+    def omitted(self) -> Tensor | None:
+        """Share of the logits' variance that contents do not explain, by layer; None where positions stay out."""
+        checked = self.about["self_check"]
+        if not any(check["omits"] for check in checked):
+            return None
+        return torch.tensor([float(check["omitted_logit_variance"]) for check in checked], dtype=torch.float64)
+
+    @property
+    def omitted_words(self) -> str:
+        """What positions or changes of the layers closures leave out."""
+        return ", ".join(dict.fromkeys(check["omits"] for check in self.about["self_check"] if check["omits"]))
+
     def rows(self) -> list[dict[str, Any]]:
         """The table: one row per group, quantity and layer (or level), with mean and 95% interval over texts."""
         found: list[dict[str, Any]] = []
@@ -105,6 +119,8 @@ class Probe:
         for name, through in self.propagation.items():
             add("through depth", f"{name}: w2", through.w2, first=1)
         add("law alone", "w2", self.law_alone.w2, first=1)
+        if self.omitted is not None:
+            add("left out", "share of the logits' variance", self.omitted)
         for name, value in vars(self.limits).items():
             if name != "case":
                 add("limit law", name, value)
@@ -263,6 +279,12 @@ class Probe:
                 f" with a raw cosine of {span(twin.cosine.mean(-1))}: easy to predict, and no evidence"
             )
         numbers = {"explained": explained.mean, "low": explained.low, "high": explained.high, "layers": holds}
+        if self.omitted is not None:
+            text += (
+                f". Left out of every closure, {self.omitted_words}: {by_layer(self.omitted)} of the variance of the "
+                "logits"
+            )
+            numbers["omitted_logit_variance"] = self.omitted
         numbers["nulls"] = {n: o.mean for n, o in nulls.items()}
         return Finding(verdict, _sentence(text + ".", verdict), plain(numbers))
 

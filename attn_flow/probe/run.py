@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -51,6 +53,7 @@ from attn_flow.probe.nulls import (
     main_closure,
     steps,
 )
+from attn_flow.probe.positions import omitted_shares
 from attn_flow.probe.propagation import Bench, Propagated, bench, chosen_inputs
 from attn_flow.probe.reading import read_tokens
 from attn_flow.probe.result import BY_NAME, SINGLE, Probe
@@ -58,6 +61,7 @@ from attn_flow.probe.transports import solver, transport_check
 
 LAYER_TEXTS = 16  # texts on which closures and nulls are compared layer by layer
 DEPTH_TEXTS = 16  # texts carried through depth
+RUNS_MODEL = ("propagation", "law_alone", "nulls/untrained")  # stages that run an encoder: one after the other
 EXTRA = {
     CROSS_FITTED: "atoms of the heads, found without the query",
     "sphere": "full sphere, zero temperature",
@@ -125,18 +129,47 @@ class Inquiry:
         return self.about["key"]
 
     def answer(self, parts: str | Path | None = None, progress: bool = False) -> Probe:
-        """Run every stage, or take it from its file in `parts`."""
+        """Run every stage, or take it from its file in `parts`.
+
+        With two threads or more on a CPU, the stages that run the encoder go beside those that do not.
+        """
         stages = self._stages()
+        done: dict[str, Any] = {}
+        stopped = threading.Event()
+        with progress_bar("probe", len(stages), progress) as advance:
+
+            def run(lane: Iterable[str]) -> None:
+                try:
+                    with torch.no_grad():
+                        for stage in lane:
+                            if stopped.is_set():
+                                return
+                            done[stage] = _kept(parts, stage, self.key, stages[stage])
+                            advance(note=stage)
+                except BaseException:
+                    stopped.set()
+                    raise
+
+            threads = torch.get_num_threads()
+            if self.about["device"] != "cpu" or threads < 2:
+                run(stages)
+            else:
+                runs_model = [stage for stage in stages if stage.partition("/")[0] in RUNS_MODEL or stage in RUNS_MODEL]
+                torch.set_num_threads(threads // 2)
+                try:
+                    with ThreadPoolExecutor(1) as pool:
+                        beside = pool.submit(run, runs_model)
+                        run([stage for stage in stages if stage not in runs_model])
+                        beside.result()
+                finally:
+                    torch.set_num_threads(threads)
         found: dict[str, Any] = {group: {} for group in BY_NAME}
-        with progress_bar("probe", len(stages), progress) as advance, torch.no_grad():
-            for stage, compute in stages.items():
-                part = _kept(parts, stage, self.key, compute)
-                group, _, name = stage.partition("/")
-                if name:
-                    found[group][name] = part
-                else:
-                    found[group] = part
-                advance(note=stage)
+        for stage in stages:
+            group, _, name = stage.partition("/")
+            if name:
+                found[group][name] = done[stage]
+            else:
+                found[group] = done[stage]
         about = {**self.about, "order": {group: list(found[group]) for group in BY_NAME}}
         return Probe(about, **found, tokens=self.clouds.tokens)
 
@@ -273,8 +306,14 @@ def _checked(model: nn.Module, source: Any, texts: list[str] | None, max_length:
     """The weights read against what the layers compute, on the first texts; raises where they differ without reason."""
     device = next(model.parameters()).device
     first = next(iter(pieces(model, source, None if texts is None else texts[:2], 2, max_length))).make()
-    found = self_check(model, {name: t.to(device) for name, t in first.inputs.items()})
-    return [{"layer": c.layer, "error": c.error, "exact": c.exact, "omits": c.omits} for c in found]
+    inputs = {name: t.to(device) for name, t in first.inputs.items()}
+    found = self_check(model, inputs)
+    # Where contents are all there is, nothing is left out; the share is measured where something is.
+    shares = omitted_shares(model, inputs) if any(c.omits for c in found) else [0.0] * len(found)
+    return [
+        {"layer": c.layer, "error": c.error, "exact": c.exact, "omits": c.omits, "omitted_logit_variance": share}
+        for c, share in zip(found, shares)
+    ]
 
 
 def _full_sphere(space: HeadSpace, layer: int, text: int) -> torch.Tensor:

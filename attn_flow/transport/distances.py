@@ -409,11 +409,16 @@ def _without_hermits(
 
 def _extent(z: Tensor, w: Tensor, part: float) -> float:
     """The largest side of the box around the median that holds `part` of the mass, along each axis by itself."""
-    centre = z.median(0).values
-    away, order = (z - centre).abs().sort(0)
-    held = w[order].cumsum(0) / w.sum()
-    first = (held < part * (1 - 1e-12)).sum(0).clamp(max=len(z) - 1)
-    return 2 * float(away.gather(0, first[None]).max())
+    columns = z.mT.contiguous()
+    away = (columns - columns.median(-1, keepdim=True).values).abs()
+    if part == 1:
+        return 2 * float(away[:, w > 0].max())
+    if float(w.max() - w.min()) <= 1e-12 * float(w.max()):  # equal masses need a k-th value, and no order
+        return 2 * float(away.kthvalue(math.ceil(part * (1 - 1e-12) * len(z))).values.max())
+    away, order = away.sort(-1)
+    held = w[order].cumsum(-1) / w.sum()
+    first = (held < part * (1 - 1e-12)).sum(-1, keepdim=True).clamp(max=len(z) - 1)
+    return 2 * float(away.gather(-1, first).max())
 
 
 def _radius(x: Tensor, y: Tensor, unit: float) -> float:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_flow import Cloud, EllipsoidSupport, Gaussian, Mixture, Sphere, UniformSphere
-from attn_flow.measures import Measure
+from attn_flow.measures import LogitLaw, Measure
 from attn_flow.measures.elliptic import shrunk
 
 F64 = torch.float64
@@ -45,6 +45,7 @@ MEASURES: dict[str, Measure] = {
     "sphere of radius 2": UniformSphere(D, 2.0),
     "gaussian": Gaussian(drawn(D, seed=2), cov()),
     "bulk": Gaussian.bulk(drawn(D, seed=2), cov(), 50),
+    "logit law": LogitLaw(drawn(D, seed=2), cov(), drawn(6, seed=5)),
     "ellipsoid": EllipsoidSupport(drawn(D, seed=2), cov(), 1.7),
     "flat ellipsoid": EllipsoidSupport(drawn(D, seed=2), flat_cov(), 1.7),
     "mixture": Mixture(

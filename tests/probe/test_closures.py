@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.measures import Cloud
-from attn_flow.probe.closures import CAP, LADDER, WINDOW, atoms_and_bulk, oracle, sinks
+from attn_flow.probe.closures import CAP, LADDER, WINDOW, atoms_and_bulk, logit_law, number_of_clusters, oracle, sinks
 from attn_flow.probe.head_space import HeadSpace, as_heads_see
 from attn_flow.probe.nulls import rotated
 from attn_flow.probe.quantised import quantise
@@ -96,6 +96,66 @@ def test_the_oracle_knows_the_largest_weights_and_the_mean_of_the_rest():
             p = torch.tensor(logits, dtype=torch.float64).softmax(0)
             means = torch.stack([*values[h, top], values[h, rest].mean(0)])
             assert torch.allclose(predicted[h, i], (p[:, None] * means).sum(0), atol=1e-12)
+
+
+def test_the_law_of_the_logits_is_the_mean_of_the_sorted_standardised_logits():
+    space = small(n=18, beta=2.0)
+    atoms, predicted = sinks(space), space.per_head(logit_law(space))
+    q, keys, values = scaled(space)
+    for h in range(2):
+        bulk = [j for j in range(18) if not atoms[h, j]]
+        rows = []
+        for i in range(18):
+            logits = sorted(float(q[h, i] @ keys[h, j]) for j in bulk)
+            mean = sum(logits) / len(bulk)
+            deviation = math.sqrt(sum((v - mean) ** 2 for v in logits) / len(bulk))
+            rows.append([(v - mean) / deviation for v in logits])
+        t = [sum(row[r] for row in rows) / 18 for r in range(len(bulk))]
+        m, S = space.y[h, bulk].mean(0), torch.cov(space.y[h, bulk].T, correction=0)
+        for i in range(18):
+            chosen = [j for j in range(18) if atoms[h, j]]
+            logits = [float(q[h, i] @ keys[h, j]) for j in chosen]
+            g = torch.cat([q[h, i], torch.zeros_like(values[h, i])])
+            s = math.sqrt(float(g @ S @ g))
+            tilt = [math.exp(s * v) for v in t]
+            logits.append(float(g @ m) + math.log(sum(tilt)))  # as many tokens as there are t
+            pull = sum(v * e for v, e in zip(t, tilt)) / sum(tilt)
+            means = torch.stack([*values[h, chosen], (m + pull * S @ g / s)[space.k :]])
+            p = torch.tensor(logits, dtype=torch.float64).softmax(0)
+            assert torch.allclose(predicted[h, i], (p[:, None] * means).sum(0), atol=1e-10)
+
+
+@pytest.mark.parametrize("clusters", [1, 4, 8])
+def test_the_criterion_finds_clusters_that_are_there(clusters):
+    generator = torch.Generator().manual_seed(6)
+    centres = 5 * torch.randn(clusters, 12, generator=generator, dtype=torch.float64)
+    place = torch.arange(120) % clusters
+    x = centres[place] + 0.3 * torch.randn(120, 12, generator=generator, dtype=torch.float64)
+    label, number = number_of_clusters(x)
+    assert number == clusters
+    pairs = {(int(a), int(b)) for a, b in zip(place, label)}
+    assert len(pairs) == clusters  # one cluster, one label
+
+
+def test_the_criterion_is_bic_of_round_gaussians():
+    """The number chosen has the least -2 log likelihood + log n for every number of the model, by a loop."""
+    from attn_flow.probe.quantised import k_means
+
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(64, 3, generator=generator, dtype=torch.float64) ** 3
+    unit = x - x.mean(0)
+    unit = unit / unit.square().sum(-1).mean().sqrt()
+    n, d = x.shape
+    bic = {}
+    for K in (1, 2, 4, 8):
+        label = k_means(unit[None], torch.full((1, n), 1 / n, dtype=torch.float64), 0.0, K)[0][0].tolist()
+        members = [[i for i in range(n) if label[i] == c] for c in range(K)]
+        away = sum(float((unit[i] - unit[m].mean(0)).square().sum()) for m in members for i in m)
+        v = away / (d * (n - K))
+        likelihood = sum(len(m) * math.log(len(m) / n) for m in members if m)
+        likelihood -= n * d / 2 * math.log(2 * math.pi * v) + away / (2 * v)
+        bic[K] = -2 * likelihood + K * (d + 1) * math.log(n)
+    assert number_of_clusters(x)[1] == min(bic, key=bic.__getitem__)
 
 
 # --- atoms of the heads -----------------------------------------------------------------------------------------

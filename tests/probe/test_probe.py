@@ -228,6 +228,40 @@ def test_a_part_of_another_question_is_not_taken(encoder, texts, tmp_path, few_s
     assert not torch.equal(first["nulls"]["rotated"].explained, other["nulls"]["rotated"].explained)
 
 
+def test_stages_side_by_side_are_stages_one_after_the_other(encoder, texts, few_stages):
+    alone = inquire(*encoder, texts[:2], max_length=40).answer()
+    torch.set_num_threads(2)
+    try:
+        beside = inquire(*encoder, texts[:2], max_length=40).answer()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    for group in ("nulls", "propagation"):
+        assert list(alone[group]) == list(beside[group])
+        for name, part in alone[group].items():
+            for field, value in vars(part).items():
+                seen = getattr(beside[group][name], field)
+                assert torch.allclose(value.nan_to_num(-1), seen.nan_to_num(-1), atol=1e-4), (name, field)
+
+
+def test_a_stage_that_fails_ends_the_probe_with_its_error(encoder, texts, few_stages, monkeypatch):
+    asked = inquire(*encoder, texts[:2], max_length=40)
+    torch.set_num_threads(2)
+    try:
+        for stage in ("nulls/rotated", "propagation/rotated"):
+
+            def fail(parts, name, key, compute, stage=stage):
+                if name == stage:
+                    raise ValueError(f"no {name}")
+                return compute()
+
+            monkeypatch.setattr(running, "_kept", fail)
+            with pytest.raises(ValueError, match=f"no {stage}"):
+                asked.answer()
+    finally:
+        torch.set_num_threads(1)
+
+
 # --- the model and its inputs -----------------------------------------------------------------------------------
 
 
@@ -287,6 +321,12 @@ def test_where_tokens_are_hidden_only_closures_that_see_what_a_token_sees(name, 
     ids = torch.randint(3, 60, (3, 40), generator=torch.Generator().manual_seed(0))
     found = probe(tiny(name), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_length=None)
     assert found.main == "window_closure"
+    if name == "ModernBERT":  # rotary positions are in its scores, and in no closure
+        assert [row["quantity"] for row in found.rows() if row["group"] == "left out"]
+        assert "rotary positions" in found.findings()[1].text
+        assert len(found.findings()[1].numbers["omitted_logit_variance"]) == len(found.limits.cases)
+    else:
+        assert found.omitted is None
     assert not any("quantised" in closure for closure in found.closures)
     assert {"mean_output", "uniform", "rotated", "removed"} <= found.propagation.keys()
     assert write_report(found, tmp_path).exists()

@@ -1,0 +1,73 @@
+"""How much of the logits token contents do not explain: rotary and relative positions, which closures leave out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attn_flow.hooks.attach import evaluating
+from attn_flow.hooks.layout import encoder_inside
+from attn_flow.hooks.tape import recording
+from attn_flow.hooks.weights import attentions
+from attn_flow.probe.clouds import local, reach
+from attn_flow.probe.head_space import as_heads_see
+
+
+def omitted_shares(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[float]:
+    """The share of the variance of a layer's logits that the contents of tokens do not explain, layer by layer.
+
+    model: a known encoder of HuggingFace. inputs: as the model takes them; the first text counts. A layer's own weights
+    give its logits l up to a constant of each query; with c those of the contents, both centred over the keys that a
+    query sees, the share is sum (l - c)^2 / sum l^2 over heads, queries and keys. 0: contents say it all; above 1:
+    worse than nothing. NaN where the model does not show its weights.
+
+    >>> from attn_flow.hooks.demo import tiny_bert
+    >>> model, tokenizer = tiny_bert()
+    >>> max(omitted_shares(model, dict(tokenizer(["a b c"], return_tensors="pt")))) < 1e-6  # no positions in its logits
+    True
+    """
+    model = encoder_inside(model)
+    found = attentions(model)
+    if getattr(model, "config", None) is None:
+        return [float("nan")] * len(found)
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    with torch.no_grad(), evaluating(model), _shown(model), recording(model, "attn_in") as tape:
+        out = model(**inputs, **options, output_attentions=True)
+        mask = tape.mask[0]
+        z = [tape.state(("attn_in", layer))[0][mask] for layer in range(len(found))]
+    weights = getattr(out, "attentions", None)
+    if weights is None or len(weights) != len(found) or any(w is None for w in weights):
+        return [float("nan")] * len(found)
+    shares = []
+    for block, A, x, P in zip(tape.blocks, found, z, weights):
+        space = as_heads_see(A, x, sees=local(len(x), reach(block), x.device))
+        seen = (P[0][:, mask][..., mask] > 0) & space.logits.isfinite()
+        logits, content = (_centred(v.double(), seen) for v in (P[0][:, mask][..., mask].log(), space.logits))
+        shares.append(float((logits - content).square().sum() / logits.square().sum()))
+    return shares
+
+
+def _centred(logits: Tensor, seen: Tensor) -> Tensor:
+    """Less each query's mean over the keys it sees; 0 at the others."""
+    shown = torch.where(seen, logits, 0.0)
+    mean = shown.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp_min(1)
+    return torch.where(seen, shown - mean, 0.0)
+
+
+@contextmanager
+def _shown(model: Any) -> Iterator[None]:
+    """Attention computed in the way that shows its weights, and in the model's own way again after."""
+    own = getattr(model.config, "_attn_implementation", "eager")
+    if own == "eager":
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)

@@ -1,0 +1,39 @@
+"""The share of the logits that contents leave out, against logits computed by hand."""
+
+import math
+
+import pytest
+import torch
+from encoder_zoo import POSITIONAL, inputs, tiny
+
+from attn_flow.probe.positions import omitted_shares
+
+
+@pytest.mark.parametrize("name", ["BERT", "ViT", "GPT-2"])
+def test_nothing_is_left_out_where_positions_stay_out_of_the_scores(name):
+    model = tiny(name, torch.float64)
+    shares = omitted_shares(model, inputs(name, torch.float64))
+    assert max(shares) < (16 * torch.finfo(torch.float32).eps) ** 2  # some take the softmax in float32
+
+
+@pytest.mark.parametrize("name", sorted(POSITIONAL))
+def test_every_architecture_with_positions_says_how_much_it_hides(name):
+    model = tiny(name)
+    before = model.config._attn_implementation
+    shares = omitted_shares(model, inputs(name))
+    assert model.config._attn_implementation == before
+    assert all(math.isfinite(share) and share > 1e-4 for share in shares)
+
+
+def test_the_share_is_that_of_the_bias_in_the_logits():
+    model, x = tiny("T5 encoder", torch.float64), inputs("T5 encoder", torch.float64)
+    first = model.encoder.block[0].layer[0]
+    attention = first.SelfAttention
+    bias = attention.compute_bias(7, 7)[0]
+    z = first.layer_norm(model.shared(x["input_ids"][:1]))[0]
+    heads = lambda y: y.reshape(7, 4, 8).transpose(0, 1)
+    content = heads(attention.q(z)) @ heads(attention.k(z)).mT
+    logits = content + bias
+    left_out, total = (v - v.mean(-1, keepdim=True) for v in (bias, logits))
+    expected = float((left_out.square().sum() / total.square().sum()).detach())
+    assert omitted_shares(model, x)[0] == pytest.approx(expected, rel=1e-6)
