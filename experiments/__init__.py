@@ -23,6 +23,8 @@ NAMES = (
     "gaussian",
     "wrapped_layer",
     "trained_stacks",
+    "mean_field",
+    "zoo",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,15 @@ from attn_flow.experiments import load
 def reproduce(
     name: str, out: str | Path | None = None, *, quick: bool = False, seed: int = 0, progress: bool = False
 ) -> dict[str, Any]:
-    """The experiment's numbers, and with `out` the files out/NAME.json and out/NAME.png."""
+    """The experiment's numbers, and with `out` the files out/NAME.json and out/NAME.png.
+
+    Experiments of many minutes keep finished parts in out/NAME.parts: the same call goes on after a kill.
+    """
     experiment = load(name)
+    resumes = "parts" in inspect.signature(experiment.compute).parameters
+    kept = {"parts": Path(out) / f"{name}.parts"} if out is not None and resumes else {}
     start = time.perf_counter()
-    numbers = experiment.compute(quick=quick, seed=seed, progress=progress)
+    numbers = experiment.compute(quick=quick, seed=seed, progress=progress, **kept)
     run = {"name": name, "quick": quick, "seed": seed, "seconds": round(time.perf_counter() - start, 1)}
     if out is not None:
         save_figure(experiment.plot(numbers), Path(out) / f"{name}.png", tight=True)

@@ -1,0 +1,174 @@
+"""Propagation of chaos in an encoder of tables: tokens of one sample in the field of another of the same law.
+
+Two samples A, B of n rows. Tokens of A move by themselves, x -> Phi(x; A), or passively in the other field,
+p -> Phi(p; B). What separates p from x after a layer is what was there before, carried by the field, and what the
+field adds:
+    Phi(p; B) - Phi(x; A) = [Phi(p; B) - Phi(x; B)] + [Phi(x; B) - Phi(x; A)].
+The second part is of order n^{-1/2} if the fields are those of one law; the first grows with the layers' exponents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_flow.hooks.tables import TableEncoder, draw_table
+from attn_flow.observe.quantities import attention_statistics, clusters, effective_rank
+from attn_flow.probe.clouds import directions
+
+STEP = 1e-3  # of a tangent, in units of the cloud's spread
+CLUSTER = 0.5  # directions nearer than this (cosine .875) are one cluster
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law of tables: rows of `classes` normal classes whose centres are `spread` apart in units of the noise."""
+
+    name: str
+    spread: float
+    classes: int = 3
+    features: int = 10
+    number: int = 0  # which centres
+
+    def draw(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """n rows and their classes."""
+        return draw_table(n, self.features, self.classes, self.spread, law=self.number, generator=generator)
+
+
+LAWS = (Law("overlapping", 0.5), Law("separated", 1.5), Law("eight classes", 0.5, 8))
+
+
+def moved(layer: Any, x: Tensor, field: Tensor) -> Tensor:
+    """Phi(x; field): tokens x (n, d) after a post-norm layer in which they attend to `field` (m, d) only."""
+    attended = layer.self_attn(x[None], field[None], field[None], need_weights=False)[0][0]
+    return after_attention(layer, x, attended)
+
+
+def after_attention(layer: Any, x: Tensor, drift: Tensor) -> Tensor:
+    """The rest of a post-norm layer: x plus what attention adds, norms and the feed-forward part."""
+    y = layer.norm1(x + drift)
+    return layer.norm2(y + layer.linear2(layer.activation(layer.linear1(y))))
+
+
+def size(x: Tensor) -> float:
+    """Root of the mean over tokens of |x|^2."""
+    return math.sqrt(float(x.double().square().sum(-1).mean()))
+
+
+def spread_of(x: Tensor) -> float:
+    """Root of the mean squared distance of tokens from their mean."""
+    return size(x - x.mean(0))
+
+
+def two_samples(
+    model: TableEncoder, law: Law, n: int, generator: torch.Generator, null: str = ""
+) -> tuple[Tensor, Tensor]:
+    """Tokens of two samples of n rows, standardised together so that a row is the same token in both.
+
+    null: "other law" (other centres for the second), "shuffled labels" (its classes permuted), or none.
+    """
+    x, y = law.draw(n, generator)
+    other = Law(law.name, law.spread, law.classes, law.features, law.number + 1) if null == "other law" else law
+    u, v = other.draw(n, generator)
+    if null == "shuffled labels":
+        v = v[torch.randperm(n, generator=generator)]
+    tokens = model.rows(torch.cat([x, u]), torch.cat([y, v]))
+    return tokens[:n], tokens[n:]
+
+
+def passive_error(model: TableEncoder, A: Tensor, B: Tensor) -> dict[str, list[float]]:
+    """By layer, in units of A's spread: |p - x|, and its two parts, carried and added by the field (see above)."""
+    p = A
+    found: dict[str, list[float]] = {name: [] for name in ("error", "carried", "added")}
+    for layer in model.layers:
+        mixed = moved(layer, A, B)
+        p, A, B = moved(layer, p, B), moved(layer, A, A), moved(layer, B, B)
+        unit = spread_of(A)
+        for name, part in (("error", p - A), ("carried", p - mixed), ("added", mixed - A)):
+            found[name].append(size(part) / unit)
+    return found
+
+
+def growth(model: TableEncoder, x: Tensor, generator: torch.Generator) -> dict[str, list[float]]:
+    """Factors by which small displacements of tokens grow in each layer, over the growth of the cloud's spread.
+
+    passive: every token by itself in the field of the cloud; collective: the field moves along. Start at random.
+    """
+    found: dict[str, list[float]] = {}
+    start = torch.randn(x.shape, generator=generator).to(x)
+    start = start / size(start)
+    for kind in ("passive", "collective"):
+        cloud, tangent, factors = x, start, []
+        for layer in model.layers:
+            h = STEP * spread_of(cloud)
+            near = cloud + h * tangent
+            after = moved(layer, cloud, cloud)
+            tangent = (moved(layer, near, near if kind == "collective" else cloud) - after) / h
+            factors.append(size(tangent) * spread_of(cloud) / spread_of(after))
+            tangent, cloud = tangent / size(tangent), after
+        found[kind] = factors
+    return found
+
+
+def independent_sampling(model: TableEncoder, x: Tensor, n: int, generator: torch.Generator) -> list[float]:
+    """What two fields of n tokens drawn at random from each level's cloud x (N, d) would add, in units of its spread.
+
+    Measured with one random part of n against all N, whose variance is 1/n - 1/N, and scaled to the 2/n of two samples.
+    """
+    scale, found = math.sqrt((2 / n) / (1 / n - 1 / len(x))), []
+    for layer in model.layers:
+        part = x[torch.randperm(len(x), generator=generator)[:n]]
+        after = moved(layer, x, x)
+        found.append(scale * size(moved(layer, x, part) - after) / spread_of(after))
+        x = after
+    return found
+
+
+def cloud_words(model: TableEncoder, attentions: Sequence[Any], x: Tensor, y: Tensor) -> dict[str, list[float]]:
+    """The cloud x (n, d) of rows of classes y by level, in the theory's words.
+
+    clusters: groups of directions nearer than CLUSTER that hold a hundredth of the tokens; rank: effective; between:
+    share of variance between classes; beta: effective, mean over heads; entropy: of attention over log n.
+    """
+    found: dict[str, list[float]] = {name: [] for name in ("clusters", "rank", "between", "beta", "entropy")}
+    for level in range(len(model.layers) + 1):
+        unit = directions(x)
+        groups = clusters(unit, CLUSTER).labels.bincount()
+        found["clusters"].append(float((groups >= len(x) / 100).sum()))
+        found["rank"].append(float(effective_rank(unit)))
+        means = torch.stack([x[y == c].mean(0) for c in y.unique()])
+        found["between"].append((spread_of(means[torch.searchsorted(y.unique(), y)]) / spread_of(x)) ** 2)
+        if level < len(model.layers):
+            seen = attention_statistics(attentions[level], x)
+            found["beta"].append(float(seen.effective_beta.mean()))
+            found["entropy"].append(float(seen.entropy.mean()) / math.log(len(x)))
+            x = moved(model.layers[level], x, x)
+    return found
+
+
+def exponent(n: Sequence[int], error: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Slope of log(mean error) in log n, and its standard error: error holds the seeds of every n.
+
+    The error is that of the means, by the seeds' spread; where a size has one seed, the others' relative spread.
+    """
+    x = torch.tensor(n, dtype=torch.float64).log()
+    means = torch.tensor([sum(e) / len(e) for e in error], dtype=torch.float64)
+    relative = [torch.tensor(e).std() / math.sqrt(len(e)) / m for e, m in zip(error, means) if len(e) > 1]
+    typical = float(torch.stack(relative).mean()) if relative else math.nan
+    centred = x - x.mean()
+    slope = float((centred * means.log()).sum() / centred.square().sum())
+    return slope, typical / math.sqrt(float(centred.square().sum()))
+
+
+def twin(model: TableEncoder, seed: int) -> TableEncoder:
+    """The same encoder with random weights, its map from rows to tokens as trained."""
+    from attn_flow.probe.nulls import untrained_twin
+
+    found: Any = untrained_twin(model, seed)
+    found.encoder, found.y_encoder = model.encoder, model.y_encoder
+    return found
