@@ -13,11 +13,12 @@ from torch import nn
 
 from attn_flow.base.files import writing_alone
 from attn_flow.cli.console import Device, Json, Quiet, Seed, check_device, echo, folder_name, say, table, writable
-from attn_flow.hooks.demo import topics
+from attn_flow.hooks.demo import reactions, topics
 from attn_flow.hooks.loading import load_images, load_texts, load_tokenizer
 from attn_flow.hooks.named import load_encoder
 from attn_flow.hooks.trust import self_check
 from attn_flow.hooks.weights import attentions, encoder_facts
+from attn_flow.hooks.zoo import ZOO, fetched, sample_inputs
 from attn_flow.probe.nulls import NULLS
 
 DEMO = "the embedded MiniLM on Python's own help pages"
@@ -31,7 +32,11 @@ Models = Annotated[
     ),
 ]
 Texts = Annotated[
-    str | None, typer.Option(help="A .txt (a text per line), .jsonl, .json, .csv or .tsv file; - is standard input.")
+    str | None,
+    typer.Option(
+        help="A .txt (a text per line), .jsonl, .json, .csv or .tsv file; - is standard input. An encoder of the zoo "
+        "has texts of its own."
+    ),
 ]
 Field = Annotated[str, typer.Option(help="The field or column that holds the text.")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
@@ -80,7 +85,7 @@ def probe(
     named = ["minilm"] if demo and not models else list(models or [])
     if not named:
         raise ValueError("which model? Give a folder or a name, or --demo for the embedded one.")
-    source = read_texts(texts, field, demo) if images is None else None
+    source = read_texts(texts, field, demo, named[0]) if images is None else None
     if source is not None and first is not None:
         source = source[:first]
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -315,12 +320,17 @@ def as_trained(name: str, beta_factor: float) -> None:
         raise ValueError(f"{name!r}: @beta_factor changes how a model runs, not its weights; leave it out here.")
 
 
-def read_texts(path: str | None, field: str, demo: bool) -> list[str]:
-    """Texts of a file, of standard input (-), or of the demo."""
+def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> list[str]:
+    """Texts of a file, of standard input (-), of the demo, or those that came with a model of the zoo."""
     if path is not None:
         return load_texts(path, field)
     if demo:
         return [text for text in topics() if len(text) > 900][:DEMO_TEXTS]
+    name = model.partition("@")[0]
+    if name in ZOO and fetched(name):
+        return sample_inputs(name)[:DEMO_TEXTS]
+    if name == "rxnmapper":
+        return reactions()
     raise ValueError("which texts? Give --texts FILE (.txt, .jsonl, .json, .csv; - for standard input), or --demo.")
 
 

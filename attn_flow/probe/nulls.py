@@ -82,12 +82,13 @@ def by_control(name: str, generator: torch.Generator) -> Prediction:
 
 
 def by_null(name: str, clouds: Clouds, generator: torch.Generator, *, corpus_mean: bool = False) -> Prediction:
-    """What a null predicts. `corpus_mean`: the mean output over all texts instead of the text's own."""
+    """What a null predicts. `corpus_mean`: the mean output over all other texts instead of the text's own."""
     closure = main_closure(clouds)
-    means = [torch.cat(level).mean(0) for level in clouds.out] if corpus_mean else []
 
     def mean_output(space: HeadSpace, layer: int, text: int) -> Tensor:
-        return (means[layer] if corpus_mean else clouds.out[layer][text].mean(0)).expand(space.x.shape)
+        level = clouds.out[layer]
+        others = level[:text] + level[text + 1 :] if corpus_mean and len(level) > 1 else [level[text]]
+        return torch.cat(others).mean(0).expand(space.x.shape)
 
     def uniform(space: HeadSpace, layer: int, text: int) -> Tensor:
         values = space.y[..., space.k :]

@@ -78,3 +78,16 @@ def test_distances_and_neighbours_are_what_their_definitions_say(generator):
 def test_unknown_closures_are_named(any_length):
     with pytest.raises(ValueError, match="closure = 'magic', expected one of gaussian_closure"):
         propagate(tiny("BERT"), inputs("BERT"), closure="magic")
+
+
+def test_the_corpus_mean_knows_nothing_of_the_text_itself(any_length):
+    from attn_flow.probe.clouds import record_clouds
+    from attn_flow.probe.nulls import by_null
+
+    clouds = record_clouds(tiny("BERT"), inputs("BERT"), None)
+    predict = by_null("mean_output", clouds, torch.Generator(), corpus_mean=True)
+    for layer in range(clouds.layers):
+        for text, other in ((0, 1), (1, 0)):  # two texts: the mean of the other one
+            predicted = predict(clouds.space(layer, text), layer, text)
+            assert torch.equal(predicted[0], clouds.out[layer][other].mean(0))
+            assert predicted.shape == clouds.z[layer][text].shape
