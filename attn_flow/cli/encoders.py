@@ -327,7 +327,7 @@ def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> lis
     if demo:
         return [text for text in topics() if len(text) > 900][:DEMO_TEXTS]
     name = model.partition("@")[0]
-    if name in ZOO and fetched(name):
+    if name in ZOO and name != "minilm" and fetched(name):  # minilm has --demo
         return sample_inputs(name)[:DEMO_TEXTS]
     if name == "rxnmapper":
         return reactions()
