@@ -170,22 +170,39 @@ class LimitMap:
             raise ValueError(f"t = {t}, expected a finite time >= 0; push_forward(x) without one is the limit itself.")
         if self.case == "nonlinear":
             return self._settled(x)
-        case = self.off_kernel if self.case == "undefined" else self.case
-        if case == "undefined":
-            raise ValueError(f"no limit is established: {self.evidence['because']}.")
+        x = self._outside_kernel(x)
         if t is None and self.frequencies:
             raise ValueError(
                 f"the leading eigenvalues {self.leading:.4g} +- {self.frequencies[0]:.4g}i rotate: no limit. "
                 "Give the time: push_forward(x, t)."
             )
-        assert self.direction is not None  # every linear case has both
+        if t is not None:
+            return self.moving_push_forward(x, torch.tensor([t], dtype=torch.float64))[0]
+        assert self.direction is not None  # every linear case has one
+        return self._projected(x, self.direction)
+
+    def moving_push_forward(self, x: Tensor, t: Tensor) -> Tensor:
+        """push_forward(x, t) at every time of t (T,), nonnegative and increasing: (T, ..., n, d), in one integration."""
+        start = self._outside_kernel(x)
         assert self.projector is not None
+        if bool((t > 0).any()):
+            times = t if float(t[0]) == 0 else torch.cat([torch.zeros_like(t[:1]), t])
+            start = zero_temperature_flow(self.attention, start, times, self.support).x[-len(t) :]
+        else:
+            start = start.expand(len(t), *start.shape)
+        return self._projected(start, self.projector)
+
+    def _outside_kernel(self, x: Tensor) -> Tensor:
+        """The tokens x, having raised where nothing is established for them."""
+        if (self.off_kernel if self.case == "undefined" else self.case) == "undefined":
+            raise ValueError(f"no limit is established: {self.evidence['because']}.")
         if self.kernel is not None:
             self._refuse(x, self.attention.to(x).G[0], "lie in ker G, where the drift is undefined")
-        if t:
-            x = zero_temperature_flow(self.attention, x, [0.0, t], self.support).x[-1]
-        A = (self.direction if t is None else self.projector).to(x)
-        y = self._refuse(x, A, "have Pi x = 0 to rounding: they lie on the border between two limits")
+        return x
+
+    def _projected(self, x: Tensor, A: Tensor) -> Tensor:
+        """A x at the norm of x."""
+        y = self._refuse(x, A.to(x), "have Pi x = 0 to rounding: they lie on the border between two limits")
         return y * (x.norm(dim=-1, keepdim=True) / y.norm(dim=-1, keepdim=True))
 
     def _refuse(self, x: Tensor, A: Tensor, why: str) -> Tensor:

@@ -23,7 +23,7 @@ from attn_flow.prediction.finite_n import Resolution, resolution
 from attn_flow.prediction.limit_map import LimitMap
 from attn_flow.prediction.requirements import Requirement
 from attn_flow.prediction.zero_temperature import filled
-from attn_flow.transport.distances import wasserstein
+from attn_flow.transport.distances import Limits, solve
 
 FALL = 0.75  # a path concentrates if W2 falls at least to this part of its start
 PLATEAU = 2.0  # and is metastable while W2 is within this factor of its minimum
@@ -98,8 +98,9 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
             target = torch.cat([e, -e], dim=-2)
             options |= {"weights_y": torch.stack([right, 1 - right], -1), "mask_y": None, "method": "simplex"}
     if target is None:
-        target = torch.stack([limit.push_forward(x0, t) for t in (path.t - path.t[0]).tolist()])
-    return wasserstein(path.x, target, **options)
+        target = limit.moving_push_forward(x0, path.t - path.t[0])
+    # Along a path each plan starts from the one before, which pays from a few hundred tokens on.
+    return solve(path.x, target, **options, limits=Limits(dense=300)).distance
 
 
 def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None = None, warn: bool = True) -> Phases:
