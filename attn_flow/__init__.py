@@ -1,11 +1,12 @@
 """Self-attention as a flow of interacting particles: simulate it, predict where it goes, measure how far it is."""
 
 from attn_flow.attention import Attention
+from attn_flow.dynamics.continuity import DensityPath, density_flow
 from attn_flow.dynamics.particles import consensus, flow, push_forward
 from attn_flow.dynamics.steppers import Adaptive, dopri5, euler, rk4
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Ellipsoid, Euclidean, Sphere
-from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Mixture, UniformSphere
+from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Mixture, UniformSphere, VonMisesFisher
 from attn_flow.nn.layer import ContinuousAttentionLayer
 from attn_flow.prediction import LimitMap, limit, phases, resolution, zero_temperature_flow
 from attn_flow.transport.distances import wasserstein
@@ -16,6 +17,7 @@ __all__ = [
     "Attention",
     "Cloud",
     "ContinuousAttentionLayer",
+    "DensityPath",
     "Ellipsoid",
     "EllipsoidSupport",
     "Euclidean",
@@ -25,7 +27,9 @@ __all__ = [
     "Sphere",
     "Trajectory",
     "UniformSphere",
+    "VonMisesFisher",
     "consensus",
+    "density_flow",
     "dopri5",
     "euler",
     "flow",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ from attn_flow.attention import Attention
 from attn_flow.base import memory
 from attn_flow.base.figures import save_figure
 from attn_flow.base.files import plain, versions, write_json
-from attn_flow.cli.console import number_name
+from attn_flow.cli.console import complain, number_name
 from attn_flow.dynamics.distributed import ALONE, Processes
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import STEPS
+from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
 from attn_flow.measures import Cloud, quadrature
 from attn_flow.prediction.finite_n import resolution
-from attn_flow.prediction.limit_map import limit
-from attn_flow.prediction.timeline import phases
+from attn_flow.prediction.limit_map import LimitMap, limit
+from attn_flow.prediction.timeline import phases, w2_curve
 
 MEASURED = 200  # times at most at which W2 is measured, unless they are given
 MOST_STEPS = 10**9  # days, even for one token: a slip of the pen
@@ -64,6 +66,10 @@ def simulate(
         raise ValueError(f"step = {step!r}, expected one of {', '.join(STEPS)}.")
     prediction = limit(Attention.from_matrices(G, V))
     times = _times(t, h)
+    if progress and world.first:
+        attention = Attention.from_matrices(G, V, beta=betas[0])
+        seconds = len(betas) * estimate(attention, prediction, cloud, times, h, step)
+        complain(f"about {seconds:.2g} s of processor time: {len(betas)} betas, {len(times)} distances each", "cyan")
     runs = []
     for beta in betas:
         attention = Attention.from_matrices(G, V, beta=beta)
@@ -75,25 +81,29 @@ def simulate(
         seen = resolution(attention, path.x[0], weights=cloud.weights, warn=False)
         numbers_of_argmax = {"self_argmax": seen.self_argmax.tolist(), "number": seen.number.tolist()}
         found = phases(path, prediction, warn=False).as_dict()
+        found |= _predicted(prediction, beta)
         runs.append({"beta": beta, **found, "resolution": {"verdict": seen.verdict, **numbers_of_argmax}})
         if out is not None:
             path.save(Path(out) / f"path_beta_{number_name(beta)}.safetensors")
             if path.x.shape[-1] in (2, 3):
-                from attn_flow.cli.figures import clouds_figure
+                from attn_flow.cli.figures import beta_words, clouds_figure
 
                 least = int(torch.tensor(found["w2"]).argmin())
                 shown = sorted({0, least // 3, least, (least + len(path) - 1) // 2, len(path) - 1})
-                title = (
-                    rf"$\beta$ = {number_name(beta)}: nearest to the predicted limit at t = {float(path.t[least]):.3g}"
-                )
-                save_figure(clouds_figure(path, shown, title), Path(out) / f"clouds_beta_{number_name(beta)}.png")
+                words = beta_words(beta, len(cloud.x))
+                title = f"{words}: nearest to the predicted limit at $t = {float(path.t[least]):.3g}$"
+                picture = clouds_figure(path, shown, prediction, title)
+                save_figure(picture, Path(out) / f"clouds_beta_{number_name(beta)}.png")
     if not world.first:
         return None
     law = f"{len(cloud.x)} {'weighted nodes' if cloud.weights is not None else 'tokens'} in d = {cloud.x.shape[-1]}"
+    coarse = ", ".join(number_name(r["beta"]) for r in runs if r["resolution"]["verdict"] == "unresolved")
     numbers = {
         "limit": prediction.as_dict(),
         "runs": runs,
-        "caption": f"{law}, {step}, h = {h:.3g}; limit case: {prediction.case}.",
+        "n": len(cloud.x),
+        "caption": f"{law}, {step}, $h = {h:.3g}$; limit case: {prediction.case}."
+        + rf" Too few points for the prediction at $\beta$ = {coarse}." * bool(coarse),
     }
     if out is not None:
         from attn_flow.cli.figures import simulation_figure
@@ -101,6 +111,32 @@ def simulate(
         write_json({**numbers, "versions": versions()}, Path(out) / "simulate.json")
         save_figure(simulation_figure(numbers), Path(out) / "simulate.png")
     return plain(numbers)
+
+
+def _predicted(prediction: LimitMap, beta: float) -> dict[str, float | None]:
+    """t_min where clusters leave again, W2 of their layer where they stay; both for low, finite temperatures."""
+    found: dict[str, float | None] = {"t_min_predicted": None, "min_w2_predicted": None}
+    if not 1 < beta < math.inf:
+        return found
+    if prediction.exit_rate == 0:
+        found["min_w2_predicted"] = None if prediction.layer is None else prediction.width(beta)
+    elif prediction.g is not None and prediction.rate_w2:
+        found["t_min_predicted"] = prediction.t_min(beta)
+    return found
+
+
+def estimate(attention: Attention, prediction: LimitMap, cloud: Cloud, times: Tensor, h: float, step: str) -> float:
+    """Processor seconds of one beta, from one drift and one distance, each measured here and now."""
+    drifts = sum(math.ceil(float(span) / h - 1e-9) for span in times.diff()) * (len(STEPS[step].a) + 1)
+    still = Trajectory(torch.zeros(1), cloud.x[None], cloud.weights)
+    work = (lambda: attention.drift(cloud.x, weights=cloud.weights), lambda: w2_curve(still, prediction))
+    seconds = 0.0
+    for each, times_done in zip(work, (drifts, len(times))):
+        each()  # what is loaded once is no part of it
+        begun = time.process_time()
+        each()
+        seconds += times_done * (time.process_time() - begun)
+    return seconds
 
 
 def _times(t: Sequence[float], h: float) -> Tensor:

@@ -6,6 +6,7 @@ from attn_flow.measures.measure import Measure
 from attn_flow.measures.mixture import Mixture
 from attn_flow.measures.own_tokens import OwnTokens, SeenGaussian
 from attn_flow.measures.sphere import UniformSphere
+from attn_flow.measures.von_mises_fisher import VonMisesFisher
 
 __all__ = [
     "Cloud",
@@ -17,4 +18,5 @@ __all__ = [
     "OwnTokens",
     "SeenGaussian",
     "UniformSphere",
+    "VonMisesFisher",
 ]

@@ -1,4 +1,4 @@
-"""Weighted clouds that stand for a density on the circle or the sphere S^2: mean-field runs without sampling noise."""
+"""Weighted clouds that stand for a density on a circle or sphere: mean-field runs without sampling noise."""
 
 from __future__ import annotations
 
@@ -66,6 +66,58 @@ def fibonacci(
     r = (1 - z**2).sqrt()
     x = torch.stack([r * phi.cos(), r * phi.sin(), z], dim=-1)
     return _cloud(x, torch.full_like(z, 1 / n), density and density(x))
+
+
+def graded(
+    n: int,
+    across: int,
+    axis: Tensor,
+    density: Callable[[Tensor], Tensor] | None = None,
+) -> Cloud:
+    """n x across nodes on the sphere of R^d, d >= 3, that crowd geometrically at both ends of an axis.
+
+    The angle phi to the axis has log tan(phi/2) spaced evenly over |log tan(phi/2)| <= TAIL, as in `circle(towards=)`:
+    mass that leaves a repelling direction last is still resolved after times of order log(1/distance). Around the axis
+    stand `across` nodes of the sphere of R^{d-1}: a lattice (d = 3), Fibonacci's (d = 4), Sobol's (d >= 5), turned from
+    ring to ring. n: rings. axis: (d,), any length. density: of x (n across, d), relative to the uniform law.
+
+    >>> cloud = graded(200, 10, torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64), lambda x: torch.exp(x[:, 2]))
+    >>> round(float(cloud.mean[2]), 10)  # coth(1) - 1
+    0.3130352855
+    """
+    d = axis.shape[-1]
+    if axis.ndim != 1 or d < 3 or not bool(axis.norm() > 0):
+        raise ValueError(f"axis has shape {tuple(axis.shape)}, expected a direction (d,) with d >= 3.")
+    if n < 2 or across < 2:
+        raise ValueError(f"n = {n}, across = {across}: expected at least 2 rings of 2 nodes.")
+    u = TAIL * (2 * (torch.arange(n, dtype=axis.dtype, device=axis.device) + 0.5) / n - 1)
+    side = _around(across, d - 1).to(axis)  # (across, d - 1)
+    golden = 2 * math.pi * (math.sqrt(5) - 1) / 2 * torch.arange(n, dtype=axis.dtype, device=axis.device)
+    first, second = side[:, 0], side[:, 1]  # turned in the plane of the first two
+    turned = side.expand(n, *side.shape).clone()
+    turned[..., 0] = golden.cos()[:, None] * first - golden.sin()[:, None] * second
+    turned[..., 1] = golden.sin()[:, None] * first + golden.cos()[:, None] * second
+    sin = (1 / u.cosh())[:, None, None]
+    x = torch.cat([-u.tanh()[:, None, None].expand(n, across, 1), sin * turned], dim=-1).reshape(-1, d)
+    # A reflection takes the first coordinate to the axis.
+    e = axis / axis.norm()
+    w = torch.cat([e[:1] + torch.where(e[:1] < 0, -1.0, 1.0), e[1:]])
+    x = torch.where(e[0] < 0, 1.0, -1.0) * (x - 2 * (x @ w)[:, None] * w / w.square().sum())
+    weights = u.cosh().log().mul(-(d - 1)).exp().repeat_interleave(across)  # sin^{d-2} dphi = cosh^{-(d-1)} du
+    return _cloud(x, weights, density and density(x))
+
+
+def _around(n: int, d: int) -> Tensor:
+    """n nodes of equal weight on the sphere of R^d, d >= 2, float64."""
+    if d == 2:
+        return circle(n).x
+    if d == 3:
+        return fibonacci(n).x
+    engine = torch.quasirandom.SobolEngine(d)
+    engine.fast_forward(2)  # a corner and the centre have no direction
+    normal = torch.erfinv(2 * engine.draw((n + 1) // 2, dtype=torch.float64) - 1)
+    x = normal / normal.norm(dim=-1, keepdim=True)
+    return torch.cat([x, -x])[:n]
 
 
 def _cloud(x: Tensor, weights: Tensor, density: Tensor | None) -> Cloud:

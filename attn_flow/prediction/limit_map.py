@@ -182,7 +182,7 @@ class LimitMap:
         return self._projected(x, self.direction)
 
     def moving_push_forward(self, x: Tensor, t: Tensor) -> Tensor:
-        """push_forward(x, t) at every time of t (T,), nonnegative and increasing: (T, ..., n, d), in one integration."""
+        """push_forward(x, t) at every time of t (T,), increasing from 0 or later, in one go: (T, ..., n, d)."""
         start = self._outside_kernel(x)
         assert self.projector is not None
         if bool((t > 0).any()):

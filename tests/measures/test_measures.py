@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_flow import Cloud, EllipsoidSupport, Gaussian, Mixture, Sphere, UniformSphere
+from attn_flow import Cloud, EllipsoidSupport, Gaussian, Mixture, Sphere, UniformSphere, VonMisesFisher
 from attn_flow.measures import LogitLaw, Measure
 from attn_flow.measures.elliptic import shrunk
 
@@ -43,6 +43,8 @@ MEASURES: dict[str, Measure] = {
     "one token": Cloud(drawn(1, D, seed=1)),
     "sphere": UniformSphere(D),
     "sphere of radius 2": UniformSphere(D, 2.0),
+    "von Mises-Fisher": VonMisesFisher(torch.tensor([0.6, 0.0, -0.8], dtype=F64), 3.0),
+    "sharp von Mises-Fisher": VonMisesFisher(torch.tensor([0.6, 0.0, -0.8], dtype=F64), 30.0),
     "gaussian": Gaussian(drawn(D, seed=2), cov()),
     "bulk": Gaussian.bulk(drawn(D, seed=2), cov(), 50),
     "logit law": LogitLaw(drawn(D, seed=2), cov(), drawn(6, seed=5)),

@@ -528,3 +528,13 @@ def test_resolution_is_batched_and_weighted(recwarn: pytest.WarningsRecorder) ->
     masked = resolution(A, x, mask=mask)
     assert torch.allclose(masked.number, resolution(A, x[:, :30]).number)
     assert torch.allclose(masked.self_argmax, resolution(A, x[:, :30]).self_argmax)
+
+
+def test_the_moving_push_forward_at_many_times_is_each_of_them() -> None:
+    V = torch.tensor([[2.0, -1, 0], [1, 2, 0], [0, 0, 1]]).double()
+    found = limit(Attention.from_matrices(torch.diag(torch.tensor([1.0, 2, 1])).double(), V))
+    x = Sphere().uniform(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for t in ([0.0, 1.0, 2.5], [0.5, 3.0]):
+        together = found.moving_push_forward(x, torch.tensor(t, dtype=torch.float64))
+        alone = torch.stack([found.push_forward(x, each) for each in t])
+        assert float((together - alone).abs().max()) < 1e-12

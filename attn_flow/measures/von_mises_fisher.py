@@ -1,0 +1,147 @@
+"""The von Mises-Fisher law on the unit sphere: closed under tilting, so every answer is a Bessel function."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_flow.averages import bessel
+from attn_flow.base import checks
+from attn_flow.base.words import introduce
+from attn_flow.measures.measure import by_temperature
+from attn_flow.measures.sphere import length
+
+NODES = 8  # of Gauss and Legendre, over an interval of less than a quarter of the distance to the next singularity
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class VonMisesFisher:
+    """The law of density e^{kappa <mean, y>} on the unit sphere of R^d; kappa = 0 is the uniform one.
+
+    Tilting by e^{beta <g, y>} moves kappa mean to z = kappa mean + beta g: L_beta(g) = (log I(|z|) - log I(kappa))/beta
+    and m_beta(g) = A_d(|z|) z/|z|, with A_d = I_{d/2}/I_{d/2-1} and I(z) = Gamma(d/2) (2/z)^{d/2-1} I_{d/2-1}(z).
+
+    mean: (..., d), unit vectors, the direction of the law; leading axes are a batch. kappa: concentration >= 0.
+
+    >>> import torch
+    >>> mu = VonMisesFisher(torch.tensor([0.0, 0.0, 1.0]), kappa=2.0)
+    >>> mu.tilted_mean(torch.zeros(1, 3), beta=1.0)  # its mean, A_3(2) = coth(2) - 1/2
+    tensor([[0.0000, 0.0000, 0.5373]])
+    >>> mu.sample(5, generator=torch.Generator().manual_seed(0)).shape
+    torch.Size([5, 3])
+    """
+
+    mean: Tensor
+    kappa: float
+
+    def __post_init__(self) -> None:
+        checks.floating("mean", self.mean, "(..., d)")
+        if self.mean.ndim < 1 or not self.mean.shape[-1]:
+            raise ValueError(f"mean has shape {tuple(self.mean.shape)}, expected (..., d).")
+        checks.finite("mean", self.mean)
+        if not 0 <= self.kappa < math.inf:
+            raise ValueError(f"kappa = {self.kappa}, expected a finite concentration >= 0; an atom is a Cloud.")
+        norm = self.mean.detach().norm(dim=-1)
+        if checks.can_look(norm) and float((norm - 1).abs().max()) > 4 * torch.finfo(norm.dtype).eps ** 0.5:
+            low, high = float(norm.min()), float(norm.max())
+            raise ValueError(f"mean has norms from {low:.6g} to {high:.6g}, expected unit vectors; use mean/|mean|.")
+
+    def __repr__(self) -> str:
+        return introduce(self, "mean", "kappa")
+
+    @property
+    def d(self) -> int:
+        """Dimension of the space the sphere lies in."""
+        return self.mean.shape[-1]
+
+    def to(self, *args: Any, **kwargs: Any) -> VonMisesFisher:
+        """The same law with its tensors moved or cast, as `Tensor.to`."""
+        return VonMisesFisher(self.mean.to(*args, **kwargs), self.kappa)
+
+    def density(self, y: Tensor) -> Tensor:
+        """The density at unit vectors y (..., d), relative to the uniform law."""
+        along = (y * self.mean).sum(-1)
+        return (self.kappa * along - bessel.log_i(self.d / 2 - 1, torch.full_like(along, self.kappa))).exp()
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """n independent tokens, (..., n, d): Wood's rejection for <mean, y>, a uniform direction across."""
+        if n < 1:
+            raise ValueError(f"n = {n}, expected at least one token.")
+        m, d = self.mean[..., None, :], self.d
+        shape = (*self.mean.shape[:-1], n, d)
+        drop = self._drop(math.prod(shape[:-1]), generator).to(m).reshape(*shape[:-1], 1)
+        if d == 1:
+            return m * (1 - drop)
+        across = torch.randn(shape, generator=generator, dtype=m.dtype, device=m.device)
+        for _ in range(2):  # once more, for those that were nearly along the mean
+            across = across - (across * m).sum(-1, keepdim=True) * m
+            across = across / across.norm(dim=-1, keepdim=True)
+        return (1 - drop) * m + (drop * (2 - drop)).sqrt() * across
+
+    def _drop(self, count: int, generator: torch.Generator | None) -> Tensor:
+        """1 - <mean, y> of `count` samples, float64: small ones keep their digits. Wood (1994), by rejection."""
+        d, kappa, device = self.d, self.kappa, "cpu" if generator is None else generator.device
+        where: Any = {"generator": generator, "dtype": torch.float64, "device": device}
+        if d == 1:
+            return 2.0 * (torch.rand(count, **where) > 1 / (1 + math.exp(-2 * kappa)))
+        b = (d - 1) / (2 * kappa + math.hypot(2 * kappa, d - 1))
+        x0 = (1 - b) / (1 + b)
+        top = kappa * x0 + (d - 1) * math.log(4 * b / (1 + b) ** 2)  # 1 - x0^2
+        found = torch.zeros(0, dtype=torch.float64, device=device)
+        while len(found) < count:
+            normal = torch.randn(2 * count + 16, d, **where)
+            z = (1 + normal[:, 0] / normal.norm(dim=-1)) / 2  # of the law Beta((d-1)/2, (d-1)/2)
+            drop = 2 * b * z / (1 - (1 - b) * z)
+            bound = kappa * (1 - drop) + (d - 1) * torch.log1p(-x0 * (1 - drop)) - top
+            found = torch.cat([found, drop[bound >= torch.rand(len(z), **where).log()]])
+        return found[:count]
+
+    def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """L_beta(g), (..., m), for queries g (..., m, d)."""
+        checks.queries(g, self.d)
+        along, nu = (g * self.mean[..., None, :]).sum(-1), self.d / 2 - 1
+
+        def hot() -> Tensor:
+            return bessel.ratio(nu, torch.full_like(along, self.kappa)) * along
+
+        def warm(b: Tensor) -> Tensor:
+            # log I(|z|) - log I(kappa): as an integral of the ratio where the two are close, and would cancel.
+            size, kappa = length(self._tilted(g, b)), torch.full_like(along, self.kappa)
+            total = size + kappa
+            rise = (2 * kappa * along + b * g.square().sum(-1)) / torch.where(total > 0, total, 1.0)  # (|z|-kappa)/b
+            nodes, weights = np.polynomial.legendre.leggauss(NODES)
+            mean = sum(
+                w / 2 * bessel.ratio(nu, kappa + (1 + s) / 2 * b * rise)
+                for s, w in zip(nodes.tolist(), weights.tolist())
+            )
+            close = (b * rise).abs() <= 0.25 * kappa.clamp_min(2.0)
+            apart = bessel.log_i(nu, size) - bessel.log_i(nu, kappa)
+            return torch.where(close, mean * rise, apart / b)
+
+        return by_temperature(beta, g, hot, warm, lambda: length(g))
+
+    def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
+        """m_beta(g) = A_d(|z|) z/|z|, z = kappa mean + beta g, (..., m, d); zero at z = 0."""
+        checks.queries(g, self.d)
+        nu = self.d / 2 - 1
+
+        def pulled(z: Tensor) -> Tensor:
+            size = length(z)[..., None]
+            return bessel.ratio(nu, size) * z / torch.where(size > 0, size, 1.0)
+
+        def cold() -> Tensor:
+            size = length(g)[..., None]
+            return g / torch.where(size > 0, size, 1.0)
+
+        m = self.mean[..., None, :]
+        hot = lambda: pulled((self.kappa * m).expand(torch.broadcast_shapes(m.shape, g.shape)))
+        return by_temperature(beta, g, hot, lambda b: pulled(self._tilted(g, b)), cold)
+
+    def _tilted(self, g: Tensor, b: Tensor) -> Tensor:
+        """kappa mean + beta g, (..., m, d)."""
+        return self.kappa * self.mean[..., None, :] + b[..., None] * g
