@@ -101,6 +101,12 @@ def simulate(
     dim: Annotated[int | None, typer.Option(help="Dimension; that of G if not given.")] = None,
     x0: Annotated[str | None, typer.Option(help="Your own tokens (n, d), a matrix or a file.")] = None,
     quadrature: Annotated[bool, typer.Option(help="Weighted nodes, d = 2, 3: the mean-field run.")] = False,
+    density: Annotated[
+        float | None,
+        typer.Option(help="Solve for the density instead (d = 2, 3), from a von Mises-Fisher law of this kappa."),
+    ] = None,
+    diffusion: Annotated[float, typer.Option(help="With --density: noise, as D times a Laplacian.")] = 0.0,
+    bandwidth: Annotated[int | None, typer.Option(help="With --density: the largest degree of a mode.")] = None,
     t: Annotated[str, typer.Option(help="The end T (W2 is then measured at up to 200 times), or the times.")] = "20",
     h: Annotated[float, typer.Option(help="The step in time.")] = 0.1,
     step: Annotated[str, typer.Option(help="euler, rk4 or dopri5.")] = "rk4",
@@ -123,6 +129,11 @@ def simulate(
     G_matrix, V_matrix = square(parse_matrix(G, "G"), "G"), square(parse_matrix(V, "V"), "V")
     if dim is not None and dim != G_matrix.shape[0]:
         raise ValueError(f"--dim {dim} but G is {tuple(G_matrix.shape)}; leave --dim out or give a matrix to match.")
+    if density is not None:
+        _density(G_matrix, V_matrix, beta, density, t, diffusion, bandwidth, out, as_json)
+        return
+    if diffusion or bandwidth is not None:
+        raise ValueError("--diffusion and --bandwidth are of --density KAPPA; without it leave them out.")
     cloud = start(G_matrix.shape[0], tokens, None if x0 is None else parse_matrix(x0, "x0"), quadrature, seed)
     betas, show = parse_numbers(beta, "beta"), not (quiet or as_json)
     if out is not None:
@@ -149,6 +160,37 @@ def simulate(
     for doubt in doubts:
         beta_words = ", ".join(f"{r['beta']:g}" for r in numbers["runs"] if doubt in r["doubts"])
         echo(f"doubt (beta {beta_words}): {doubt}")
+    if out is not None:
+        echo(f"written to {out}")
+
+
+def _density(
+    G: Any,
+    V: Any,
+    beta: str,
+    kappa: float,
+    t: str,
+    diffusion: float,
+    bandwidth: int | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """`simulate --density`: modes of the mean-field density, and its distance to the predicted limit."""
+    from attn_flow.cli.densities import simulate_density
+    from attn_flow.cli.matrices import parse_numbers
+
+    if out is not None:
+        writable(out)
+    betas, times = parse_numbers(beta, "beta"), parse_numbers(t, "t")
+    numbers = simulate_density(G, V, betas, kappa, times, diffusion=diffusion, bandwidth=bandwidth, out=out)
+    if as_json:
+        say(numbers)
+        return
+    rows = []
+    for r in numbers["runs"]:
+        modes = ", ".join(f"{a:.3g}" for a in r["amplitudes"][-1])
+        rows.append([r["beta"], r["t"][-1], modes, "-" if r["w2"] is None else r["w2"][-1], r["steps"]])
+    table(numbers["caption"], ["beta", "t", "modes 1, 2, ...", "W2 at the end", "steps"], rows)
     if out is not None:
         echo(f"written to {out}")
 

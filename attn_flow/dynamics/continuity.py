@@ -31,6 +31,13 @@ class DensityPath:
     """A density along the mean-field flow, as coefficients in harmonics; made by `density_flow`.
 
     t: (T,). coefficients: (T, M), of the orthonormal harmonics of the uniform law, c_0 = 1 first. about: what was run.
+
+    >>> from attn_flow import Attention
+    >>> path = density_flow(Attention.identity(3, dtype=torch.float64), lambda x: 1 + 0.1 * x[:, 2], [0.0, 1.0])
+    >>> path
+    DensityPath(2 times from 0 to 1, S^2, bandwidth 20, float64 (2, 441))
+    >>> round(float(path.cloud(0).mean[2]), 4)  # a cloud, for whatever takes one
+    0.0333
     """
 
     t: Tensor

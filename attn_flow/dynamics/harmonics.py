@@ -81,10 +81,8 @@ def _sphere(x: Tensor, bandwidth: int) -> tuple[Tensor, Tensor, Tensor]:
                 below, now = now, a * (z * now - b * below)
             shed = math.sqrt((2 * l + 1) / (2 * l - 1) * (l * l - m * m)) * below if l > m else 0.0
             slope = (l * z * now - shed) / safe  # in the angle from the pole
-            waves = [(1.0, 0.0)] if m == 0 else []
-            if m > 0:
-                cos, sin = math.sqrt(2) * (m * azimuth).cos(), math.sqrt(2) * (m * azimuth).sin()
-                waves = [(cos, -m * sin), (sin, m * cos)]
+            cos, sin = math.sqrt(2) * (m * azimuth).cos(), math.sqrt(2) * (m * azimuth).sin()
+            waves = [(cos, -m * sin), (sin, m * cos)] if m > 0 else [(torch.ones_like(z), torch.zeros_like(z))]
             for wave, turning in waves:
                 degree.append(float(l))
                 values.append(now * wave)

@@ -228,3 +228,15 @@ def test_record_at_another_temperature_is_another_run(tmp_path):
     assert "expected at least 3" in done.output
     for command in ("encoder", "spectra"):
         assert "leave it out here" in run(command, "minilm@beta_factor=4", code=2).output
+
+
+def test_simulate_density(tmp_path):
+    words = ["simulate", "--G", "1,0;0,1", "--V", "1,0;0,.5", "--beta", "1,2", "--density", "1", "--t", ".4"]
+    found = json.loads(run(*words, "--bandwidth", "48", "--out", str(tmp_path), "--json").stdout)
+    assert [r["beta"] for r in found["runs"]] == [1.0, 2.0]
+    for r in found["runs"]:
+        assert r["w2"][-1] < r["w2"][0]  # towards +-e_1
+        assert len(r["amplitudes"]) == len(r["t"]) == 41
+    assert {"density.json", "density.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert "bandwidth = 32 or more" in run(*words[:-1], "9", "--bandwidth", "16", code=2).output
+    assert "--density KAPPA" in run(*words[:7], "--bandwidth", "16", code=2).output
