@@ -46,6 +46,7 @@ ROOMS = {
     "measures": ("measures",),
     "probe": ("probe",),
 }
+ACROSS = ("dynamics/distributed.py",)  # called by processes that the tests start, which nobody notes
 EVERYWHERE = ("test_extremes.py", "test_bad_input.py")
 # Seconds that a mutant's tests may take beyond SLOWER times their own: an endless loop is noticed, too.
 TIMEOUT, SLOWER = 60, 4
@@ -121,10 +122,28 @@ NAMED = [
 # Survivors that change nothing a test could see: (file, pattern of the changed line or of the change, why).
 PATH = "it chooses how the average is computed, not what it is"
 SPEED = "it sets how fast or in how much memory, not what"
+MARGIN = "a margin or a size to compare with, far from both sides of what it tells apart"
 EQUIVALENT: list[tuple[str, str, str]] = [
     ("attention/truncated.py", r"window = 0.0 if p.cold", PATH),
+    ("attention/truncated.py", r"LONGEST", PATH),
     ("attention/drift.py", r"y.stride\(-1\)", SPEED),
     ("attention/drift.py", r"AT_ONCE", PATH),
+    (
+        "dynamics/merging.py",
+        r"result halved: .*scatter_add\(-1, group, z.sum",
+        "both sides of every comparison are halved",
+    ),
+    ("dynamics/particles.py", r"max\(2 \* times", "an estimate of memory"),
+    ("measures/mixture.py", r"names\[:6\]", "the length of a repr"),
+    ("observe/quantities.py", r"x\[\.\.\., None, :, :1\]", "values whose average is not read"),
+    ("prediction/certificate.py", r"JOINT", SPEED),
+    ("prediction/certificate.py", r"size = float\(torch.linalg.matrix_norm\(cold.values", MARGIN),
+    ("prediction/finite_n.py", r"(halved|doubled): 16 ", MARGIN),
+    ("prediction/requirements.py", r"(halved|doubled): 1e-9 ", MARGIN),
+    ("prediction/spectral.py", r"distance <= max\(tol \* size, _rounding", MARGIN),
+    ("transport/candidates.py", r"ENTRIES = 1 << 20", SPEED),
+    ("transport/candidates.py", r"(halved|doubled): 1e-6 ", "what is proved is returned, whatever was aimed at"),
+    ("transport/distances.py", r"(halved|doubled): 1e3 ", PATH),
 ]
 
 
@@ -375,7 +394,8 @@ def sha(*texts: str) -> str:
 
 
 def tests_of(room: str, folder: Path) -> list[str]:
-    return sorted(f"tests/{z}" for z in (*ROOMS[room], *EVERYWHERE) if (folder / "tests" / z).exists())
+    everywhere = () if room == "probe" else EVERYWHERE  # which do not probe
+    return sorted(f"tests/{z}" for z in (*ROOMS[room], *everywhere) if (folder / "tests" / z).exists())
 
 
 def tests_digest(room: str, folder: Path) -> str:
@@ -390,7 +410,7 @@ def judged(mutant: Mutant, folder: Path, out: Path, package: str) -> dict[str, A
     callers, seconds = reach(folder, room, known, sha(package, tests_digest(room, folder)))
     inside = function(mutant)
     # What runs at import, or once and is kept, is looked at by any of them.
-    wanted = set(callers.get(inside or "", [])) or set(seconds)
+    wanted = set(seconds) if mutant.file in ACROSS else set(callers.get(inside or "", [])) or set(seconds)
     source = folder / "attn_flow" / mutant.file
     began = time.monotonic()
     source.write_text(mutant.text)

@@ -259,3 +259,33 @@ def test_the_first_row_under_a_causal_mask(beta: float, dtype: torch.dtype) -> N
     found = named(lambda: Attention.identity(3, beta, dtype=dtype, causal=True).drift(x))
     assert found is not None
     assert float((found[0] - x[0]).abs().max()) <= 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("scale", [1e3, 1e15, 1e18, 1e25, 1e37, 1e100, 1e154, 1e200, 1e300])
+def test_logits_that_overflow_to_minus_infinity_are_no_empty_row(scale: float, dtype: torch.dtype) -> None:
+    """G = -1: all logits of a row may overflow to -inf, which must not look like a query that sees nobody. Two tokens
+    +-s e attend to each other, copies of one token to that token, whatever the temperature and the path."""
+    if scale > torch.finfo(dtype).max:
+        return
+    e = torch.tensor([scale, 0.0], dtype=dtype)
+    eye = torch.eye(2, dtype=dtype)
+    pair, copies = torch.stack([e, -e]), e.expand(300, 2).clone()
+    for beta, kind in ((1e-3, "softmax"), (1e4, "softmax"), (1.0, "hardmax"), (math.inf, "softmax"), (1.0, "sinkhorn")):
+        against = Attention.from_matrices(-eye, eye, beta, kind=kind)  # type: ignore[arg-type]
+        for x, expected in ((pair, -pair),) if kind == "sinkhorn" else ((pair, -pair), (copies, copies)):
+            calls = {
+                "drift": lambda x=x, a=against: a.drift(x),
+                "gradient": lambda x=x, a=against: a.drift(x.clone().requires_grad_()),
+                "matrix": lambda x=x, a=against: a.matrix(x)[0] @ x,
+            }
+            if kind != "sinkhorn":
+                calls["truncated"] = lambda x=x, a=against: a.truncated_drift(x).drift
+                calls["context"] = lambda x=x, a=against: a.drift(x, Cloud(x))
+                calls["mean"] = lambda x=x, beta=beta: Cloud(x).tilted_mean(-x, beta)
+            for call in calls.values():
+                found = named(call)
+                if found is not None and beta > 1e-3:
+                    assert float((found.detach() - expected).abs().max()) <= 1e-5 * scale
+    named(lambda: Cloud(copies).log_partition(-copies, 1.0))
+    named(lambda: Attention.from_matrices(-eye, eye).truncated_drift(copies).error)

@@ -115,7 +115,7 @@ class Projections:
     def double(self) -> Projections:
         """The same in float64, from the weights as they were given: a product rounded to float32 is too coarse."""
         cast: dict[str, Any] = {name: z.double() if isinstance(z, Tensor) else z for name, z in self.given.items()}
-        return replace(Projections.of(**cast), precise=False)
+        return replace(Projections.of(**cast), precise=None if self.precise is None else False)
 
     @property
     def logit_terms(self) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from attn_flow.base.words import introduce
 # The share of a query's weights that may be left out where nothing else is asked: what the dtype hardly resolves.
 TRUNCATION = {torch.float32: 1e-6, torch.float64: 1e-12}
 COMPILED_PAIRS = 2**22  # pairs of queries and keys from which the compiled kernel pays for putting them in order
+LONGEST = 1e15  # tokens and, squared, logits beyond which bounds in float32 leave its range
 FEWEST_PAIRS = min(COMPILED_PAIRS, fourier.PAIRS, near.PAIRS)  # from which anything here can pay
 
 
@@ -45,6 +46,9 @@ def over_near_keys(
     if tolerance == 0 or not p.shared_out or (p.cold and masked):
         return None
     if torch.is_autocast_enabled(x.device.type):  # it would round what the bounds are made of
+        return None
+    longest = math.sqrt(p.dim) * max(dense.largest(x), dense.largest(y))
+    if not (longest < LONGEST and float(p.logit_bound(longest)) < LONGEST**2):
         return None
     # The compiled kernel is faster than the fused one on everything.
     always = always or (_compiled(p, x) and x.shape[-2] * y.shape[-2] >= COMPILED_PAIRS)

@@ -13,6 +13,7 @@ rows, recomputed in the backward pass. So does every average in forward mode, of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -31,24 +32,36 @@ LOGIT_RANGE = 200.0  # beyond it float32 logits are wrong by more than 1e-5
 def loses_digits(q: Tensor, k: Tensor, beta: float | Tensor = 1.0) -> bool:
     """Whether float32 is too coarse for logits beta <q,k> of this size (beta ~ 200 on the unit sphere).
 
-    Callers then repeat the computation in float64, from the tokens on: a rounded query is already too coarse.
+    Callers then repeat the computation in float64, from the tokens on: a rounded query is already too coarse. Logits
+    that may leave the range of float64 raise FloatingPointError: a row of -inf looks like a query that sees nobody.
     """
-    if q.dtype != torch.float32 or not checks.can_look(q, k) or torch.is_autocast_enabled(q.device.type):
+    if q.dtype not in (torch.float32, torch.float64) or not checks.can_look(q, k):
+        return False
+    if torch.is_autocast_enabled(q.device.type):
         return False
     if isinstance(beta, Tensor):
         if not checks.can_look(beta):
             return False
         beta = float(beta.detach().amax())
+    q, k = q.detach(), k.detach()
+    size = q.shape[-1] * largest(q) * largest(k)  # of <q,k>: |q_i| <= sqrt(d) max_ij |q_ij|
+    if q.dtype == torch.float64:
+        if not size * (beta if 1 < beta < math.inf else 1.0) < torch.finfo(q.dtype).max:
+            raise FloatingPointError(
+                f"logits beta <q, k> leave the range of torch.float64: tokens reach {largest(q):.1e} as queries and "
+                f"{largest(k):.1e} as keys, beta = {beta:g}. Use smaller tokens or a smaller beta."
+            )
+        return False
     if 0 < beta < torch.finfo(q.dtype).tiny:  # float32 has few digits of it, or none
         return True
-    q, k = q.detach(), k.detach()
-    if q.shape[-1] * _largest(q) * _largest(k) * beta <= LOGIT_RANGE:  # |q_i| <= sqrt(d) max_ij |q_ij|
+    if size * beta <= LOGIT_RANGE:
         return False
     lengths = [float(torch.linalg.vector_norm(z, dim=-1).amax()) for z in (q, k)]
     return lengths[0] * lengths[1] * beta > LOGIT_RANGE
 
 
-def _largest(z: Tensor) -> float:
+def largest(z: Tensor) -> float:
+    """max |z|."""
     low, high = torch.aminmax(z)
     return max(-float(low), float(high))
 

@@ -76,9 +76,12 @@ class Integrator:
             self.evaluations += 1
             p = at(self.attention, t).prepared(self.radius) if self._prepared is None else self._prepared
             with checks.unseen(p.kind != "sinkhorn"):  # whose sweeps are to converge
-                if self.context is not None:
-                    return drift.against(p, x, self.context)
-                return drift.against_cloud(p, x, self.shard.everyone(x), log_weights, self.shard.first)
+                try:
+                    if self.context is not None:
+                        return drift.against(p, x, self.context)
+                    return drift.against_cloud(p, x, self.shard.everyone(x), log_weights, self.shard.first)
+                except FloatingPointError as error:  # logits did
+                    raise left_range(x, t) from error
 
         def velocity(t: float, x: Tensor) -> Tensor:
             return self.shown(self.geometry.tangent(x, self.placement.velocity(drift_of, t, x)))
@@ -273,10 +276,7 @@ class Integrator:
 
     def check(self, x: Tensor, t: float) -> None:
         if checks.can_look(x) and self.shard.world.largest(not checks.all_finite(x)):
-            raise FloatingPointError(
-                f"tokens left the range of {x.dtype} at t = {t:.6g}. Use a smaller h (unnormalised attention needs "
-                "h <= .02 e^-beta), float64, or Adaptive()."
-            )
+            raise left_range(x, t)
 
     def ends(self, t: float, x: Tensor, held: Merged | None = None) -> bool:
         if self.stop is None:
@@ -291,3 +291,11 @@ class Integrator:
 def _longest(x: Tensor) -> Tensor:
     """max_i |x_i|, ()."""
     return torch.linalg.vector_norm(x.detach(), dim=-1).amax()
+
+
+def left_range(x: Tensor, t: float) -> FloatingPointError:
+    """What is raised where tokens, or the logits of them, overflow."""
+    return FloatingPointError(
+        f"tokens left the range of {x.dtype} at t = {t:.6g}. Use a smaller h (unnormalised attention needs "
+        "h <= .02 e^-beta), float64, or Adaptive()."
+    )

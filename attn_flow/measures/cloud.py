@@ -101,7 +101,9 @@ class Cloud:
         """L_beta(g) = (1/beta) log sum_j w_j e^{beta <g, x_j>}, (..., m), for queries g (..., m, d)."""
         checks.queries(g, self.x.shape[-1])
         if dense.loses_digits(g, self.x, beta):
-            return self.to(torch.float64).log_partition(g.double(), beta).to(g.dtype)
+            found = self.to(torch.float64).log_partition(g.double(), beta).to(g.dtype)
+            checks.in_range("the log-partition of a cloud", found)
+            return found
 
         def hot() -> Tensor:
             return torch.einsum("...md,...d->...m", g, self.mean)

@@ -146,6 +146,15 @@ def test_drift_and_weights_are_their_loops(system: System) -> None:
     torch.testing.assert_close(a.matrix(x, weights=w, mask=mask), A, rtol=1e-9, atol=1e-12)
 
 
+def test_the_drift_in_parts_of_a_batch_against_one_context(monkeypatch) -> None:
+    made = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 3, 4, 2, generator=made), torch.randn(5, 2, generator=made)
+    attention = Attention.random(2, 2, generator=made)
+    expected = torch.stack([torch.stack([attention.drift(z, Cloud(y)) for z in row]) for row in x])
+    monkeypatch.setattr(drift_module, "AT_ONCE", 0)
+    assert torch.allclose(attention.drift(x, Cloud(y)), expected, atol=1e-5)
+
+
 @given(systems(), st.integers(0, 2))
 @settings(max_examples=60, deadline=None)
 def test_the_drift_in_parts_is_the_drift(system: System, gradient: int) -> None:

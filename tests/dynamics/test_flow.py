@@ -519,6 +519,20 @@ def test_a_step_that_tokens_outrun_warns_with_one_that_they_do_not(step: str, V:
     assert errors[1] < errors[0] / 2 or errors[0] < 1e-6  # a limit that any path reaches
 
 
+@pytest.mark.parametrize("step", [euler, rk4, dopri5])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_a_step_warns_from_its_local_error_on(step, size: float) -> None:
+    """x' = c x, one step: u = |h v| / max(1, |x|) with u^(p+1)/(p+1)! = .1 at the border."""
+    order = {euler: 1, rk4: 4, dopri5: 5}[step]
+    border = (0.1 * math.factorial(order + 1)) ** (1 / (order + 1)) * max(1.0, size) / size
+    for c, warns in ((0.99 * border, False), (1.01 * border, True)):
+        growing = Attention.from_matrices(torch.eye(1, dtype=F64), c * torch.eye(1, dtype=F64))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            flow(growing, torch.full((1, 1), size, dtype=F64), [0.0, 1.0], geometry=Euclidean(), step=step, h=1.0)
+        assert any(issubclass(w.category, StepWarning) for w in caught) is warns
+
+
 def test_the_default_step_does_not_warn() -> None:
     x0 = Sphere().uniform(50, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
     G, V = (torch.diag(torch.tensor(z, dtype=F64)) for z in ([3.0, 1.0, 1.0], [1.0, 2.0, 1.0]))

@@ -247,6 +247,20 @@ def test_what_people_hold_is_unwrapped(kind: str) -> None:
     assert all(c.exact for c in self_check(held, inputs("BERT")))
 
 
+def test_a_distributed_model_is_unwrapped(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """DistributedDataParallel, in a group of one process."""
+    model = tiny("BERT")
+    expected = record(model, tokenizer(), words([3, 5]))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        held = nn.parallel.DistributedDataParallel(model)
+        assert blocks(held)[0].module is model.encoder.layer[0]
+        assert torch.equal(record(held, tokenizer(), words([3, 5])).x, expected.x)
+        assert all(c.exact for c in self_check(held, inputs("BERT")))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("change", [lambda m: wrap(m, steps=2), lambda m: scale_beta(m, 2.0)], ids=["wrap", "scale"])
 def test_changes_that_would_be_ignored_are_refused(change: Callable[[object], object]) -> None:
     model = tiny("BERT")

@@ -189,6 +189,14 @@ def test_cloud_is_its_loop(seed: int, n: int, beta: float, weighted: bool, maske
         torch.testing.assert_close(cloud.tilted_mean(g[i : i + 1], beta)[0], mean, rtol=1e-9, atol=1e-9)
 
 
+def test_weights_that_another_precision_cannot_hold_keep_their_shares() -> None:
+    """1e-300 and 3e-300 are 0 in float32, and 1/4 and 3/4 of a cloud."""
+    for size in (1e-300, 1e300):
+        cloud = Cloud(torch.eye(2, dtype=torch.float64), size * torch.tensor([1.0, 3.0], dtype=torch.float64))
+        assert cloud.to(torch.float32).mean.tolist() == [0.25, 0.75]
+        assert cloud.to(torch.float64).mean.tolist() == [0.25, 0.75]
+
+
 def test_hardmax_ties_are_averaged_by_weight() -> None:
     x = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, -2.0], [-1.0, 0.0]], dtype=F64)
     g = torch.tensor([[1.0, 0.0]], dtype=F64)

@@ -84,6 +84,14 @@ def test_jordan_blocks_survive_rounding(size: int, condition: float) -> None:
         assert math.isclose(found.gap, 0.8, abs_tol=0.02)
 
 
+def test_eigenvalues_that_tol_merges_do_not_lengthen_a_jordan_block() -> None:
+    """[[1+e,1],[0,1]] + (1-e): a block of two whose square is as small as the spread e of what was merged."""
+    M = np.diag([1 + 1e-8, 1.0, 1 - 1e-8])
+    M[0, 1] = 1.0
+    found = spectrum(M)
+    assert (found.case, found.dimension, found.index) == ("jordan", 3, 2)
+
+
 def test_rotating_and_rotating_jordan() -> None:
     R = np.array([[1.0, -0.7], [0.7, 1.0]])
     Z = np.zeros((2, 2))
@@ -342,6 +350,27 @@ def test_layers_and_exits(G: tuple, V: tuple, exit_rate: float, layer: float | N
             found.width(beta)
 
 
+def test_the_exit_of_a_layer_that_is_no_gaussian() -> None:
+    """Triangular blocks across e_1 with G V not symmetric: the offset's rates V_ii - lambda/G_ii can be read off."""
+    G, V = torch.eye(3, dtype=f64), -torch.eye(3, dtype=f64)
+    G[1:, 1:] = matrix([-3.0, 0.7], [0.0, 1.0])
+    V[1:, 1:] = matrix([0.5, 0.4], [0.0, -3.0])
+    found = limit(attention(G, V))
+    assert (found.leading, found.case) == (pytest.approx(-1.0), "fixed")
+    assert "not symmetric across E" in found.evidence["layer"]
+    assert found.exit_rate == pytest.approx(max(0.5 + 1 / -3.0, -3.0 + 1 / 1.0))
+
+
+def test_t_beta_balances_the_bound_in_w2() -> None:
+    """sqrt(log(beta+1)/beta) e^{Ct} = e^{-c_2 t} there, for the exponent of W2 and not of W1."""
+    found = limit(attention(diag(1.3, 1), diag(1, 1.05)))  # a slow tail
+    assert found.rate(1.0) > found.rate(2.0)
+    for beta in (10.0, 1000.0):
+        t = found.t_beta(beta)
+        terms = math.sqrt(math.log(beta + 1) / beta) * math.exp(found.C * t), math.exp(-found.rate(2.0) * t)
+        assert terms[0] == pytest.approx(terms[1], rel=1e-12)
+
+
 # --- exact zero-temperature flow --------------------------------------------------------------------------------
 
 
@@ -514,6 +543,23 @@ def test_resolution_of_the_specification() -> None:
     assert float(found.self_argmax) == pytest.approx(float((scores.argmax(1) == torch.arange(1000)).double().mean()))
     reach = (x @ A.G[0].mT).norm(dim=-1).mean()
     assert float(found.number) == pytest.approx(float(100 * reach * 1000 ** (-2 / 9)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, f64])
+def test_every_token_of_a_sphere_is_its_own_argmax(dtype: torch.dtype) -> None:
+    """<x, y> <= |x|^2 on a sphere of any radius, where rounding is that of |x|^2."""
+    for radius in (1e-3, 1.0, 1e3):
+        x = Sphere(radius).uniform(400, 60, dtype=dtype, generator=torch.Generator().manual_seed(0))
+        assert float(resolution(Attention.identity(60, 1e-9, dtype=dtype), x).self_argmax) == pytest.approx(1.0)
+
+
+def test_many_tokens_that_do_not_interact_are_certified_one_by_one() -> None:
+    """2100 tokens are more than are certified together; those that do not interact need not be."""
+    biased = Attention.from_matrices(diag(3, 1), diag(2, 1), query_bias=torch.tensor([0.1, 0.0], dtype=f64))
+    angle = torch.linspace(-1.2, 1.2, 2100, dtype=f64)
+    settled = limit(biased).settle(torch.stack([angle.cos(), angle.sin()], -1))
+    assert bool(settled.certified.all())
+    assert torch.allclose(settled.x, matrix([1.0, 0.0]).expand(2100, 2), atol=1e-9)
 
 
 def test_resolution_is_batched_and_weighted(recwarn: pytest.WarningsRecorder) -> None:
