@@ -44,19 +44,26 @@ def loses_digits(q: Tensor, k: Tensor, beta: float | Tensor = 1.0) -> bool:
             return False
         beta = float(beta.detach().amax())
     q, k = q.detach(), k.detach()
-    size = q.shape[-1] * largest(q) * largest(k)  # of <q,k>: |q_i| <= sqrt(d) max_ij |q_ij|
+    sizes = largest(q), largest(k)
+    bound = q.shape[-1] * sizes[0] * sizes[1]  # of <q,k>: |q_i| <= sqrt(d) max_ij |q_ij|
+    known = torch.finfo(q.dtype)
     if q.dtype == torch.float64:
-        if not size * (beta if 1 < beta < math.inf else 1.0) < torch.finfo(q.dtype).max:
+        if not bound * (beta if 1 < beta < math.inf else 1.0) < known.max:
             raise FloatingPointError(
-                f"logits beta <q, k> leave the range of torch.float64: tokens reach {largest(q):.1e} as queries and "
-                f"{largest(k):.1e} as keys, beta = {beta:g}. Use smaller tokens or a smaller beta."
+                f"logits beta <q, k> leave the range of torch.float64: tokens reach {sizes[0]:.1e} as queries and "
+                f"{sizes[1]:.1e} as keys, beta = {beta:g}. Use smaller tokens or a smaller beta."
             )
         return False
-    if 0 < beta < torch.finfo(q.dtype).tiny:  # float32 has few digits of it, or none
+    if 0 < beta < known.tiny:  # float32 has few digits of it, or none
         return True
-    if size * beta <= LOGIT_RANGE:
+    if max(1.0, sizes[0]) * beta > known.max:  # beta or beta q overflows, whatever beta <q, k> is
+        return True
+    if bound * beta <= LOGIT_RANGE:
         return False
-    lengths = [float(torch.linalg.vector_norm(z, dim=-1).amax()) for z in (q, k)]
+    if not max(sizes) < math.inf:
+        return True
+    # Over the largest entry, since float32 has no squares below 1e-45.
+    lengths = [size * float(torch.linalg.vector_norm(z / size, dim=-1).amax()) for z, size in zip((q, k), sizes)]
     return lengths[0] * lengths[1] * beta > LOGIT_RANGE
 
 

@@ -198,7 +198,8 @@ def _with_gradient(scores: Scores, f: Tensor) -> Tensor:
             return None
         if torch.is_grad_enabled():
             raise NotImplementedError("Sinkhorn attention has no second derivatives here; torch.func has (hessian).")
-        b = torch.where(w > 0, gradient / w, 0.0)
+        # A constant added to f changes no plan, so gradients sum to 0: what is left of a sum is rounding.
+        b = torch.where(w > 0, gradient / w - gradient.sum(-1, keepdim=True) / w.sum(-1, keepdim=True), 0.0)
         z = _solved(scores, f, g, b, w, 0.0, 1e-10)
         missing = b - z + scores.there_and_back(f, g, z)
         if not bool(((w * missing**2).sum(-1) <= 1e-12 * (w * b**2).sum(-1)).all()):

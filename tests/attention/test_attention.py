@@ -311,16 +311,32 @@ def test_sinkhorn_by_conjugate_gradients_is_sinkhorn(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(conjugate, matrix, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("beta", [2.0, 30.0])
-def test_sinkhorn_gradients(generator: torch.Generator, beta: float) -> None:
-    x = Sphere().uniform(4, 3, generator=generator, dtype=F64).requires_grad_()
-    G = randn(3, 3, generator=generator).requires_grad_()
-    w = torch.rand(4, generator=generator, dtype=F64).add(0.1).requires_grad_()
+def test_sinkhorn_of_a_beta_beyond_float32() -> None:
+    x = torch.tensor([[1.5e-30, -3e-31], [2e-31, 1e-30]])
+    matrix = Attention(torch.eye(2), kind="sinkhorn", beta=1e60).matrix(x)
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(1, 2))
 
-    def drift(x: Tensor, G: Tensor, w: Tensor) -> Tensor:
-        return Attention(G, kind="sinkhorn", beta=beta).drift(x, weights=w)
 
-    assert torch.autograd.gradcheck(drift, (x, G, w))
+@pytest.mark.parametrize(("beta", "most"), [(2.0, 0), (30.0, 3)])
+def test_sinkhorn_gradients(beta: float, most: int) -> None:
+    """Right or refused: at beta = 30 some plans are so nearly permutations that I - J is singular to rounding."""
+    refused = 0
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        x = Sphere().uniform(4, 3, generator=generator, dtype=F64).requires_grad_()
+        G = randn(3, 3, generator=generator).requires_grad_()
+        w = torch.rand(4, generator=generator, dtype=F64).add(0.1).requires_grad_()
+
+        def drift(x: Tensor, G: Tensor, w: Tensor) -> Tensor:
+            return Attention(G, kind="sinkhorn", beta=beta).drift(x, weights=w)
+
+        try:
+            assert torch.autograd.gradcheck(drift, (x, G, w), fast_mode=True)
+        except FloatingPointError as error:
+            if "gradient of Sinkhorn attention did not converge" not in str(error):
+                raise
+            refused += 1
+    assert refused <= most
     with pytest.raises(NotImplementedError, match="no second derivatives here"):
         torch.autograd.grad(drift(x, G, w).sum(), x, create_graph=True)
 
