@@ -79,6 +79,8 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
         "attn_flow/probe/page.css",
         "attn_flow/probe/page.js",
     }
+    pages = (ROOT / "attn_flow/pages").iterdir()
+    expected |= {f"attn_flow/pages/{path.name}" for path in pages if path.suffix in (".css", ".html", ".js")}
     for folder, place in SOURCES.items():
         for path in (ROOT / folder).rglob("*.py"):  # links are not followed
             expected.add(f"{place}/{path.relative_to(ROOT / folder).as_posix()}")

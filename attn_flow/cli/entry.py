@@ -200,6 +200,27 @@ def _phase_words(phases: list[dict[str, Any]]) -> str:
 
 
 @command
+def play(
+    out: Annotated[Path, typer.Option(help="The page to write; it needs no other file.")] = Path("runs/play.html"),
+    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
+) -> None:
+    """A playground in the browser: tokens move live on the circle or the sphere, beside what is predicted of them.
+
+    Example: attn-flow play
+    """
+    import webbrowser
+
+    from attn_flow.pages.playground import write_playground
+
+    if out.suffix not in (".html", ".htm"):
+        raise ValueError(f"--out {out}: expected a page to write, such as {out}/play.html.")
+    path = write_playground(out).resolve()
+    echo(f"written to {out}")
+    if open_it and not webbrowser.open(path.as_uri()):
+        echo("no browser was found here; open the file in one.")
+
+
+@command
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="An experiment, or 'all'.")] = None,
     list_them: Annotated[bool, typer.Option("--list", help="List the experiments and their claims.")] = False,

@@ -100,6 +100,18 @@ def test_a_flow_that_leaves_the_range_is_exit_code_3():
     assert "Traceback" not in done.output
 
 
+def test_play_writes_a_page_and_opens_it_unless_told(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda url: bool(opened.append(url)))
+    page = tmp_path / "new" / "play.html"
+    run("play", "--out", str(page), "--no-open")
+    assert "<canvas" in page.read_text()
+    assert not opened
+    assert "no browser" in run("play", "--out", str(page)).output
+    assert opened == [page.as_uri()]
+    assert "expected a page" in run("play", "--out", str(tmp_path), code=2).output
+
+
 def test_reproduce_list_names_every_experiment():
     from attn_flow.experiments import NAMES
 

@@ -1,0 +1,214 @@
+// The playground: settings, controls, the running flow and what was predicted of it.
+"use strict";
+const PRESETS = {
+  "concentrate, rest, leave": {d: 2, G: "3,0;0,1", V: "1,0;0,2", beta: 100, h: 0.04, law: "even"},
+  "the same on the sphere": {d: 3, G: "3,0,0;0,1,0;0,0,1", V: "1,0,0;0,2,0;0,0,1", beta: 30, h: 0.05, law: "even"},
+  "an oblique projection": {d: 2, G: "2,.5;0,1", V: "1,0;0,1", beta: 50, h: 0.04},
+  "onto a great circle": {d: 3, G: "1,0,0;0,1,0;0,0,1", V: "2,0,0;0,2,0;0,0,.5", beta: 40, h: 0.04},
+  "a limit that rotates": {d: 3, G: "1,0,0;0,1,0;0,0,1", V: "1,-1,0;1,1,0;0,0,-.5", beta: 60, h: 0.04},
+  "a Jordan block: slow": {d: 2, G: "1,1;0,1", V: "1,0;0,1", beta: 200, h: 0.05, law: "even"},
+  "a layer that stays": {d: 2, G: "1,0;0,2", V: "-1,0;0,-3", beta: 300, h: 0.01},
+  "metastable clusters": {d: 2, G: "1,0;0,1", V: "1,0;0,1", beta: 16, h: 0.1},
+  "synchronise (unnormalised)": {d: 3, G: "1,0,0;0,1,0;0,0,1", V: "1,0,0;0,1,0;0,0,1", beta: 1, h: 0.03, kind: "unnormalised"},
+  "hardmax: every token looks at one": {d: 3, G: "3,0,0;0,1,0;0,0,1", V: "1,0,0;0,2,0;0,0,1", beta: 30, h: 0.05, kind: "hardmax"},
+};
+const DEFAULTS = {n: 500, kind: "softmax", step: "rk4", law: "uniform", noise: 0, seed: 1, pace: 1};
+const CHOICES = {kind: ["softmax", "unnormalised", "hardmax"], step: ["rk4", "euler"], law: ["uniform", "tilted", "even"], d: ["2", "3"]};
+const RANGES = {n: [2, 1500], beta: [0.01, 1e6], h: [1e-5, 1], noise: [0, 3], seed: [0, 4294967295], pace: [1, 20]};
+const SLIDERS = {  // position of a slider -> value, and back
+  beta: [p => 10 ** p, Math.log10], h: [p => 10 ** p, Math.log10], n: [p => Math.round(10 ** p), Math.log10],
+  noise: [p => p, v => v], pace: [p => p, v => v],
+};
+const at = id => document.getElementById(id);
+const shown = v => +(+v).toPrecision(3);
+const view = new View();
+let settings, attention, cloud, initial, found, against, random, history, t, running = true, tooFast, frames = 0, since = 0;
+
+const parseMatrix = (text, d) => {
+  const rows = text.split(";").map(row => row.split(",").map(Number));
+  return rows.length === d && rows.every(row => row.length === d && row.every(Number.isFinite)) ? rows : null;
+};
+
+// Settings from a link's text; what it lacks or spells wrongly is the first preset's or the default.
+function parsed(text) {
+  const asked = Object.fromEntries(new URLSearchParams(text)), made = {...DEFAULTS, ...Object.values(PRESETS)[0]};
+  if (CHOICES.d.includes(asked.d) && +asked.d !== made.d) {
+    made.d = +asked.d;
+    made.G = made.V = unit(made.d).slice(0, made.d).map(row => row.slice(0, made.d)).join(";");
+  }
+  for (const name of ["G", "V"]) if (asked[name] && parseMatrix(asked[name], made.d)) made[name] = asked[name];
+  for (const name of ["kind", "step", "law"]) if (CHOICES[name].includes(asked[name])) made[name] = asked[name];
+  for (const [name, [low, high]] of Object.entries(RANGES)) {
+    const value = Number(asked[name]);
+    if (asked[name] && value >= low && value <= high) made[name] = ["n", "seed", "pace"].includes(name) ? Math.round(value) : value;
+  }
+  return made;
+}
+const link = () => new URLSearchParams(Object.entries(settings).map(([k, v]) => [k, String(v)])).toString();
+
+function adopt(changes) {
+  settings = {...settings, ...changes};
+  attention = {G: padded(parseMatrix(settings.G, settings.d)), V: padded(parseMatrix(settings.V, settings.d)),
+               beta: settings.beta, kind: settings.kind};
+  found = settings.kind === "unnormalised"
+    ? {case: "undefined", why: "the limit map is derived for softmax attention"} : predict(attention, settings.d);
+  const again = "pace beta h noise step kind G V".split(" ");
+  if (!initial || Object.keys(changes).some(name => !again.includes(name))) restart();
+  else if (["G", "V", "kind", "beta"].some(name => name in changes)) compare();
+  controls();
+  window.history.replaceState(null, "", `#${link()}`);
+}
+
+function restart() {
+  initial = start(settings.n, settings.d, settings.law, settings.seed);
+  cloud = initial;
+  random = generator(settings.seed + 1);
+  t = 0;
+  compare();
+}
+
+// A prediction is of the law one starts from: changed weights or temperature take the present cloud as the start.
+function compare() {
+  initial = cloud;
+  t = 0;
+  tooFast = false;
+  against = comparison(found, initial);
+  history = {t: [], distance: [], order: []};
+  note();
+}
+
+function note() {
+  if (history.t.length > 2000) for (const name of Object.keys(history)) history[name] = history[name].filter((_, i) => i % 2 === 0);
+  const mean = cloud.x.map(u => u.reduce((a, b) => a + b, 0) / cloud.n);
+  history.t.push(t);
+  history.distance.push(against ? against.measure(cloud) : 0);
+  history.order.push(norm(mean));
+}
+
+function advance() {
+  const moved = step(attention, cloud, settings.h, settings.step);
+  tooFast = tooFast || !(moved.turn <= 0.5);
+  if (!Number.isFinite(moved.turn)) { running = false; controls(); return; }  // e^{beta |G|} overflowed
+  cloud = settings.noise > 0 ? kicked(moved.cloud, settings.h, settings.noise, settings.d, random) : moved.cloud;
+  t += settings.h;
+  note();
+}
+
+const hues = cloud => Array.from({length: cloud.n}, (_, i) => `hsl(${Math.atan2(cloud.x[1][i], cloud.x[0][i]) * 180 / Math.PI} 65% 50%)`);
+function colours() {
+  if (!against) return hues(initial);
+  if (against.side) return against.side.map(up => colour(up ? "plus" : "minus"));
+  return hues(against.limits || initial);
+}
+
+function draw() {
+  drawCloud(at("cloud"), view, settings.d, cloud, colours(), found.basis || []);
+  const {tMin, tExit} = predictedMoments(), end = Math.max(10, t * 1.05, tMin ? tMin * 1.5 : 0);
+  const spans = tMin ? [{from: 0, to: tMin, name: "falls"}, {from: tMin, to: tExit ?? Infinity, name: "rests"}] : [];
+  if (tExit) spans.push({from: tExit, to: Infinity, name: "leaves"});
+  const curves = [{t: history.t, y: history.order, stroke: colour("faint"), name: "|mean token|"}];
+  if (against) curves.unshift({t: history.t, y: history.distance, stroke: colour("accent"), name: against.name});
+  drawCurves(at("curve"), {curves, end, spans, marks: tMin ? [{t: tMin, name: "predicted t_min"}] : []});
+  const now = against ? `, ${against.name} ${history.distance[history.distance.length - 1].toFixed(4)}` : "";
+  at("now").textContent = `t = ${t.toFixed(2)}${now}`;
+  at("warning").hidden = !tooFast;
+}
+
+const predictedMoments = () => settings.kind === "softmax" && settings.noise === 0 ? moments(found, settings.beta) : {};
+
+// What is predicted, in words.
+function told() {
+  const words = [], {tMin, tExit} = predictedMoments(), sure = found.case;
+  const set = found.k === 1 ? "the two points ±e" : "a great circle";
+  if (sure === "undefined") words.push(`No limit is predicted: ${found.why}.`);
+  if (sure === "stationary") words.push(`At zero temperature nothing moves (${found.why}); what you see is the work of a finite β: clusters form and merge, ever more slowly.`);
+  if (sure === "fixed") words.push(`At low temperature the law concentrates on ${set} (drawn in red), the leading eigenspace of M = VG, at rate ${shown(found.rate)}.`);
+  if (sure === "rotating") words.push(`The leading eigenvalues ${shown(found.leading)} ± ${shown(found.frequency)}i are complex: the law concentrates on ${found.basis.length === 2 && settings.d === 3 ? "the red circle" : "E"} and turns in it.`);
+  if (sure === "jordan") words.push("M has a Jordan block: the law concentrates on the two red points slowly, like a power of t.");
+  if (against && against.side) words.push(`Predicted masses: ${shown(against.up / cloud.n)} (blue) and ${shown(1 - against.up / cloud.n)} (orange); a token's colour is where it should go.`);
+  else if (sure !== "jordan") words.push(against && against.limits ? "A token's colour is the place where it should go." : "A token's colour is the place where it started.");
+  if (tMin) words.push(`It is nearest at about t = ${shown(tMin)}` + (tExit ? `, and V takes over at about t = ${shown(tExit)} (to leading order in log β).` : found.exit === 0 ? " and stays there." : "."));
+  if (tMin && settings.law !== "even") words.push("Tokens drawn at random leave earlier, by chance.");
+  if (settings.kind === "hardmax") words.push("Hardmax of finitely many tokens is not the zero-temperature limit of a law: a token that is its own best match stops.");
+  if (settings.noise > 0) words.push("Predictions are for the flow without noise.");
+  return words.join(" ");
+}
+
+function controls() {
+  for (const name of ["kind", "step", "law", "d"]) at(name).value = settings[name];
+  for (const [name, [, position]] of Object.entries(SLIDERS)) {
+    at(name).value = position(settings[name]);
+    at(`${name}-shown`).textContent = name === "beta" && settings.kind === "hardmax" ? "∞" : shown(settings[name]);
+  }
+  at("seed").value = settings.seed;
+  for (const name of ["G", "V"]) {
+    const entries = parseMatrix(settings[name], settings.d), place = at(name);
+    place.style.gridTemplateColumns = `repeat(${settings.d}, 1fr)`;
+    if (place.children.length !== settings.d ** 2) {
+      place.replaceChildren(...entries.flat().map((_, k) => {
+        const box = Object.assign(document.createElement("input"), {type: "number", step: "any"});
+        box.setAttribute("aria-label", `${name}, row ${Math.floor(k / settings.d) + 1}, column ${k % settings.d + 1}`);
+        box.addEventListener("input", () => rewritten(name));
+        return box;
+      }));
+    }
+    entries.flat().forEach((v, k) => { if (document.activeElement !== place.children[k]) place.children[k].value = v; });
+  }
+  const same = Object.entries(PRESETS).find(([, p]) => Object.entries({...DEFAULTS, ...p})
+    .every(([k, v]) => ["n", "seed", "pace"].includes(k) || String(settings[k]) === String(v)));
+  at("preset").value = same ? same[0] : "";
+  at("told").textContent = told();
+  at("run").textContent = running ? "Pause" : "Run";
+}
+
+function rewritten(name) {
+  const boxes = Array.from(at(name).children), d = settings.d;
+  const text = Array.from({length: d}, (_, i) => boxes.slice(i * d, i * d + d).map(b => b.value.trim() || "x").join(",")).join(";");
+  const good = parseMatrix(text, d);
+  boxes.forEach(box => box.classList.toggle("bad", box.value.trim() === ""));
+  if (good) adopt({[name]: text});
+}
+
+function connect() {
+  at("preset").append(new Option("your own", ""), ...Object.keys(PRESETS).map(name => new Option(name, name)));
+  at("preset").addEventListener("change", e => {
+    if (e.target.value) { initial = null; adopt({...DEFAULTS, n: settings.n, seed: settings.seed, ...PRESETS[e.target.value]}); }
+  });
+  for (const [name, [value]] of Object.entries(SLIDERS)) {
+    at(name).addEventListener("input", e => adopt({[name]: +value(+e.target.value).toPrecision(3)}));
+  }
+  for (const name of ["kind", "step", "law"]) at(name).addEventListener("change", e => adopt({[name]: e.target.value}));
+  at("d").addEventListener("change", e => { initial = null; adopt(parsed(`${link().replace(/[GV]=[^&]*&?/g, "")}&d=${e.target.value}`.replace(/(^|&)d=\d(?=.*&d=)/, ""))); });
+  at("seed").addEventListener("change", e => {
+    const seed = Number(e.target.value);
+    if (Number.isInteger(seed) && seed >= 0 && seed <= RANGES.seed[1]) adopt({seed}); else controls();
+  });
+  at("run").addEventListener("click", () => { running = !running; controls(); });
+  at("once").addEventListener("click", () => { running = false; advance(); controls(); draw(); });
+  at("again").addEventListener("click", () => { restart(); draw(); });
+  at("link").addEventListener("click", async () => {
+    try { await navigator.clipboard.writeText(location.href); at("link").textContent = "Copied"; }
+    catch { window.prompt("The link to these settings:", location.href); }
+    setTimeout(() => { at("link").textContent = "Copy link"; }, 1500);
+  });
+  view.attach(at("cloud"));
+  view.watchers.push(draw);
+  window.addEventListener("resize", draw);
+  window.addEventListener("hashchange", () => { initial = null; adopt(parsed(location.hash.slice(1))); });
+}
+
+function frame(now) {
+  if (running) {
+    const begun = performance.now();
+    for (let k = 0; k < settings.pace && (k === 0 || performance.now() - begun < 25); k++) advance();
+    draw();
+    frames += 1;
+    if (now - since > 1000) { at("fps").textContent = `${Math.round(frames * 1000 / (now - since))} frames/s`; frames = 0; since = now; }
+  }
+  requestAnimationFrame(frame);
+}
+
+connect();
+adopt(parsed(location.hash.slice(1)));
+draw();
+requestAnimationFrame(frame);
