@@ -1,6 +1,6 @@
 """Self-attention as a flow of interacting particles: simulate it, predict where it goes, measure how far it is."""
 
-from attn_flow.attention import Attention
+from attn_flow.attention import Attention, Drift, Layers
 from attn_flow.dynamics.continuity import DensityPath, density_flow
 from attn_flow.dynamics.particles import consensus, flow, push_forward
 from attn_flow.dynamics.steppers import Adaptive, dopri5, euler, rk4
@@ -18,10 +18,12 @@ __all__ = [
     "Cloud",
     "ContinuousAttentionLayer",
     "DensityPath",
+    "Drift",
     "Ellipsoid",
     "EllipsoidSupport",
     "Euclidean",
     "Gaussian",
+    "Layers",
     "LimitMap",
     "Mixture",
     "Sphere",

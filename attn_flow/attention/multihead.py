@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import drift, truncated
+from attn_flow.attention.fields import Field, Function, View
 from attn_flow.attention.projections import Kind, Projections
 from attn_flow.averages import dense, pointwise
 from attn_flow.base import checks, memory
@@ -25,7 +26,7 @@ AXES = {"Q": 3, "K": 3, "V": 3, "O": 3, "query_bias": 2, "value_bias": 1, "beta"
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
-class Attention:
+class Attention(Field):
     """Multi-head attention with factored weights and inverse temperature beta; it does not change once made.
 
     Args:
@@ -342,6 +343,8 @@ class Attention:
 
     def needs_float64(self, radius: float) -> bool:
         """Whether logits of tokens of at most this length may be too large for float32."""
+        if self.cold:
+            return False
         if not self._logit_terms or any(z.requires_grad for z in self.tensors.values()):  # those may be trained
             with torch.no_grad():
                 warm = Projections.of(self.Q, self.K, None, None, 1.0, self.query_bias, identity_query=self._identity)
@@ -349,6 +352,46 @@ class Attention:
         a, b = self._logit_terms
         largest = self._number if self._number is not None else checks.read(self.beta.amax())[0]
         return largest * (a * radius + b) * radius > dense.LOGIT_RANGE
+
+    # --- as a field of a flow -----------------------------------------------------------------------------------
+
+    @property
+    def tells_apart(self) -> tuple[str, ...]:
+        """Why tokens at one place may move differently."""
+        reasons = {"a causal mask": self.causal, "self_attention=False": not self.self_attention}
+        return tuple(why for why, here in reasons.items() if here)
+
+    def admit(self, cloud: Cloud, context: Measure | None = None) -> torch.Size:
+        """Raise ValueError for a cloud or context it cannot act on; the leading axes of the drift."""
+        self.check_tokens(cloud.x)
+        p = cloud.probabilities
+        batch = self.batch_shape(cloud.x.shape[:-2], p.shape[:-1])
+
+        def look() -> None:
+            raise ValueError(
+                "self_attention=False leaves a cloud of one token nobody to attend to; expected two or more."
+            )
+
+        if not self.self_attention and checks.can_look(cloud.x):
+            checks.look_if((p > 0).sum(-1).min() < 2, look)
+        if context is not None:
+            self.checked_context(cloud.x, context)
+        return batch
+
+    def seen(self, view: View) -> Function:
+        """(t, x) -> the drift of the tokens x of a flow."""
+        radius, p = view.longest, self.prepared(view.longest)
+
+        def F(t: float, x: Tensor) -> Tensor:
+            nonlocal radius, p
+            if view.longest != radius:
+                radius, p = view.longest, self.prepared(view.longest)
+            with checks.unseen(self.kind != "sinkhorn"):  # whose sweeps are to converge
+                if view.context is not None:
+                    return drift.against(p, x, view.context)
+                return drift.against_cloud(p, x, view.part.everyone(x), view.log_weights, view.part.first)
+
+        return F
 
     # --- what it does -------------------------------------------------------------------------------------------
 
@@ -459,17 +502,14 @@ class Attention:
     def cloud(self, x: Tensor, weights: Tensor | None, mask: Tensor | None) -> Cloud:
         """The tokens as a measure that this attention can act on."""
         cloud = Cloud(x, weights, mask)
-        self.check_tokens(x)
-        self.batch_shape(x.shape[:-2])
-
-        def look() -> None:
-            raise ValueError(
-                "self_attention=False leaves a cloud of one token nobody to attend to; expected two or more."
-            )
-
-        if not self.self_attention and checks.can_look(x):
-            checks.look_if((cloud.probabilities > 0).sum(-1).min() < 2, look)
+        self.admit(cloud)
         return cloud
+
+
+def attention_alone(what: str, given: object) -> None:
+    """Refuse, in the name of a prediction, fields that it has no theory for."""
+    if not isinstance(given, Attention):
+        raise ValueError(f"{what} has no theory for {given!r}, expected an Attention alone.")
 
 
 def _check_weights(weights: dict[str, Any]) -> None:

@@ -25,6 +25,10 @@ CONJUGATE_STEPS = 200  # beyond
 UNSEEN_SWEEPS = 100  # where values cannot be looked at (compiling, vmap, meta)
 
 
+class NotBalanced(FloatingPointError):
+    """Sweeps and Newton steps did not end."""
+
+
 def potential(q: Tensor, k: Tensor, log_w: Tensor) -> Tensor:
     """g (..., n) such that P_ij = e^{<q_i,k_j> + f_i + g_j} w_j has sum_j P_ij = 1 and sum_i w_i P_ij = w_j.
 
@@ -106,7 +110,7 @@ def _balanced(scores: Scores, tol: float) -> Tensor:
         f = 2 * _refined(replace(scores, scale=2.0**-s), f, WARM_ERROR)[0]
     f, error, steps = _refined(scores, f, tol)
     if not error <= tol:
-        raise FloatingPointError(
+        raise NotBalanced(
             f"Sinkhorn's row sums are off by {error:.1e} after {steps} steps, expected {tol:.1e}; use a smaller beta."
         )
     return f
@@ -203,7 +207,7 @@ def _with_gradient(scores: Scores, f: Tensor) -> Tensor:
         z = _solved(scores, f, g, b, w, 0.0, 1e-10)
         missing = b - z + scores.there_and_back(f, g, z)
         if not bool(((w * missing**2).sum(-1) <= 1e-12 * (w * b**2).sum(-1)).all()):
-            raise FloatingPointError("the gradient of Sinkhorn attention did not converge; use a smaller beta.")
+            raise NotBalanced("the gradient of Sinkhorn attention did not converge; use a smaller beta.")
         return w * z
 
     after = scores.sweep(f)

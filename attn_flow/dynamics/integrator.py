@@ -6,12 +6,13 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Attention, drift
+from attn_flow.attention import Field
+from attn_flow.attention.fields import View
+from attn_flow.averages.sinkhorn import NotBalanced
 from attn_flow.base import checks
 from attn_flow.dynamics.distributed import Shard
 from attn_flow.dynamics.kicks import Kick
@@ -21,7 +22,7 @@ from attn_flow.dynamics.steppers import Adaptive, Step, Velocity
 from attn_flow.geometry import Geometry
 from attn_flow.measures import Cloud, Measure
 
-Schedule = Callable[[float], Attention]
+Schedule = Callable[[float], Field]
 Stop = Callable[[float, Cloud], bool | Tensor]
 
 
@@ -36,17 +37,12 @@ class PrecisionWarning(UserWarning):
     """Tokens on an accelerator grew, unseen, until float32 was too coarse for their logits."""
 
 
-def at(attention: Attention | Schedule, t: float) -> Attention:
-    """The attention at time t."""
-    return attention if isinstance(attention, Attention) else attention(t)
-
-
 class Integrator:
     """One integration: the velocity, how often it was asked, and why it ended."""
 
     def __init__(
         self,
-        attention: Attention | Schedule,
+        field: Field,
         geometry: Geometry,
         weights: Tensor | None,
         mask: Tensor | None,
@@ -57,36 +53,50 @@ class Integrator:
         stop: Stop | None,
         shard: Shard,
     ) -> None:
-        self.attention, self.geometry, self.context, self.placement = attention, geometry, context, placement
+        self.field, self.geometry, self.context, self.placement = field, geometry, context, placement
         self.weights, self.mask, self.noise, self.generator, self.stop = weights, mask, noise, generator, stop
         self.shard = shard
-        # The longest token that attention sees, where that is known; flat placements show it unit tokens.
-        self.radius = 1.0 if placement.flat else geometry.longest
-        self._prepared = attention.prepared(self.radius) if isinstance(attention, Attention) else None
+        # The longest token that a field sees, where that is known; flat placements show it unit tokens.
+        self.view = View(None, shard, context, 1.0 if placement.flat else geometry.longest)
+        self._precise = False
         self._farthest: Tensor | None = None
         self._warned = False
         self.evaluations = 0
         self.stopped: str | None = None
         self.tokens_left: int | None = None
 
-    def velocity(self, log_weights: Tensor | None) -> Velocity:
-        """P_x of the placed drift, for tokens with these log weights; padding does not move."""
+    def velocity(self, field: Field) -> Velocity:
+        """P_x of the placed field, as it sees the tokens; padding does not move."""
+        F = field.seen(self.view)
 
-        def drift_of(t: float, x: Tensor) -> Tensor:
+        def counted(t: float, x: Tensor) -> Tensor:
             self.evaluations += 1
-            p = at(self.attention, t).prepared(self.radius) if self._prepared is None else self._prepared
-            with checks.unseen(p.kind != "sinkhorn"):  # whose sweeps are to converge
-                try:
-                    if self.context is not None:
-                        return drift.against(p, x, self.context)
-                    return drift.against_cloud(p, x, self.shard.everyone(x), log_weights, self.shard.first)
-                except FloatingPointError as error:  # logits did; Sinkhorn says itself why its sweeps do not end
-                    raise error if p.kind == "sinkhorn" else left_range(x, t) from error
+            try:
+                found = F(t, x)
+            except NotBalanced:  # Sinkhorn says itself why its sweeps do not end
+                raise
+            except FloatingPointError as error:  # logits did
+                raise left_range(x, t) from error
+            if found.requires_grad and self.shard.world.count > 1:  # through what a Drift closes over
+                raise ValueError("gradients do not pass between processes; use torch.no_grad(), or one process.")
+            return found
 
         def velocity(t: float, x: Tensor) -> Tensor:
-            return self.shown(self.geometry.tangent(x, self.placement.velocity(drift_of, t, x)))
+            return self.shown(self.geometry.tangent(x, self.placement.velocity(counted, t, x)))
 
         return velocity
+
+    def velocities(self, times: list[float]) -> Iterator[tuple[float, float, Velocity, bool]]:
+        """Spans without a jump inside, the velocity in them, and whether the end of each is one of the times."""
+        kept = set(times)
+        stops = sorted(kept | {t for t in self.field.jumps if times[0] < t < times[-1]})
+        spans = list(itertools.pairwise(stops))
+        pieces = [self.field.piece(*span) for span in spans]  # refused before the first step
+        before, velocity = None, None
+        for (start, end), piece in zip(spans, pieces):
+            if velocity is None or piece is not before:
+                before, velocity = piece, self.velocity(piece)
+            yield start, end, velocity, end in kept
 
     def shown(self, v: Tensor) -> Tensor:
         """v, zero for padding."""
@@ -99,23 +109,21 @@ class Integrator:
             self._farthest = far if self._farthest is None else torch.maximum(self._farthest, far)
 
     def lengths_seen(self, x: Tensor) -> bool:
-        """Whether every drift looks itself how long tokens are, or none is longer than `radius`."""
+        """Whether every drift looks itself how long tokens are, or none is longer than they are told."""
         return x.device.type == "cpu" or self.placement.flat or self.geometry.longest is not None
 
     def choose_precision(self, longest: float, t: float) -> None:
         """For tokens on an accelerator that no geometry bounds: they may become twice as long until the next look."""
-        room, self.radius = self.radius, 2 * longest
-        if self._prepared is None or self._prepared.cold or not isinstance(self.attention, Attention):
-            return
-        precise = self.attention.needs_float64(self.radius)
-        if room is not None and longest > room and precise and not self._prepared.precise:
+        room, self.view.longest = self.view.longest, 2 * longest
+        precise = self.field.needs_float64(2 * longest)
+        if room is not None and longest > room and precise and not self._precise:
             warnings.warn(
                 f"tokens grew from {room / 2:.3g} to {longest:.3g} by t = {t:.4g}, unseen between two times: in "
                 "float64 from here on; keep more times t, or use float64 throughout.",
                 PrecisionWarning,
                 stacklevel=5,
             )
-        self._prepared = replace(self._prepared, precise=precise)
+        self._precise = precise
 
     def arrive(self, x: Tensor, step: Step, h: float, t: float) -> None:
         """At a kept time, in one read: raise if tokens are not finite, warn once of steps that they outran.
@@ -143,7 +151,7 @@ class Integrator:
 
     def fixed(self, x: Tensor, times: list[float], step: Step, h: float) -> Iterator[tuple[float, Tensor]]:
         """Equal steps of at most h between consecutive times; yields (t, x) at each of them."""
-        inner = self.velocity(self.begin(x, times[0]).log_weights)
+        self.view.log_weights = self.begin(x, times[0]).log_weights
         x = self.shard.own(x)
         size, begins = h, True
 
@@ -155,7 +163,8 @@ class Integrator:
                 begins = False
             return v
 
-        for start, end in itertools.pairwise(times):
+        for start, end, smooth, kept in self.velocities(times):
+            inner = smooth
             steps = max(1, math.ceil((end - start) / h - 1e-9))
             size = (end - start) / steps
             for i in range(steps):
@@ -167,8 +176,9 @@ class Integrator:
                 if self.ends(now, x):
                     yield now, self.everyone(x)
                     return
-            self.arrive(x, step, size, end)
-            yield end, self.everyone(x)
+            if kept:
+                self.arrive(x, step, size, end)
+                yield end, self.everyone(x)
 
     def begin(self, x: Tensor, t: float) -> Cloud:
         """The cloud at the first time, which was checked already, and the precision of its logits."""
@@ -184,12 +194,15 @@ class Integrator:
         """
         cloud = self.begin(x, times[0])
         held = Merged.start(x, cloud.probabilities) if self.may_merge(step, times[0]) else None
-        velocity = self.velocity(cloud.log_weights)
+        self.view.log_weights = cloud.log_weights
         x = self.shard.own(x)
         now, taken, size = times[0], 0, min(h, step.largest)
         first: Tensor | None = None  # the velocity at x, where it is known
         before: tuple[float, float] | None = None  # the last accepted step and its error
-        for end in times[1:]:
+        smooth: Velocity | None = None  # what `first` and `before` are about
+        for _, end, velocity, kept in self.velocities(times):
+            if velocity is not smooth:
+                smooth, first, before = velocity, None, None
             while now < end:
                 taken += 1
                 if taken > step.max_steps:
@@ -233,11 +246,12 @@ class Integrator:
                     held = held.joined(everyone, group, int(joint), self.geometry)
                     self.shard = Shard(self.shard.world, held.x.shape[-2])
                     x, first = self.shard.own(held.x), None
-                    velocity = self.velocity(held.log_weights)
+                    self.view.log_weights, self.view.part = held.log_weights, self.shard
                 if self.ends(now, x, held):
                     yield now, self.everyone(x, held)
                     return
-            yield now, self.everyone(x, held)
+            if kept:
+                yield now, self.everyone(x, held)
 
     def looked_at(self, *numbers: Tensor) -> list[float]:
         """Some numbers (), the largest of all processes: an accelerator is waited for once."""
@@ -253,10 +267,8 @@ class Integrator:
         return held.everyone(x)
 
     def may_merge(self, step: Adaptive, t0: float) -> bool:
-        first = at(self.attention, t0)
         reasons = {
-            "a causal mask": first.causal,
-            "self_attention=False": not first.self_attention,
+            **dict.fromkeys(self.field.frozen(t0).tells_apart, True),
             "noise": self.noise is not None,
             "padding": self.mask is not None,
             "a context": self.context is not None,

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Attention
+from attn_flow.attention import Field
+from attn_flow.attention.fields import as_field
 from attn_flow.base import checks, memory
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.distributed import ALONE, Processes, Shard, check_shared
-from attn_flow.dynamics.integrator import Integrator, Schedule, Stop, at
+from attn_flow.dynamics.integrator import Integrator, Schedule, Stop
 from attn_flow.dynamics.kicks import Kick
 from attn_flow.dynamics.placement import Placement, post
 from attn_flow.dynamics.steppers import Adaptive, Step, named_step, rk4
@@ -36,6 +37,7 @@ def consensus(tol: float = 1e-3) -> Stop:
         A function (t, cloud) -> bool.
 
     Example:
+        >>> from attn_flow import Attention
         >>> x0 = torch.tensor([[1.0, 0.1], [1.0, -0.1]])
         >>> path = flow(Attention.identity(2), x0, t=50.0, stop=consensus(1e-2))
         >>> path.about["stopped"] is not None and bool(path.t[-1] < 50)
@@ -52,7 +54,7 @@ def consensus(tol: float = 1e-3) -> Stop:
 
 
 def flow(
-    attention: Attention | Schedule,
+    attention: Field | Schedule,
     x0: Tensor,
     t: float | Sequence[float] | Tensor,
     *,
@@ -73,7 +75,8 @@ def flow(
     """Integrate the flow from x0 at t[0] and keep the clouds at the times t, which are hit exactly.
 
     Args:
-        attention: an `Attention`, or a function of time that returns one (a beta that changes along the path).
+        attention: an `Attention`; any field, such as `attention + Drift(ffn)` or `Layers([A_1, A_2], times)`, at whose
+            jumps steps end; or a function of time that returns one (a beta that changes smoothly along the path).
         x0: tokens (..., n, d); they are put on the geometry first.
         t: increasing times; a single number T stands for 101 times from 0 to T.
         geometry: `Sphere()` unless given (`Euclidean()` for the pre and peri placements, which move the radius).
@@ -83,7 +86,7 @@ def flow(
         h: the largest fixed step, and the first adaptive one, in units of t.
         weights: (..., n), masses of the tokens: the cloud as a weighted measure.
         mask: (..., n), True for tokens. Padding is put on the first token of its cloud, unseen, and stays.
-        context: a fixed measure to attend to instead of the moving cloud: tokens then do not interact.
+        context: a fixed measure to attend to instead of the moving cloud: tokens then do not interact by attention.
         placement: where the transformer normalises (`attn_flow.dynamics.placement`).
         noise: kicks between steps, x <- retract(x + sqrt(h) noise(x, generator)) (`attn_flow.dynamics.kicks`).
         generator: of the noise.
@@ -103,6 +106,7 @@ def flow(
         the drift it took.
 
     Example:
+        >>> from attn_flow import Attention
         >>> x0 = Sphere().uniform(100, 3, generator=torch.Generator().manual_seed(0))
         >>> path = flow(Attention.identity(3, beta=1.0), x0, t=[0.0, 1.0, 10.0])
         >>> path.x.shape
@@ -116,15 +120,17 @@ def flow(
         asks = "step='adaptive'" if isinstance(step, Adaptive) else "stop="
         raise ValueError(f"validate=False with {asks}, which reads values after every step; use validate=True.")
     geometry = (Euclidean() if placement.flat else Sphere()) if geometry is None else geometry
+    field = as_field(attention)
+    first = field.frozen(float(times[0]))
     with checks.unseen(not validate):
         with checks.together():
-            x = _start(attention, x0, geometry, weights, mask, context, placement, h, float(times[0]))
+            x = _start(first, x0, geometry, weights, mask, context, placement, h)
         _require_room(x, len(times), world)
         if world.count > 1:
             given = {"x0": x, "t": times, "weights": weights, "mask": mask}
-            check_shared(world, at(attention, float(times[0])).tensors, given, noise is not None, generator)
+            check_shared(world, first.tensors, given, noise is not None, generator)
         shard = Shard(world, x.shape[-2])
-        run = Integrator(attention, geometry, weights, mask, context, placement, noise, generator, stop, shard)
+        run = Integrator(field, geometry, weights, mask, context, placement, noise, generator, stop, shard)
         kept_t, kept_x = [float(times[0])], [x]
         total = float(times[-1] - times[0])
         if isinstance(step, Adaptive):
@@ -136,9 +142,8 @@ def flow(
                 advance(now - kept_t[-1], note=f"t = {now:.4g}")
                 kept_t.append(now)
                 kept_x.append(cloud)
-        scheduled = {"scheduled": getattr(attention, "__name__", repr(attention))}
         about = {
-            "attention": attention.summary() if isinstance(attention, Attention) else scheduled,
+            "attention": field.summary(),
             "geometry": type(geometry).__name__,
             "step": getattr(step, "name", getattr(step, "__name__", repr(step))),
             "h": None if isinstance(step, Adaptive) else h,
@@ -154,7 +159,7 @@ def flow(
 
 
 def push_forward(
-    attention: Attention | Schedule,
+    attention: Field | Schedule,
     x0: Tensor,
     t: float,
     *,
@@ -174,6 +179,7 @@ def push_forward(
     """The cloud at time t >= 0, (..., n, d): `flow` from time 0 without the path; arguments as there.
 
     Example:
+        >>> from attn_flow import Attention
         >>> push_forward(Attention.identity(2), torch.tensor([[3.0, 4.0]]), 1.0)  # one token rests, on the sphere
         tensor([[0.6000, 0.8000]])
     """
@@ -209,7 +215,7 @@ def _times(t: float | Sequence[float] | Tensor) -> Tensor:
 
 
 def _start(
-    attention: Attention | Schedule,
+    field: Field,
     x0: Tensor,
     geometry: Geometry,
     weights: Tensor | None,
@@ -217,19 +223,17 @@ def _start(
     context: Measure | None,
     placement: Placement,
     h: float,
-    t0: float,
 ) -> Tensor:
-    """x0 checked and put on the geometry, padding on some point of it, with room for the attention's batch."""
+    """x0 checked and put on the geometry, padding on some point of it, with room for the field's batch."""
     checks.tokens("x0", x0)
     checks.positive("h", h)
-    first = at(attention, t0)
-    cloud = first.cloud(x0, weights, mask)
-    if context is not None:
-        first.checked_context(x0, context)
+    if context is not None and not field.attends:
+        raise ValueError(f"{field!r} attends to nobody; expected an Attention in it, or context=None.")
+    batch = field.admit(Cloud(x0, weights, mask), context)
     if placement.flat and not isinstance(geometry, Euclidean):
         raise ValueError(f"placement {placement.name!r} moves the radius of tokens; expected geometry=Euclidean().")
     x = placed("x0", x0, mask, geometry)
-    return x.expand(*first.batch_shape(x.shape[:-2], cloud.probabilities.shape[:-1]), *x.shape[-2:])
+    return x.expand(*batch, *x.shape[-2:])
 
 
 def _require_room(x: Tensor, times: int, world: Processes) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Drift = Callable[[float, Tensor], Tensor]
+from attn_flow.attention.fields import Function
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Placement:
     """velocity(A, t, x) from the drift A(t, x); `flat` ones move the radius too and need Euclidean geometry."""
 
     name: str
-    velocity: Callable[[Drift, float, Tensor], Tensor]
+    velocity: Callable[[Function, float, Tensor], Tensor]
     flat: bool = False
 
 

@@ -145,6 +145,8 @@ class ContinuousAttentionLayer(nn.Module):
             >>> ContinuousAttentionLayer.from_attention(Attention.identity(3, beta=2.0), steps=4).beta
             tensor([2.])
         """
+        if not isinstance(attention, Attention):
+            raise ValueError(f"a layer takes an Attention alone, got {attention!r}; put other fields between layers.")
         if attention.Q.ndim != 3:
             raise ValueError(
                 f"Q has shape {tuple(attention.Q.shape)}; a layer takes one attention, not a batch of them."

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
+from attn_flow.attention.multihead import attention_alone
 from attn_flow.averages import dense
 from attn_flow.base import checks
 from attn_flow.base.words import introduce
@@ -292,6 +293,7 @@ def attention_statistics(
     tensor([[1., 1.]])
     """
     cloud = Cloud(x, weights, mask)
+    attention_alone("attention_statistics", attention)
     if attention.cold or attention.kind != "softmax":
         raise ValueError(
             f"attention of kind {attention.kind!r}{' at beta = inf' if attention.cold else ''}; expected a softmax at "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
+from attn_flow.attention.multihead import attention_alone
 from attn_flow.base import checks
 from attn_flow.base.words import brief
 from attn_flow.dynamics.particles import push_forward
@@ -75,6 +76,7 @@ def settle(
     >>> settled.x[:, 0].round(decimals=6), settled.certified
     (tensor([ 1., -1.], dtype=torch.float64), tensor([True, True]))
     """
+    attention_alone("settle", attention)
     checks.tokens("x0", x0)
     checks.positive("horizon", horizon)
     if math.isinf(horizon):

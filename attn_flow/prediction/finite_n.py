@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
+from attn_flow.attention.multihead import attention_alone
 from attn_flow.base import checks
 
 
@@ -66,6 +67,7 @@ def resolution(
         >>> resolution(Attention.identity(3, beta=10.0), x)
         Resolution(resolved, number up to 0.01, n 1000)
     """
+    attention_alone("resolution", attention)
     checks.tokens("x", x)
     if attention.kind in ("linear", "relu", "sigmoid"):
         raise ValueError(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
+from attn_flow.attention.multihead import attention_alone
 from attn_flow.base import checks
 from attn_flow.measures import Measure, UniformSphere
 from attn_flow.prediction.certificate import Settled, settle
@@ -277,6 +278,7 @@ def limit(attention: Attention, support: Measure | str | None = None, tol: float
         >>> found.case, round(found.g, 4), round(found.t_min(1000.0), 2)
         ('fixed', 0.3333, 10.36)
     """
+    attention_alone("limit", attention)
     if attention.kind != "softmax" or attention.causal:
         raise ValueError(
             f"attention of kind {attention.kind!r}, causal={attention.causal}; the limit map is for softmax without a "

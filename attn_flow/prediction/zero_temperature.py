@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
+from attn_flow.attention.multihead import attention_alone
 from attn_flow.base import checks
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import Adaptive, Step, rk4
@@ -91,6 +92,7 @@ def zero_temperature_flow(
     >>> path.x[1, 0, 1] / path.x[1, 0, 0]  # the tangent falls by e^{-t}: 4/3 e^{-1}
     tensor(0.4905)
     """
+    attention_alone("zero_temperature_flow", attention)
     known_support(attention, support)
     times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()
     if times.ndim == 0:

@@ -21,8 +21,10 @@ from attn_flow import (
     Adaptive,
     Attention,
     Cloud,
+    Drift,
     Ellipsoid,
     Euclidean,
+    Layers,
     Sphere,
     Trajectory,
     UniformSphere,
@@ -58,6 +60,10 @@ def identity(beta: float | Tensor, **options) -> Attention:
     return Attention.identity(3, beta, dtype=F64, **options)
 
 
+def centring(t: float, x: Tensor) -> Tensor:
+    return (1 + t) * (x.mean(-2, keepdim=True) - x.cumsum(-2))
+
+
 MASK = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
 WEIGHTS = torch.linspace(0.1, 1, 7, dtype=F64)
 AXES = torch.tensor([1.0, 2.0, 0.5], dtype=F64)
@@ -77,6 +83,16 @@ CASES: dict[str, Callable[[Processes], Trajectory]] = {
     "causal without self": lambda w: flow(random(causal=True, self_attention=False), tokens(7), T, world=w),
     "causal hardmax": lambda w: flow(random(causal=True, kind="hardmax"), tokens(7), T, world=w),
     "scheduled": lambda w: flow(lambda t: random(beta=1 + t), tokens(7), T, world=w),
+    "layers, kinds and a drift that sees all tokens": lambda w: flow(
+        Layers([random(kind="sigmoid"), random(kind="linear", causal=True) + Drift(centring)], [0.0, 0.4, 1.0]),
+        tokens((2, 7)),
+        T,
+        mask=MASK,
+        world=w,
+    ),
+    "a tokenwise drift that merges": lambda w: flow(
+        identity(4.0) + Drift(lambda t, x: 0.1 * x.sin(), tokenwise=True), tokens(50), [0, 9], step=Adaptive(), world=w
+    ),
     "ellipsoid": lambda w: flow(random(), tokens(7), T, geometry=Ellipsoid(0 * AXES, AXES), world=w),
     "pre": lambda w: flow(random(), tokens(7), T, geometry=Euclidean(), placement=placement.pre, world=w),
     "context": lambda w: flow(random(), tokens(7), T, context=UniformSphere(3), world=w),
