@@ -3,6 +3,7 @@
 from attn_flow.attention import Attention, Drift, Layers
 from attn_flow.dynamics.continuity import DensityPath, density_flow
 from attn_flow.dynamics.particles import consensus, flow, push_forward
+from attn_flow.dynamics.stability import linearise, lyapunov
 from attn_flow.dynamics.steppers import Adaptive, dopri5, euler, rk4
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Ellipsoid, Euclidean, Sphere
@@ -36,6 +37,8 @@ __all__ = [
     "euler",
     "flow",
     "limit",
+    "linearise",
+    "lyapunov",
     "phases",
     "push_forward",
     "resolution",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
+from attn_flow.attention.multihead import attention_alone
 from attn_flow.base import checks, memory
 from attn_flow.base.words import brief
 from attn_flow.dynamics.harmonics import Harmonics, evaluated
@@ -116,6 +117,7 @@ def density_flow(
         >>> round(float(path.growth_rates(3)[0]), 4)  # of cos(3 theta): 9 I_3(5) / (5 I_0(5))
         0.6827
     """
+    attention_alone("density_flow", attention)
     d = attention.dim
     if d not in BANDWIDTH:
         raise ValueError(f"attention of dimension {d}; densities are solved on the circle (d = 2) and on S^2 (d = 3).")
