@@ -90,12 +90,13 @@ def linearise(
         mu = Cloud(mu.x[mu.mask], None if mu.weights is None else mu.weights.expand(mu.mask.shape)[mu.mask])
     field = as_field(attention)
     geometry = (Euclidean() if placement.flat else Sphere()) if geometry is None else geometry
-    batch = field.frozen(t).admit(mu)
+    batch = field.frozen(t).admit(mu, context)
     x = placed("cloud", mu.x.detach(), None, geometry).expand(*batch, *mu.x.shape[-2:]).contiguous()
     n = x.shape[-2]
     shard = Shard(ALONE, n)
     run = Integrator(field, geometry, mu.weights, None, context, placement, None, None, None, shard)
-    velocity = run.velocity(field.piece(t, t), run.view(mu.log_weights))
+    run.view.log_weights = mu.log_weights
+    velocity = run.velocity(field.piece(t, t))
     with torch.no_grad():
         basis = tangent_basis(geometry, x)
         N = n * basis.shape[-1]
