@@ -18,6 +18,7 @@ from attn_flow.hooks.inputs import pieces, report_truncation
 from attn_flow.hooks.layout import encoder_inside
 from attn_flow.hooks.tape import forward, recording
 from attn_flow.hooks.trust import check_on_few, refuse_unknown
+from attn_flow.nn.stack import DeepStack
 
 
 def record(
@@ -36,7 +37,7 @@ def record(
 ) -> Trajectory:
     """The path of real tokens through an encoder: `record(model, tokenizer, texts)` or `record(model, inputs)`.
 
-    model: a known encoder, or what holds one (a SentenceTransformer, a pipeline, a compiled model, ...).
+    model: a known encoder, or what holds one (a SentenceTransformer, a pipeline, a compiled model), or a DeepStack.
     source, texts: a tokenizer and strings, or inputs as the model takes them: token ids, pixel values, embeddings.
     points: what to keep, one or several of POINTS; TransformerLens names such as "blocks.3.hook_resid_post" do too.
     special: keep [CLS], [SEP], class tokens. Padding is always left out.
@@ -57,6 +58,10 @@ def record(
         (torch.Size([3, 2, 5, 16]), [0.0, 1.0, 2.0], ['[CLS]', 'b', 'd', '[SEP]'])
     """
     model = encoder_inside(model)
+    if isinstance(model, DeepStack):
+        if texts is not None or points != "resid":
+            raise ValueError("a DeepStack takes ids or vectors and has the points 'resid': record(stack, inputs).")
+        return model.trajectory(source)
     tokenizer = source if texts is not None else None
     paths: list[Trajectory] = []
     truncated, limit, unknown, content = 0, None, 0, 0

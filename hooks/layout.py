@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attn_flow.hooks.architectures import ARCHITECTURES, Architecture, NormPlacement, at, has
+from attn_flow.nn.stack import DeepStack
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,11 @@ def blocks(model: nn.Module) -> list[Block]:
         [('encoder.layer.0', 'BERT'), ('encoder.layer.1', 'BERT')]
     """
     model = encoder_inside(model)
+    if isinstance(model, DeepStack):
+        raise ValueError(
+            "a DeepStack has no blocks of a pretrained encoder; use attentions(stack), wrap(stack, ...), record(stack, "
+            "inputs) and attn_flow.train.what_was_learned."
+        )
     found = list(_matches(model))
     if not found:
         raise ValueError(_unknown(model))

@@ -18,7 +18,7 @@ from attn_flow.hooks.layout import Block, blocks, refuse_to_change
 from attn_flow.hooks.weights import projections
 
 
-def chosen_layers(found: list[Block], layers: int | Iterable[int] | None) -> list[int]:
+def chosen_layers(found: Sequence[Any], layers: int | Iterable[int] | None) -> list[int]:
     if layers is None:
         return list(range(len(found)))
     wanted = [layers] if isinstance(layers, int) else list(layers)

@@ -18,6 +18,7 @@ from attn_flow.geometry import Ellipsoid, Euclidean, Geometry, Sphere
 from attn_flow.hooks.architectures import has
 from attn_flow.hooks.attach import evaluating
 from attn_flow.hooks.layout import Block, blocks
+from attn_flow.nn.stack import DeepStack
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,8 @@ def folded(attention: Attention, norm: Norm) -> Attention:
 def attentions(model: nn.Module, fold: bool = False) -> list[Attention]:
     """One Attention per layer, in the order they fire, from the live weights of any known encoder.
 
-    model: a known encoder, or what holds one; adapters (LoRA) are merged into what is read. fold: absorb the norm.
-    Returns a list of Attention, float32 or float64.
+    model: a known encoder, or what holds one, or a DeepStack; adapters (LoRA) are merged into what is read. fold:
+    absorb the norm. Returns a list of Attention, float32 or float64.
 
     They act on what the layer's own attention sees: the residual stream after the last norm (post-norm models), or
     the block's normalised input (pre-norm). `fold=True` absorbs that norm's gain and bias: tokens are then
@@ -209,6 +210,8 @@ def attentions(model: nn.Module, fold: bool = False) -> list[Attention]:
         >>> attentions(tiny_bert()[0])[0]
         Attention(heads=2, dim=16, k=8, v=8, beta=0.353553, softmax, float32)
     """
+    if isinstance(model, DeepStack):  # nothing to fold: what it learned is what acts
+        return model.attentions()
     return [attention(block, fold) for block in blocks(model)]
 
 
@@ -236,6 +239,8 @@ def geometries(model: nn.Module, fold: bool = False) -> list[Geometry]:
         >>> [geometry.radius for geometry in geometries(tiny_bert()[0], fold=True)]
         [4.0, 4.0]
     """
+    if isinstance(model, DeepStack):
+        return [model.geometry] * model.depth
     found: list[Geometry] = []
     for read in norms(model):
         if read is None:

@@ -28,6 +28,8 @@ from attn_flow.hooks.attach import (
 )
 from attn_flow.hooks.layout import Block, blocks, refuse_to_change
 from attn_flow.hooks.temperature import attach_scaling, chosen_layers, factor_of
+from attn_flow.nn.layer import ContinuousAttentionLayer
+from attn_flow.nn.stack import DeepStack, placed
 
 CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache")
 
@@ -47,7 +49,7 @@ def wrap(
 ) -> Attached:
     """Replaces the attention of some layers by the flow of their own weights: `with wrap(model, [3], steps=32): ...`.
 
-    model: a known encoder, or what holds one (compiled models: wrap first, then compile).
+    model: a known encoder, or what holds one (compiled models: wrap first, then compile), or a DeepStack.
     layers: their indices in firing order (a shared block fires once per layer); all by default.
     beta: inverse temperature of the scores, a number or one per head, instead of the trained 1/sqrt(k).
     beta_factor: the same as a multiple of the trained one.
@@ -72,6 +74,12 @@ def wrap(
         >>> bool((same.x - plain.x).abs().max() < 1e-5), bool((other.x - plain.x).abs().max() < 1e-5)
         (True, False)
     """
+    if isinstance(model, DeepStack):
+        if block or geometry is not None:
+            raise ValueError("a DeepStack has its own blocks and geometry; expected neither block nor geometry.")
+        stepper = fixed_step(step, steps, horizon)
+        attached = Attached(model, Rerun(model, layers, beta, beta_factor, steps, horizon, stepper))
+        return attached.apply() if permanent else attached
     refuse_to_change(model)
     found = blocks(model)
     chosen = chosen_layers(found, layers)
@@ -107,6 +115,43 @@ def fixed_step(step: Step | str, steps: int, horizon: float) -> Step:
     if not 0 < horizon < math.inf:
         raise ValueError(f"horizon = {horizon}, expected a positive, finite time.")
     return stepper
+
+
+class Rerun:
+    """A DeepStack's layers run otherwise for a while: their time, steps and temperature."""
+
+    def __init__(
+        self,
+        stack: DeepStack,
+        layers: int | Iterable[int] | None,
+        beta: float | Tensor | None,
+        beta_factor: float | Tensor | None,
+        steps: int,
+        horizon: float,
+        step: Step,
+    ) -> None:
+        if beta is not None and beta_factor is not None:
+            raise ValueError(f"beta = {beta} and beta_factor = {beta_factor}: expected one of them at most.")
+        self.chosen = chosen_layers(list(stack.layers), layers)
+        self.stack, self.beta, self.beta_factor = stack, beta, beta_factor
+        self.now = {"steps": int(steps), "horizon": horizon, "step": placed(step, stack.placement)}
+
+    def __call__(self, held: ExitStack) -> None:
+        for i in self.chosen:
+            layer = self.stack.layers[i]
+            assert isinstance(layer, ContinuousAttentionLayer)
+            was = {name: getattr(layer, name) for name in self.now}
+            held.callback(_run_again, layer, was, layer.beta.detach().clone())
+            beta = layer.beta.detach() if self.beta is None else torch.as_tensor(self.beta)
+            factor = 1.0 if self.beta_factor is None else torch.as_tensor(self.beta_factor)
+            _run_again(layer, self.now, beta * factor)
+
+
+def _run_again(layer: ContinuousAttentionLayer, how: dict[str, Any], beta: Tensor) -> None:
+    for name, value in how.items():
+        setattr(layer, name, value)
+    if not torch.equal(layer.beta.detach(), beta.expand(layer.heads).to(layer.beta)):
+        layer.beta = beta
 
 
 class Wrapped:

@@ -15,7 +15,7 @@ import typer
 from attn_flow.base.files import plain, writing_alone
 from attn_flow.cli import encoders, zoo
 from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, reporting, say, table, writable
-from attn_flow.cli.training import train
+from attn_flow.cli.training import predict, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -310,7 +310,7 @@ def _rest(row: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in row.items() if name not in known)
 
 
-for each in (encoders.probe, encoders.encoder, encoders.spectra, encoders.record, encoders.merge, train):
+for each in (encoders.probe, encoders.encoder, encoders.spectra, encoders.record, encoders.merge, train, predict):
     command(each)
 app.add_typer(zoo.app, name="encoders")
 

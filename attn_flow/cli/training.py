@@ -34,8 +34,8 @@ def train(
 ) -> None:
     """Train a small stack of continuous attention and look at what it learned. Options not given are the task's own.
 
-    A folder that holds a checkpoint of the same options is resumed. Several processes: torchrun --nproc-per-node 2
-    -m attn_flow train ...
+    A folder that holds a checkpoint of the same options is resumed, a finished one goes on with more --updates. Several
+    processes: torchrun --nproc-per-node 2 -m attn_flow train ...
 
     Example: attn-flow train majority --beta 2 --beta-mode learned --out runs/majority
     """
@@ -85,7 +85,10 @@ def run(
     quiet: bool = False,
 ) -> dict[str, Any] | None:
     """Train, measure, write OUT/run.json and say what came out; only the first process of several speaks."""
+    from attn_flow.base.figures import save_figure
     from attn_flow.base.files import versions, write_json
+    from attn_flow.train.checkpoint import LOG
+    from attn_flow.train.figures import read_log, run_figure
     from attn_flow.train.loop import train_stack
     from attn_flow.train.observation import what_was_learned
 
@@ -106,7 +109,9 @@ def run(
     if learned:
         found = what_was_learned(trained.stack, trained.task, recipe.seed)
         found.path.save(out / "trajectory.safetensors")
-        numbers["learned"] = found.numbers
+        numbers["learned"] = {**found.numbers, "words": found.words()}
+        figure = run_figure(read_log(out / LOG), found.path, numbers)
+        save_figure(figure, out / "training.png")
     write_json({**numbers, "versions": versions()}, out / "run.json")
     if as_json:
         say(numbers)
@@ -123,8 +128,37 @@ def run(
     if learned:
         columns = ["layer", "beta", "limit", "W2 to limit", "at start", "clusters", "at start"]
         table("what the layers learned", columns, [_row(layer) for layer in numbers["learned"]["layers"]])
-    echo(f"written to {out}: checkpoint.safetensors, log.jsonl, run.json" + ", trajectory.safetensors" * learned)
+        for words in numbers["learned"]["words"]:
+            echo(words)
+    echo(
+        f"written to {out}: checkpoint.safetensors, log.jsonl, run.json"
+        + ", trajectory.safetensors, training.png" * learned
+    )
     return numbers
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="The folder of a run of `attn-flow train text` or `train masked`.")],
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts; hidden characters are written _.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A file of texts instead: .txt, .jsonl, .csv, ...")] = None,
+    as_json: Json = False,
+) -> None:
+    """What a trained stack says of your texts: the label of each, or its hidden characters filled in.
+
+    Example: attn-flow predict runs/train/text "what a good day"
+    """
+    from attn_flow.hooks.loading import load_texts
+    from attn_flow.train.checkpoint import load
+
+    given = [*(texts or []), *([] if file is None else load_texts(file))]
+    if not given:
+        raise ValueError("no text to predict; give some after the folder, or --file.")
+    answers = load(run).predict(given)
+    if as_json:
+        say([{"text": text, "label": a.label, "probability": a.probability} for text, a in zip(given, answers)])
+        return
+    rows = [[text, a.label, a.probability] for text, a in zip(given, answers)]
+    table(f"{run}", ["text", "answer", "probability"], rows)
 
 
 def _row(layer: dict[str, Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from attn_flow.attention import Attention
 from attn_flow.base import checks
 from attn_flow.dynamics.kicks import Kick, independent
 from attn_flow.dynamics.placement import Placement, peri, post, pre
-from attn_flow.dynamics.steppers import Step, Velocity, euler, rk4
+from attn_flow.dynamics.steppers import Adaptive, Step, Velocity, euler, named_step, rk4
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Euclidean, Geometry, Sphere
 from attn_flow.nn.layer import ContinuousAttentionLayer
@@ -35,7 +35,8 @@ class DeepStack(nn.Module):
     outputs, readout: classes; "mean" asks once per cloud, "token" once per token.
     length: the longest input, for learned positions (`waves` at first); None leaves tokens exchangeable.
     depth, shared: how many layers, each its own weights, or one layer's applied `depth` times.
-    horizon, steps, step: each layer's time, in so many steps. One Euler step is the ordinary discrete layer.
+    horizon, steps, step: each layer's time, in so many steps, by name ("euler", "rk4", "dopri5") or function. One Euler
+        step is the ordinary discrete layer.
     beta, learn_beta: inverse temperature at the start, one per head if learned.
     geometry, placement: where tokens live and where they are normalised: "post" on the geometry; "pre" and "peri"
         (Euclidean only) let the radius move, and normalise what attention, FFN and head see.
@@ -62,7 +63,7 @@ class DeepStack(nn.Module):
         shared: bool = False,
         horizon: float = 1.0,
         steps: int = 4,
-        step: Step = rk4,
+        step: str | Step = rk4,
         beta: float = 4.0,
         learn_beta: bool = False,
         geometry: Geometry | None = None,
@@ -87,7 +88,7 @@ class DeepStack(nn.Module):
         geometry = (Euclidean() if PLACEMENTS[placement].flat else Sphere()) if geometry is None else geometry
         if PLACEMENTS[placement].flat and not isinstance(geometry, Euclidean):
             raise ValueError(f"placement {placement!r} moves the radius of tokens; expected geometry Euclidean().")
-        self.depth, self.shared, self.noise, self.step = depth, shared, float(noise), step
+        self.depth, self.shared, self.noise, self.step = depth, shared, float(noise), equal_step(step)
         self.placement, self.readout, self.points = PLACEMENTS[placement], readout, points
         self.embedding: nn.Module = (
             nn.Linear(inputs, dim, dtype=dtype) if points else nn.Embedding(inputs, dim, dtype=dtype)
@@ -226,7 +227,7 @@ class DeepStack(nn.Module):
         *,
         horizon: float | None = None,
         steps: int | None = None,
-        step: Step | None = None,
+        step: str | Step | None = None,
         depth: int | None = None,
         beta_factor: float = 1.0,
     ) -> DeepStack:
@@ -240,7 +241,7 @@ class DeepStack(nn.Module):
             raise ValueError(f"steps = {steps}, expected a whole number of at least 1.")
         other = copy.deepcopy(self)
         other.depth = self.depth if depth is None else depth
-        other.step = self.step if step is None else step
+        other.step = self.step if step is None else equal_step(step)
         for layer in other.layers:
             assert isinstance(layer, ContinuousAttentionLayer)
             if horizon is not None:
@@ -253,6 +254,14 @@ class DeepStack(nn.Module):
     def discrete_twin(self) -> DeepStack:
         """The ordinary residual stack with these parameters: a layer is one Euler step, retract(x + T P_x A(x))."""
         return self.rerun(step=euler, steps=1)
+
+
+def equal_step(step: str | Step) -> Step:
+    """A step by its name or itself; adaptive ones are refused."""
+    found = named_step(step)
+    if isinstance(found, Adaptive):
+        raise ValueError(f"step = {step}, expected one of fixed size such as 'rk4': a layer takes equal steps.")
+    return found
 
 
 def waves(length: int, dim: int) -> Tensor:

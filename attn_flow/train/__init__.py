@@ -6,23 +6,29 @@ learned.path, learned.numbers  # a Trajectory through depth; limits, W2, cluster
 """
 
 from attn_flow.nn.stack import DeepStack
-from attn_flow.train.checkpoint import load
+from attn_flow.train.checkpoint import Answer, TrainedStack, load
 from attn_flow.train.loop import Trained, evaluate, train_stack
 from attn_flow.train.observation import Learned, what_was_learned
 from attn_flow.train.recipes import TASKS, Recipe, recipe
-from attn_flow.train.tasks import Batch, Task
+from attn_flow.train.tasks import Batch, Task, tensor_task
+from attn_flow.train.texts import Vocabulary, text_task
 
 __all__ = [
     "TASKS",
+    "Answer",
     "Batch",
     "DeepStack",
     "Learned",
     "Recipe",
     "Task",
     "Trained",
+    "TrainedStack",
+    "Vocabulary",
     "evaluate",
     "load",
     "recipe",
+    "tensor_task",
+    "text_task",
     "train_stack",
     "what_was_learned",
 ]

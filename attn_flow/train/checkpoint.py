@@ -8,7 +8,8 @@ then come out again the same.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from attn_flow.base.files import read_tensors, versions, write_tensors
 from attn_flow.nn.stack import DeepStack
 from attn_flow.train.recipes import Recipe
 from attn_flow.train.tasks import Task
+from attn_flow.train.texts import HIDDEN, Vocabulary
 
 FORMAT = "attn_flow.train"
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
+HIDE = "_"  # a character to be filled in
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -35,6 +38,7 @@ class Saved:
     decided: dict[str, Any]  # what the task decided of the stack
     digest: str
     scaler: dict[str, Any]
+    reads: dict[str, Any] | None
     tensors: dict[str, Tensor]
 
     def weights(self) -> dict[str, Tensor]:
@@ -75,6 +79,7 @@ def save(
         "recipe": json.dumps(recipe.as_dict()),
         "decided": json.dumps(task.stack_options),
         "digest": task.digest,
+        "reads": json.dumps(None if task.reads is None else asdict(task.reads)),
         "scaler": json.dumps(scaler.state_dict()),
         "versions": json.dumps(versions()),
     }
@@ -91,7 +96,7 @@ def read(path: str | Path) -> Saved:
     if words.get("format") != FORMAT:
         raise ValueError(f"{path} is no checkpoint of attn-flow train; use another --out.")
     try:
-        loaded = {name: json.loads(words[name]) for name in ("update", "recipe", "decided", "scaler")}
+        loaded = {name: json.loads(words[name]) for name in ("update", "recipe", "decided", "scaler", "reads")}
         return Saved(path, digest=words["digest"], tensors=tensors, **loaded)
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path} lacks a part of a checkpoint ({error}); move it away to start over.") from None
@@ -102,6 +107,12 @@ def check_same(saved: Saved, recipe: Recipe, task: Task) -> None:
     now = recipe.as_dict()
     there = {**saved.recipe}
     there["file"] = now["file"]  # where the file lies does not matter, what it says does
+    if saved.update == there["updates"] < now["updates"]:  # a finished run goes on
+        if recipe.beta_mode == "annealed":
+            raise ValueError(
+                f"{saved.path} has annealed its beta; more updates would heat it again. Use another --out."
+            )
+        there["updates"] = now["updates"]
     changed = [
         f"{name} {there.get(name, 'unknown')} (there) and {now.get(name, 'unknown')} (now)"
         for name in sorted({*there, *now})
@@ -116,15 +127,69 @@ def check_same(saved: Saved, recipe: Recipe, task: Task) -> None:
         raise ValueError(f"the text of {recipe.file} has changed since {saved.path} was written; use another --out.")
 
 
-def load(path: str | Path) -> DeepStack:
-    """The trained stack of a run's folder or checkpoint, in evaluation mode on the CPU."""
+@dataclass(frozen=True)
+class Answer:
+    """What a stack says of a text: a label and its probability; of hidden characters, the text filled in.
+
+    Example:
+        >>> Answer("yes", 0.9).label
+        'yes'
+    """
+
+    label: str
+    probability: float
+
+
+class TrainedStack(DeepStack):
+    """A DeepStack with what its run knew: the recipe, and the vocabulary and labels where it was trained on texts."""
+
+    recipe: Recipe
+    reads: Vocabulary | None = None
+
+    @torch.no_grad()
+    def predict(self, texts: Sequence[str]) -> list[Answer]:
+        """An Answer for each text. A stack of task "masked" fills in the characters written as `_`."""
+        if isinstance(texts, str):
+            raise ValueError("texts is one string, expected a list of strings; pass [text].")
+        if self.reads is None:
+            raise ValueError(f"this stack was trained on {self.recipe.task!r}, not on texts; call it with its inputs.")
+        was = self.training
+        self.eval()
+        x, mask = self.reads.encode(texts)
+        if not self.reads.labels:
+            hidden = torch.tensor(
+                [[c == HIDE for c in text.ljust(self.reads.longest)[: self.reads.longest]] for text in texts]
+            )
+            x = x.masked_fill(hidden & mask, HIDDEN)
+        device = self.head.weight.device
+        best = self(x.to(device), mask.to(device)).softmax(-1).max(-1)
+        self.train(was)
+        if self.reads.labels:
+            return [Answer(self.reads.labels[int(i)], float(p)) for i, p in zip(best.indices, best.values)]
+        answers = []
+        for text, row, chance, asked in zip(texts, best.indices, best.values, hidden):
+            filled = [self.reads.words[int(row[j])] if j < len(asked) and asked[j] else c for j, c in enumerate(text)]
+            answers.append(Answer("".join(filled), float(chance[asked].prod())))
+        return answers
+
+
+def load(path: str | Path) -> TrainedStack:
+    """The trained stack of a run, in evaluation mode on the CPU: `load("runs/train/text").predict(["good day"])`.
+
+    path: the run's folder, or its checkpoint. Returns a TrainedStack, a DeepStack with `recipe` and `predict`.
+    """
     saved = read(path)
     try:
-        stack = Recipe(**saved.recipe).make_stack(**saved.decided)
+        stack = Recipe(**saved.recipe).make_stack(TrainedStack, **saved.decided)
     except TypeError as error:
         raise ValueError(f"{saved.path} is of another version ({error}).") from None
     saved.fill(stack)
-    return stack.eval()  # type: ignore[return-value]
+    stack.recipe = Recipe(**saved.recipe)
+    if saved.reads is not None:
+        parts = saved.reads
+        stack.reads = Vocabulary(tuple(parts["words"]), tuple(parts["labels"]), parts["longest"])
+    stack.eval()
+    return stack
 
 
 def tidy(out: Path) -> None:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from attn_flow.train.recipes import Recipe, generator_of, seed_of
 from attn_flow.train.tasks import NO_QUESTION, Batch, Task
 
 HELD_OUT = 1000  # inputs of an evaluation
+Metric = Callable[[Tensor, Tensor], float]
 DIVERGED = 10.0  # times log(classes), the loss of a guess
 
 
@@ -48,6 +49,8 @@ def train_stack(
     recipe: Recipe,
     out: str | Path | None = None,
     *,
+    task: Task | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     device: str | torch.device = "cpu",
     save_every: int = 100,
     evaluate_every: int = 100,
@@ -56,7 +59,11 @@ def train_stack(
 ) -> Trained:
     """Train a stack by the recipe; `out` is the folder of the checkpoint and the log, resumed if it holds them.
 
-    Under torchrun every process takes its share of each batch. Raises FloatingPointError if the loss diverges.
+    task: data of your own, such as `text_task(texts, labels)` or `tensor_task(x, y, ...)`; the recipe's task is then
+    "own" (Recipe("own", updates=200)). metrics: name: function(logits, y) -> number, taken on held-out inputs along
+    with loss and accuracy. A finished run whose recipe has more updates now goes on, its learning rate from where the
+    longer cosine is. Under torchrun every process takes its share of each batch. Raises FloatingPointError if the loss
+    diverges.
     """
     for name, value in (("save_every", save_every), ("evaluate_every", evaluate_every)):
         if value < 1:
@@ -66,7 +73,10 @@ def train_stack(
         held.enter_context(_deterministic(world.device))
         if recipe.batch % world.count:
             raise ValueError(f"batch = {recipe.batch}, expected a multiple of the {world.count} processes.")
-        task = recipe.make_task()
+        if (task is None) == (recipe.task == "own"):
+            raise ValueError(f"task {recipe.task!r}: expected task=... with Recipe('own', ...), and only there.")
+        task = recipe.make_task() if task is None else task
+        measured = dict(metrics or {})
         stack = recipe.make_stack(**task.stack_options).to(world.device)
         optimiser = torch.optim.AdamW(stack.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
         precision = _precision(recipe, world.device)
@@ -86,16 +96,16 @@ def train_stack(
             if update % save_every == 0 and (update > start or start == 0):
                 run.save(update)
             if update % evaluate_every == 0:
-                last |= evaluate(stack, task, recipe.seed)
-            log({"update": update, **last})
+                last |= evaluate(stack, task, recipe.seed, metrics=measured)
+            log({"update": update, **last, **_betas(recipe, stack)})
             run.step()
             advance(1, note=f"loss {last['loss']:.4f}  accuracy {last['accuracy']:.3f}")
         recipe.set_beta_at(stack, recipe.updates)
-        final = evaluate(stack, task, recipe.seed)
+        final = evaluate(stack, task, recipe.seed, metrics=measured)
         if not math.isfinite(final["held_out_loss"]):
             raise run.diverged(recipe.updates, f"held-out loss {final['held_out_loss']}")
         run.save(recipe.updates)
-        log({"update": recipe.updates, **final})
+        log({"update": recipe.updates, **final, **_betas(recipe, stack)})
         stack.eval()
         summary = {
             "task": task.name,
@@ -104,6 +114,7 @@ def train_stack(
             "loss": final["held_out_loss"],
             "accuracy": final["held_out_accuracy"],
             "chance": task.chance,
+            "metrics": {name: final[name] for name in measured},
             "stated_accuracy": recipe.stated_accuracy,
             "beta": [layer.beta.tolist() for layer in stack.layers],  # type: ignore[operator, union-attr]
             "parameters": checkpoint.count(stack),
@@ -190,8 +201,10 @@ def _sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(stack: DeepStack, task: Task, seed: int, size: int = HELD_OUT) -> dict[str, float]:
-    """Loss and accuracy on held-out inputs, always the same for the same seed."""
+def evaluate(
+    stack: DeepStack, task: Task, seed: int, size: int = HELD_OUT, metrics: Mapping[str, Metric] | None = None
+) -> dict[str, float]:
+    """Loss, accuracy and your metrics on held-out inputs, always the same for the same seed."""
     stack.eval()
     device = stack.head.weight.device
     batch = task.held_out(size, generator_of(seed, "held out"))
@@ -200,7 +213,22 @@ def evaluate(stack: DeepStack, task: Task, seed: int, size: int = HELD_OUT) -> d
         sums = _sums(stack, batch.each(lambda z, i=first: z[i : i + 250].to(device)))  # type: ignore[misc]
         loss, right = loss + float(sums[0]), right + float(sums[1])
     asked = max(1, int((batch.y != NO_QUESTION).sum()))
-    return {"held_out_loss": loss / asked, "held_out_accuracy": right / asked}
+    numbers = {"held_out_loss": loss / asked, "held_out_accuracy": right / asked}
+    if metrics:
+        logits = stack(batch.x.to(device), None if batch.mask is None else batch.mask.to(device)).cpu()
+        numbers |= {name: float(metric(logits, batch.y)) for name, metric in metrics.items()}
+    return numbers
+
+
+def _betas(recipe: Recipe, stack: DeepStack) -> dict[str, float]:
+    """Every layer's and head's beta, where it moves."""
+    if recipe.beta_mode == "fixed":
+        return {}
+    return {
+        f"beta.{l}.{h}": float(b)
+        for l, layer in enumerate(stack.layers)
+        for h, b in enumerate(layer.beta.tolist())  # type: ignore[operator, union-attr]
+    }
 
 
 def _resume(

@@ -31,6 +31,10 @@ class Learned:
     path: Trajectory
     numbers: dict[str, Any]
 
+    def words(self) -> list[str]:
+        """What each layer learned and does, a sentence or two each."""
+        return [layer_words(layer) for layer in self.numbers["layers"]]
+
 
 @torch.no_grad()
 def what_was_learned(stack: DeepStack, task: Task, seed: int = 0, clouds: int = CLOUDS) -> Learned:
@@ -73,6 +77,43 @@ def _layer(stack: DeepStack, attention: Attention, path: Tensor, mask: Tensor | 
         t = torch.linspace(0, _horizon(stack), len(w2))
         numbers["phases"] = [asdict(phase) for phase in split(t, w2, {"concentrating": found.rate_w2})]
     return numbers
+
+
+LIMITS = {
+    "fixed": "send every token to a fixed place that its start decides",
+    "rotating": "keep tokens rotating for ever",
+    "jordan": "draw tokens to one direction slowly, like 1/t",
+    "stationary": "leave tokens where they are",
+    "nonlinear": "draw tokens to places that several heads decide together",
+    "undefined": "send tokens to no place that is established",
+}
+
+
+def layer_words(layer: dict[str, Any]) -> str:
+    """A layer's numbers, as `what_was_learned` gives them, in words."""
+    betas = layer["beta"]
+    sharp = f"{min(betas):.3g}" if len(betas) == 1 else f"{min(betas):.3g} to {max(betas):.3g}"
+    begins, ends = layer["clusters"]["start"], layer["clusters"]["end"]
+    rank = layer["rank"]
+    if ends < 0.8 * begins:
+        did = f"gathers its tokens: {begins:.1f} groups become {ends:.1f}"
+    elif ends > 1.25 * begins:
+        did = f"tells its tokens apart: {begins:.1f} groups become {ends:.1f}"
+    else:
+        did = f"keeps its tokens apart as they were ({begins:.1f} groups, then {ends:.1f})"
+    filled = f"they fill {rank['end']:.1f} directions, {rank['start']:.1f} before"
+    words = f"Layer {layer['layer']} (beta {sharp}) {did}; {filled}."
+    case = layer["limit"]["case"]
+    if layer["w2"] is None:
+        return f"{words} Where its weights would lead in the long run is not compared: {layer['w2_missing']}."
+    start, end = layer["w2"]["start"], layer["w2"]["end"]
+    share = (start - end) / start if start > 0 else 0.0
+    way = (
+        f"it goes {share:.0%} of the way there" if share > 0.1
+        else "it does not go there" if share > -0.1
+        else "it goes away from there"
+    )  # fmt: skip
+    return f"{words} Run for ever at zero temperature, its weights would {LIMITS.get(case, case)}: {way}."
 
 
 def _horizon(stack: DeepStack) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ GEOMETRIES: dict[str, Callable[[int], Geometry]] = {
     "layer-norm": lambda d: Ellipsoid.from_layer_norm(torch.ones(d)),
 }
 BETA_MODES = ("fixed", "learned", "annealed")
+Stack = TypeVar("Stack", bound=DeepStack)
 LAYER_BYTES = 2**14  # of a layer's modules beside its weights
 MOST = 10**9  # tokens, steps, updates ...: beyond it is a slip of the pen
 
@@ -75,7 +76,7 @@ class Recipe:
     seed: int = _option(0, "Seed of every random number.")
 
     def __post_init__(self) -> None:
-        checks.one_of("task", self.task, tuple(TASKS))
+        checks.one_of("task", self.task, (*TASKS, "own"))
         checks.one_of("geometry", self.geometry, tuple(GEOMETRIES))
         checks.one_of("placement", self.placement, tuple(PLACEMENTS))
         checks.one_of("step", self.step, tuple(STEPS))
@@ -100,15 +101,17 @@ class Recipe:
                 raise ValueError(
                     f"{name} = {getattr(self, name)} cannot be {self.beta_mode}; expected positive, finite."
                 )
-        if self.file is not None and not TASKS[self.task].reads:
+        if self.file is not None and (self.task == "own" or not TASKS[self.task].reads):
             raise ValueError(f"task {self.task!r} is generated and reads no file; expected file = None.")
 
     def make_task(self) -> Task:
+        if self.task == "own":
+            raise ValueError("the task is your own: give it to train_stack(recipe, task=...).")
         if self.file is None and self.task == "text":
             raise ValueError("task 'text' needs a file of label<TAB>text lines; give one with --file.")
         return TASKS[self.task].make(self)
 
-    def make_stack(self, **decided: Any) -> DeepStack:
+    def make_stack(self, kind: type[Stack] = DeepStack, **decided: Any) -> Stack:  # type: ignore[assignment]
         """The stack at its start, with what the task decided; one seed, one stack, whatever was drawn before."""
         width = self.heads * self.head_dim if self.head_dim is not None else self.dim
         layer = 4 * self.dim * (4 * width + 2 * self.ffn) + LAYER_BYTES
@@ -116,7 +119,7 @@ class Recipe:
         memory.require(bytes_needed, f"a stack of {self.depth} layers of width {self.dim}", "ask for a smaller stack")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.seed, "weights"))
-            stack = DeepStack(
+            stack = kind(
                 **decided,
                 dim=self.dim,
                 heads=self.heads,
@@ -152,6 +155,8 @@ class Recipe:
     @property
     def stated_accuracy(self) -> float | None:
         """What the task states for its own recipe, whatever the seed; None for any other recipe."""
+        if self.task == "own":
+            return None
         known = TASKS[self.task]
         return known.accuracy if replace(self, seed=0) == recipe(self.task) else None
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attn_flow.base.files import digest
 from attn_flow.geometry import Sphere
 from attn_flow.nn.stack import Readout
 
@@ -50,6 +51,7 @@ class Task:
     draw(size, generator) -> Batch for training; held_out(size, generator) -> Batch never trained on.
     chance: the accuracy of the best answer that ignores the inputs.
     digest: what tells two versions of a task's file apart; empty for generated tasks.
+    reads: the Vocabulary of a task of texts, which its checkpoints keep.
     """
 
     name: str
@@ -62,12 +64,58 @@ class Task:
     length: int | None = None
     points: bool = False
     digest: str = ""
+    reads: Any = None  # the Vocabulary of texts
 
     @property
     def stack_options(self) -> dict[str, object]:
         """What of a DeepStack the task decides."""
         names = ("inputs", "outputs", "readout", "length", "points")
         return {name: getattr(self, name) for name in names}
+
+
+def tensor_task(
+    x: Tensor, y: Tensor, *, inputs: int, outputs: int, mask: Tensor | None = None, held_out: float = 0.2
+) -> Task:
+    """A task of your own examples: x (examples, n) ids below `inputs`, or (examples, n, inputs) real vectors.
+
+    y: (examples,) one class each, or (examples, n) one per token with -100 where nothing is asked; below `outputs`.
+    mask: (examples, n), True for tokens. held_out: the share of examples, the last ones, that is never trained on.
+    Returns a Task for `train_stack(recipe, task=...)`.
+
+    Example:
+        >>> x = torch.randint(5, (40, 6))
+        >>> tensor_task(x, (x == 0).any(-1).long(), inputs=5, outputs=2).chance <= 1
+        True
+    """
+    points, examples = x.is_floating_point(), x.shape[0]
+    held = round(held_out * examples)
+    if y.shape[0] != examples or not 0 < held < examples:
+        raise ValueError(
+            f"{examples} inputs, {y.shape[0]} answers, {held} held out: expected as many, some on each side."
+        )
+    asked = y[y != NO_QUESTION]
+    for name, ids, below in (("x", x, inputs), ("y", asked, outputs)):
+        if not (name == "x" and points) and not 0 <= int(ids.min()) <= int(ids.max()) < below:
+            raise ValueError(f"{name} holds {int(ids.min())} to {int(ids.max())}, expected 0 to {below - 1}.")
+    whole = Batch(x, y, mask)
+    seen, kept = whole.each(lambda z: z[: examples - held]), whole.each(lambda z: z[examples - held :])
+
+    def draw(size: int, generator: torch.Generator) -> Batch:
+        chosen = torch.randint(examples - held, (size,), generator=generator)
+        return seen.each(lambda z: z[chosen])
+
+    return Task(
+        "own",
+        inputs=inputs,
+        outputs=outputs,
+        draw=draw,
+        held_out=lambda size, generator: kept.each(lambda z: z[:size]),
+        chance=float(asked.bincount().max() / asked.numel()),
+        readout="mean" if y.ndim == 1 else "token",
+        length=None if points else x.shape[1],
+        points=points,
+        digest=digest({"x": x, "y": y} | ({} if mask is None else {"mask": mask}))[:16],
+    )
 
 
 def _generated(name: str, draw: Callable[[int, torch.Generator], Batch], **facts: object) -> Task:

@@ -6,7 +6,8 @@ import hashlib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -58,9 +59,57 @@ def _json_fields(line: str, where: str) -> list[str]:
     return [str(entry["label"]), str(entry["text"])]
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """How a stack reads texts: its words or characters in the order of their ids, the labels it answers with.
+
+    words: of ids 2, 3, ... (0 is padding or a hidden character, 1 unknown). labels: names of the classes; empty where
+    the classes are the characters themselves. longest: tokens of a text, cut there.
+
+    Example:
+        >>> Vocabulary(words=("good", "bad"), labels=("no", "yes"), longest=3).encode(["Good day", "bad"])[0]
+        tensor([[2, 1, 0],
+                [3, 0, 0]])
+    """
+
+    words: tuple[str, ...]
+    labels: tuple[str, ...]
+    longest: int
+
+    def encode(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Ids (batch, longest) and the mask of tokens."""
+        ids = {word: 2 + i for i, word in enumerate(self.words)}
+        cut = [_words(text)[: self.longest] if self.labels else list(text)[: self.longest] for text in texts]
+        rows = [[ids.get(word, UNKNOWN) for word in row] or [UNKNOWN] for row in cut]
+        x = torch.tensor([row + [PADDING] * (self.longest - len(row)) for row in rows])
+        mask = torch.arange(self.longest) < torch.tensor([len(row) for row in rows])[:, None]
+        return x, mask
+
+
 def labelled(path: str | Path, n: int = 32, vocabulary: int = 2000) -> Task:
-    """Word ids (batch, n) with padding, y the label; a fifth of the different texts is held out."""
+    """`text_task` of a file, see `read_labelled`."""
     pairs = read_labelled(path)
+    return text_task([text for _, text in pairs], [label for label, _ in pairs], n, vocabulary, where=str(path))
+
+
+def text_task(
+    texts: Sequence[str], labels: Sequence[str], tokens: int = 32, vocabulary: int = 2000, where: str = "the list"
+) -> Task:
+    """A task of labelled texts: word ids (batch, tokens) with padding, y the label; a fifth of the texts is held out.
+
+    texts, labels: as many of each. tokens: of the longest text, others are cut. vocabulary: at most so many words,
+    the most frequent. where: what errors call the texts. Returns a Task for `train_stack(recipe, task=...)`.
+
+    Example:
+        >>> text_task(["good day", "bad day"] * 10, ["yes", "no"] * 10, tokens=4).outputs
+        2
+    """
+    if len(texts) != len(labels):
+        raise ValueError(f"{len(texts)} texts and {len(labels)} labels, expected as many of each.")
+    return _labelled(list(zip(labels, texts)), tokens, vocabulary, where)
+
+
+def _labelled(pairs: list[tuple[str, str]], n: int, vocabulary: int, path: str) -> Task:
     labels = sorted({label for label, _ in pairs})
     if len(pairs) < 10 or len(labels) < 2:
         raise ValueError(
@@ -73,15 +122,14 @@ def labelled(path: str | Path, n: int = 32, vocabulary: int = 2000) -> Task:
     words = Counter(word for _, text in pairs if text not in hidden for word in _words(text))
     if not words:
         raise ValueError(f"{path} has no words in its training texts.")
-    ids = {word: 2 + i for i, (word, _) in enumerate(words.most_common(vocabulary))}
+    reads = Vocabulary(tuple(word for word, _ in words.most_common(vocabulary)), tuple(labels), n)
     cut = sum(len(_words(text)) > n for _, text in pairs)
     if cut:
         warnings.warn(f"{cut} of {len(pairs)} texts are longer than {n} tokens and were cut there.", stacklevel=2)
 
     def table(chosen: list[tuple[str, str]]) -> Batch:
-        rows = [[ids.get(word, UNKNOWN) for word in _words(text)[:n]] or [UNKNOWN] for _, text in chosen]
-        x = torch.tensor([row + [PADDING] * (n - len(row)) for row in rows])
-        return Batch(x, torch.tensor([labels.index(label) for label, _ in chosen]), x != PADDING)
+        x, mask = reads.encode([text for _, text in chosen])
+        return Batch(x, torch.tensor([labels.index(label) for label, _ in chosen]), mask)
 
     seen = table([pair for pair in pairs if pair[1] not in hidden])
     held = table([pair for pair in pairs if pair[1] in hidden])
@@ -96,13 +144,14 @@ def labelled(path: str | Path, n: int = 32, vocabulary: int = 2000) -> Task:
 
     return Task(
         "text",
-        inputs=2 + len(ids),
+        inputs=2 + len(reads.words),
         outputs=len(labels),
         draw=draw,
         held_out=held_out,
         chance=float(most),
         length=n,
         digest=_digest(repr(pairs)),
+        reads=reads,
     )
 
 
@@ -141,6 +190,7 @@ def masked(path: str | Path | None = None, n: int = 32, hide: float = 0.15, alph
         readout="token",
         length=n,
         digest=_digest(text),
+        reads=Vocabulary(tuple(ids), (), n),
     )
 
 

@@ -36,7 +36,7 @@ def test_train_writes_what_was_learned_and_resumes(tmp_path: Path) -> None:
     assert layer["limit"]["case"] in ("fixed", "rotating", "jordan")
     assert len(layer["w2"]["curve"]) == 4
     assert layer["phases"][0]["start"] == 0.0
-    names = {"checkpoint.safetensors", "log.jsonl", "run.json", "trajectory.safetensors"}
+    names = {"checkpoint.safetensors", "log.jsonl", "run.json", "trajectory.safetensors", "training.png"}
     assert {p.name for p in out.iterdir()} == names
     path = Trajectory.load(out / "trajectory.safetensors")
     assert path.x.shape == (4, 16, 6, 6)
