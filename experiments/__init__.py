@@ -25,6 +25,7 @@ NAMES = (
     "trained_stacks",
     "mean_field",
     "zoo",
+    "fine_tuning",
 )
 
 
