@@ -77,7 +77,7 @@ def train_stack(
             raise ValueError(f"task {recipe.task!r}: expected task=... with Recipe('own', ...), and only there.")
         task = recipe.make_task() if task is None else task
         measured = dict(metrics or {})
-        stack = recipe.make_stack(**task.stack_options).to(world.device)
+        stack = recipe.make_stack(DeepStack, **task.stack_options).to(world.device)
         optimiser = torch.optim.AdamW(stack.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
         precision = _precision(recipe, world.device)
         scaler = torch.amp.GradScaler(world.device.type, enabled=precision is torch.float16)

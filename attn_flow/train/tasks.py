@@ -67,7 +67,7 @@ class Task:
     reads: Any = None  # the Vocabulary of texts
 
     @property
-    def stack_options(self) -> dict[str, object]:
+    def stack_options(self) -> dict[str, Any]:
         """What of a DeepStack the task decides."""
         names = ("inputs", "outputs", "readout", "length", "points")
         return {name: getattr(self, name) for name in names}
