@@ -14,7 +14,7 @@ import typer
 
 from attn_flow.base.files import plain, writing_alone
 from attn_flow.cli import encoders, zoo
-from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, reporting, say, table, writable
+from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, number_name, reporting, say, table, writable
 from attn_flow.cli.training import predict, train
 
 app = typer.Typer(
@@ -111,7 +111,7 @@ def simulate(
     h: Annotated[float, typer.Option(help="The step in time.")] = 0.1,
     step: Annotated[str, typer.Option(help="euler, rk4 or dopri5.")] = "rk4",
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for simulate.json, simulate.png and the paths.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for simulate.html, .json, .png and the paths.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -158,7 +158,7 @@ def simulate(
     )
     doubts = {doubt: None for r in numbers["runs"] for doubt in r["doubts"]}
     for doubt in doubts:
-        beta_words = ", ".join(f"{r['beta']:g}" for r in numbers["runs"] if doubt in r["doubts"])
+        beta_words = ", ".join(number_name(float(r["beta"])) for r in numbers["runs"] if doubt in r["doubts"])
         echo(f"doubt (beta {beta_words}): {doubt}")
     if out is not None:
         echo(f"written to {out}")

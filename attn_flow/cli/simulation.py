@@ -22,6 +22,7 @@ from attn_flow.dynamics.steppers import STEPS
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
 from attn_flow.measures import Cloud, quadrature
+from attn_flow.pages.simulation import clouds_shown, write_simulation
 from attn_flow.prediction.finite_n import resolution
 from attn_flow.prediction.limit_map import LimitMap, limit
 from attn_flow.prediction.timeline import phases, w2_curve
@@ -70,7 +71,7 @@ def simulate(
         attention = Attention.from_matrices(G, V, beta=betas[0])
         seconds = len(betas) * estimate(attention, prediction, cloud, times, h, step)
         complain(f"about {seconds:.2g} s of processor time: {len(betas)} betas, {len(times)} distances each", "cyan")
-    runs = []
+    runs, clouds = [], []
     for beta in betas:
         attention = Attention.from_matrices(G, V, beta=beta)
         path = flow(
@@ -85,6 +86,7 @@ def simulate(
         runs.append({"beta": beta, **found, "resolution": {"verdict": seen.verdict, **numbers_of_argmax}})
         if out is not None:
             path.save(Path(out) / f"path_beta_{number_name(beta)}.safetensors")
+            clouds.append(clouds_shown(path))
             if path.x.shape[-1] in (2, 3):
                 from attn_flow.cli.figures import beta_words, clouds_figure
 
@@ -110,6 +112,7 @@ def simulate(
 
         write_json({**numbers, "versions": versions()}, Path(out) / "simulate.json")
         save_figure(simulation_figure(numbers), Path(out) / "simulate.png")
+        write_simulation(Path(out) / "simulate.html", numbers, clouds)
     return plain(numbers)
 
 

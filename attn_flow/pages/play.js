@@ -104,8 +104,9 @@ function colours() {
 function draw() {
   drawCloud(at("cloud"), view, settings.d, cloud, colours(), found.basis || []);
   const {tMin, tExit} = predictedMoments(), end = Math.max(10, t * 1.05, tMin ? tMin * 1.5 : 0);
-  const spans = tMin ? [{from: 0, to: tMin, name: "falls"}, {from: tMin, to: tExit ?? Infinity, name: "rests"}] : [];
-  if (tExit) spans.push({from: tExit, to: Infinity, name: "leaves"});
+  const spans = tMin ? [{from: 0, to: tMin, name: "falls", tone: "falling"},
+                        {from: tMin, to: tExit ?? Infinity, name: "rests", tone: "resting"}] : [];
+  if (tExit) spans.push({from: tExit, to: Infinity, name: "leaves", tone: "leaving"});
   const curves = [{t: history.t, y: history.order, stroke: colour("faint"), name: "|mean token|"}];
   if (against) curves.unshift({t: history.t, y: history.distance, stroke: colour("accent"), name: against.name});
   drawCurves(at("curve"), {curves, end, spans, marks: tMin ? [{t: tMin, name: "predicted t_min"}] : []});

@@ -88,15 +88,15 @@ const niceStep = (range, most) => {
   return ten * [1, 2, 5, 10].find(m => m * ten >= raw);
 };
 
-// Curves [{t, y, stroke, name}] over [0, end], shaded spans [{from, to, name}], marks [{t, name}] and a cursor.
+// Curves [{t, y, stroke, name}] over [0, end], shaded spans [{from, to, name, tone}], marks [{t, name}] and a cursor.
 function drawCurves(canvas, {curves, end, spans = [], marks = [], cursor = null, top = null}) {
   paint(canvas, (c, w, h) => {
     const left = 42, right = 10, over = 24, under = 30, most = Math.max(0.1, ...curves.flatMap(u => u.y)), highest = top ?? most * 1.1;
     const px = t => left + (w - left - right) * Math.min(t, end) / end, py = y => h - under - (h - over - under) * y / highest;
     c.font = "12px system-ui, sans-serif";
-    for (const [i, span] of spans.entries()) {
+    for (const span of spans) {
       if (span.from >= end) continue;
-      c.fillStyle = colour(`span${i}`); c.fillRect(px(span.from), over, px(span.to) - px(span.from), h - over - under);
+      c.fillStyle = colour(span.tone); c.fillRect(px(span.from), over, px(span.to) - px(span.from), h - over - under);
       c.fillStyle = colour("faint"); c.textAlign = "left";
       if (px(span.to) - px(span.from) > c.measureText(span.name).width + 8) c.fillText(span.name, px(span.from) + 4, over + 14);
     }

@@ -100,6 +100,11 @@ def test_a_flow_that_leaves_the_range_is_exit_code_3():
     assert "Traceback" not in done.output
 
 
+def test_doubts_are_told_beside_an_infinite_beta():
+    words = run("simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--beta", "10,inf", "--tokens", "20", "--t", "1")
+    assert "doubt (beta 10, inf)" in words.output
+
+
 def test_play_writes_a_page_and_opens_it_unless_told(tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr("webbrowser.open", lambda url: bool(opened.append(url)))

@@ -1,0 +1,64 @@
+"""The page of a simulation: what it draws is what was measured, it moves through time, wide and on a phone."""
+
+import json
+
+import browser
+import pytest
+import torch
+
+from attn_flow import Trajectory
+from attn_flow.cli.simulation import simulate, start
+from attn_flow.pages.simulation import TIMES, TOKENS, clouds_shown
+
+SCRIPT = """
+    const canvas = data.runs[0].cloudCanvas, pictures = [];
+    for (const t of [0, end / 2, end]) {
+      at('time').value = t; at('time').dispatchEvent(new Event('input')); pictures.push(canvas.toDataURL());
+    }
+    move(0);
+    at('run').click();
+    for (let k = 0; k < 100 && now === 0; k++) await new Promise(r => setTimeout(r, 50));
+    const played = now > 0, cloud = cloudAt(data.runs[1], end);
+    at('run').click();
+    return {pictures: new Set(pictures).size, played, runs: document.querySelectorAll('section').length,
+            rows: document.querySelectorAll('#table tr').length, told: at('told').textContent, basis: data.basis,
+            last: Array.from({length: cloud.n}, (_, i) => token(cloud, i)),
+            middle: norm(token(cloudAt(data.runs[0], end / 3 + 0.01), 2)), w2: data.runs[1].w2.y};
+"""
+
+
+@pytest.mark.browser
+@browser.needed
+@pytest.mark.parametrize(("d", "width"), [(3, 1200), (2, 390)])
+def test_the_page_shows_the_run(tmp_path, d, width):
+    G, V = (torch.diag(torch.tensor(z[:d], dtype=torch.float64)) for z in ([3.0, 1.0, 1.0], [1.0, 2.0, 1.0]))
+    numbers = simulate(G, V, [10.0, float("inf")], start(d, 30), [2.0], 0.1, out=tmp_path)
+    found = browser.look(tmp_path / "simulate.html", SCRIPT, tmp_path, width)
+    assert (found["pictures"], found["runs"], found["rows"]) == (3, 2, 3)
+    assert found["played"]
+    assert found["fits"]
+    assert "two points" in found["told"]
+    assert [abs(v) for v in found["basis"][0]] == pytest.approx([1, 0, 0])
+    assert found["w2"] == numbers["runs"][1]["w2"]
+    kept = Trajectory.load(tmp_path / "path_beta_inf.safetensors")
+    last = torch.tensor(found["last"], dtype=torch.float64)[:, :d]
+    assert (last - kept.x[-1]).abs().max() < 2e-4  # four digits, back on the sphere
+    assert found["middle"] == pytest.approx(1)
+
+
+def test_a_page_holds_few_tokens_and_times_and_none_it_cannot_draw():
+    many = Trajectory(torch.arange(300.0), torch.randn(300, TOKENS + 200, 3))
+    shown = clouds_shown(many)
+    assert (len(shown["t"]), len(shown["x"]), len(shown["x"][0])) == (TIMES, TIMES, TOKENS)
+    assert (shown["t"][0], shown["t"][-1]) == (0, 299)
+    assert clouds_shown(Trajectory(torch.arange(2.0), torch.randn(2, 5, 4))) is None
+
+
+def test_beyond_three_dimensions_the_page_has_curves_alone(tmp_path):
+    eye = torch.eye(4, dtype=torch.float64)
+    simulate(eye * torch.tensor([3.0, 1, 1, 1]), eye, [10.0], start(4, 20), [1.0], 0.1, out=tmp_path)
+    page = (tmp_path / "simulate.html").read_text()
+    data = json.loads(page.split("const data = ")[1].split(";</script>")[0])
+    assert data["runs"][0]["clouds"] is None
+    assert data["basis"] == []
+    assert "two and three dimensions" in data["told"]
