@@ -59,6 +59,8 @@ class DensityPath:
         checks.tokens("x", x)
         if x.ndim != 2 or x.shape[-1] != self.harmonics.x.shape[-1]:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (P, {self.harmonics.x.shape[-1]}) unit vectors.")
+        if float((x.double().norm(dim=-1) - 1).abs().max()) > 4 * torch.finfo(x.dtype).eps ** 0.5:
+            raise ValueError("x has rows that are no unit vectors, where there is no density; use x/|x|.")
         return self.coefficients @ evaluated(x.double(), self.harmonics.bandwidth).mT
 
     def amplitudes(self) -> Tensor:
@@ -69,6 +71,8 @@ class DensityPath:
 
     def growth_rates(self, k: int) -> Tensor:
         """d/dt log of the size of degree k, over every interval of t, (T - 1,)."""
+        if not isinstance(k, int) or not 0 <= k <= self.harmonics.bandwidth:
+            raise ValueError(f"k = {k}, expected a degree from 0 to {self.harmonics.bandwidth}.")
         return self.amplitudes()[:, k].log().diff() / self.t.diff()
 
     def cloud(self, index: int) -> Cloud:
@@ -118,7 +122,22 @@ def density_flow(
         0.6827
     """
     attention_alone("density_flow", attention)
+    if not isinstance(density, VonMisesFisher) and not callable(density):
+        raise ValueError(
+            f"density is a {type(density).__name__}, expected a VonMisesFisher or a function of unit vectors."
+        )
     d = attention.dim
+    if attention.batch_shape():
+        raise ValueError(
+            f"attention has a batch {tuple(attention.batch_shape())}; expected one, solve for each by itself."
+        )
+    if isinstance(density, VonMisesFisher) and density.mean.shape != (d,):
+        raise ValueError(
+            f"density has a mean of shape {tuple(density.mean.shape)}, expected ({d},) as attention has it."
+        )
+    if not 0 < tol < 1 or not 0 < tail < 1 or max_steps < 1:
+        given = f"tol = {tol}, tail = {tail}, max_steps = {max_steps}"
+        raise ValueError(f"{given}, expected tol and tail between 0 and 1, and at least one step.")
     if d not in BANDWIDTH:
         raise ValueError(f"attention of dimension {d}; densities are solved on the circle (d = 2) and on S^2 (d = 3).")
     if attention.causal or not attention.self_attention:
@@ -128,9 +147,12 @@ def density_flow(
     if not 0 <= diffusion < math.inf:
         raise ValueError(f"diffusion = {diffusion}, expected a finite D >= 0.")
     L = BANDWIDTH[d] if bandwidth is None else bandwidth
-    if L < 4:
+    if not isinstance(L, int) or L < 4:
         raise ValueError(f"bandwidth = {L}, expected at least 4 degrees.")
-    times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()
+    try:
+        times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError):
+        raise ValueError(f"t is a {type(t).__name__}, expected a time or times.") from None
     times = torch.linspace(0, float(times), 101, dtype=torch.float64) if times.ndim == 0 else times
     checks.times(times)
     nodes, modes = (3 * L + 1, 2 * L + 1) if d == 2 else ((3 * L // 2 + 2) * (3 * L + 1), (L + 1) ** 2)
@@ -174,6 +196,8 @@ class _Spectral:
     def start(self, density: Callable[[Tensor], Tensor] | VonMisesFisher) -> Tensor:
         x, w = self.basis.x, self.basis.weights
         rho = density.to(torch.float64).density(x) if isinstance(density, VonMisesFisher) else density(x)
+        if not isinstance(rho, Tensor):
+            raise ValueError(f"density returned a {type(rho).__name__}, expected a tensor of shape {tuple(w.shape)}.")
         if rho.shape != w.shape or not bool(torch.isfinite(rho).all() & (rho >= 0).all() & (rho.max() > 0)):
             raise ValueError(
                 f"density returned shape {tuple(rho.shape)}, expected {tuple(w.shape)} finite, nonnegative numbers."

@@ -16,6 +16,7 @@ from attn_flow.base.words import introduce
 from attn_flow.measures.measure import by_temperature
 from attn_flow.measures.sphere import length
 
+SHARPEST = 1e9  # kappa that can be sampled: beyond, float64 has few digits of 1 - <mean, y>, and then none
 NODES = 8  # of Gauss and Legendre, over an interval of less than a quarter of the distance to the next singularity
 
 
@@ -44,6 +45,8 @@ class VonMisesFisher:
         if self.mean.ndim < 1 or not self.mean.shape[-1]:
             raise ValueError(f"mean has shape {tuple(self.mean.shape)}, expected (..., d).")
         checks.finite("mean", self.mean)
+        if not isinstance(self.kappa, int | float):
+            raise ValueError(f"kappa is a {type(self.kappa).__name__}, expected a number.")
         if not 0 <= self.kappa < math.inf:
             raise ValueError(f"kappa = {self.kappa}, expected a finite concentration >= 0; an atom is a Cloud.")
         norm = self.mean.detach().norm(dim=-1)
@@ -65,13 +68,24 @@ class VonMisesFisher:
 
     def density(self, y: Tensor) -> Tensor:
         """The density at unit vectors y (..., d), relative to the uniform law."""
+        if y.shape[-1:] != (self.d,):
+            raise ValueError(f"y has shape {tuple(y.shape)}, expected (..., {self.d}) unit vectors.")
+        if (
+            checks.can_look(y)
+            and float((y.detach().norm(dim=-1) - 1).abs().max()) > 4 * torch.finfo(y.dtype).eps ** 0.5
+        ):
+            raise ValueError("y has rows that are no unit vectors, where this law has no density; use y/|y|.")
         along = (y * self.mean).sum(-1)
         return (self.kappa * along - bessel.log_i(self.d / 2 - 1, torch.full_like(along, self.kappa))).exp()
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """n independent tokens, (..., n, d): Wood's rejection for <mean, y>, a uniform direction across."""
-        if n < 1:
-            raise ValueError(f"n = {n}, expected at least one token.")
+        if not isinstance(n, int) or n < 1:
+            raise ValueError(f"n = {n}, expected at least one token, a whole number.")
+        if self.kappa > SHARPEST:
+            raise ValueError(
+                f"kappa = {self.kappa:g}, expected at most {SHARPEST:g} to sample from; take the mean itself."
+            )
         m, d = self.mean[..., None, :], self.d
         shape = (*self.mean.shape[:-1], n, d)
         drop = self._drop(math.prod(shape[:-1]), generator).to(m).reshape(*shape[:-1], 1)
@@ -123,7 +137,9 @@ class VonMisesFisher:
             apart = bessel.log_i(nu, size) - bessel.log_i(nu, kappa)
             return torch.where(close, mean * rise, apart / b)
 
-        return by_temperature(beta, g, hot, warm, lambda: length(g))
+        found = by_temperature(beta, g, hot, warm, lambda: length(g))
+        checks.in_range("the log-partition of a von Mises-Fisher law", found)
+        return found
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = A_d(|z|) z/|z|, z = kappa mean + beta g, (..., m, d); zero at z = 0."""
@@ -140,7 +156,9 @@ class VonMisesFisher:
 
         m = self.mean[..., None, :]
         hot = lambda: pulled((self.kappa * m).expand(torch.broadcast_shapes(m.shape, g.shape)))
-        return by_temperature(beta, g, hot, lambda b: pulled(self._tilted(g, b)), cold)
+        found = by_temperature(beta, g, hot, lambda b: pulled(self._tilted(g, b)), cold)
+        checks.in_range("the tilted mean of a von Mises-Fisher law", found)
+        return found
 
     def _tilted(self, g: Tensor, b: Tensor) -> Tensor:
         """kappa mean + beta g, (..., m, d)."""

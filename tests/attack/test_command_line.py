@@ -277,8 +277,10 @@ def test_a_wrong_option(words, says):
 
 
 def test_there_are_three_hundred_cases_of_bad_input():
-    """With the 89 of the public functions, tests/test_bad_input.py."""
-    assert len(MATRICES) + len(COMMANDS) + 89 >= 300
+    """With those of the public functions, tests/test_bad_input.py."""
+    from test_bad_input import CASES
+
+    assert len(MATRICES) + len(COMMANDS) + len(CASES) >= 300
 
 
 # --- strangers' words ------------------------------------------------------------------------------------------------
