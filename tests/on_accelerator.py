@@ -3,7 +3,9 @@
 Run by test_accelerator.py in a process of its own: torch counts devices once, at the first backward pass.
 """
 
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,9 +28,15 @@ from attn_flow.bench.simulated_device import accelerator, device_reads, forget_r
 from attn_flow.dynamics.integrator import PrecisionWarning
 from attn_flow.dynamics.kicks import independent
 from attn_flow.dynamics.placement import peri
-from attn_flow.nn import ContinuousMultiheadAttention
+from attn_flow.hooks.demo import tiny_bert, topics
+from attn_flow.nn import ContinuousMultiheadAttention, DeepStack
+from attn_flow.probe import probe
 from attn_flow.transport import solve
 
+sys.path.insert(0, str(Path(__file__).parent))
+from public_examples import examples, made_there, run
+
+EXAMPLES = examples()
 G, V = torch.diag(torch.tensor([3.0, 1.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0, 1.0]))
 
 
@@ -206,6 +214,14 @@ def test_a_layer_reads_once_per_forward_and_never_backward(x: Tensor) -> None:
             close(there.Q.grad, gradient, 100)
 
 
+def test_a_stack_moves(generator: torch.Generator) -> None:
+    stack = DeepStack(inputs=20, outputs=4, length=8, depth=2, horizon=1.0, beta=4.0)
+    ids = torch.randint(20, (3, 8), generator=generator)
+    expected = stack(ids).detach()
+    with accelerator() as device:
+        close(stack.to(device)(on(ids)).detach(), expected, 16)
+
+
 def test_the_drop_in_reads_once(generator: torch.Generator) -> None:
     theirs = nn.MultiheadAttention(12, 3, batch_first=True)
     x = torch.randn(2, 7, 12, generator=generator)
@@ -274,3 +290,32 @@ def test_the_bench_counts_no_more_reads_than_are_allowed() -> None:
     rows = list(counted(n=12))
     assert all(row["ratio"] <= 1 for row in rows), rows
     assert [row["reads"] for row in rows if row["against"] == "none"] == [0, 0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_of_public_functions_mix_no_devices(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with accelerator() as device, made_there(device):
+        run(name, EXAMPLES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_probe_of_a_tiny_encoder_is_that_of_the_cpu() -> None:
+    """All rungs, two nulls and the path through depth. 1 - explained is |error|^2 over the spread of the outputs.
+
+    Outputs of this untrained encoder are float32 and spread by about a thousandth of their length: to 2 eps / 1e-3.
+    """
+    model, tokenizer = tiny_bert()
+    texts = [text for text in topics() if len(text) > 200][:2]
+    options = {"max_length": 24, "nulls": ["rotated", "uniform"], "max_unknown": 1.0, "transport": "exact"}
+    expected = probe(model, tokenizer, texts, **options)
+    with accelerator() as device:
+        found = probe(model.to(device), tokenizer, texts, **options)
+    model.to("cpu")
+    for name, here in {**expected.closures, **expected.nulls}.items():
+        there = {**found.closures, **found.nulls}[name].explained
+        there = values(there) if there.device.type != "cpu" else there
+        error = (there - here.explained).abs() / (1 + (1 - here.explained).abs())
+        assert float(error.max()) < 2 * 1.2e-7 / 1e-3, name
+    assert [finding.verdict for finding in found.findings()] == [finding.verdict for finding in expected.findings()]

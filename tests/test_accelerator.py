@@ -4,8 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_on_a_simulated_accelerator() -> None:
+
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_on_a_simulated_accelerator(marked: str) -> None:
+    """slow: the examples of all public functions, and the probe of a tiny encoder."""
     script = Path(__file__).with_name("on_accelerator.py")
     command = [
         sys.executable,
@@ -16,6 +20,8 @@ def test_on_a_simulated_accelerator() -> None:
         "-o",
         "addopts=",
         "--import-mode=importlib",
+        "-m",
+        marked,
         str(script),
     ]
     done = subprocess.run(command, cwd=script.parent.parent, capture_output=True, text=True)

@@ -90,7 +90,8 @@ def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return operation(*tree_map(_bare, args), **tree_map(_bare, kwargs))
     crosses = "copy" in name
     strangers = [z for z in here if z.ndim > 0]
-    if there and strangers and not crosses:
+    indexed = name.startswith("aten.index.") and isinstance(args[0], Simulated)  # torch takes indices of the CPU
+    if there and strangers and not crosses and not indexed:
         raise RuntimeError(f"{name} mixes the simulated device with the CPU: {[tuple(z.shape) for z in strangers]}")
     waits = "_local_scalar_dense" in name or _of_unknown_shape(name, args)
     if there and (waits or (asked is not None and not _on_device(asked))):
