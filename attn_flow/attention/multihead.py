@@ -337,7 +337,15 @@ class Attention(Field):
             identity_query=self._identity,
             batch=self.batch_shape(),
         )
-        if radius is None or self.cold or not checks.can_look(self.beta, *p.tensors):
+        if radius is None or self.cold:
+            return p
+        if torch.compiler.is_compiling() and self.Q.dtype == torch.float32:
+            if not self._logit_terms or self._number is None:
+                raise ValueError(
+                    "compiled code cannot choose the precision of its logits; call attention.needs_float64(1.0) once "
+                    "before, with a beta that is one number, or use float64."
+                )
+        elif not checks.can_look(self.beta, *p.tensors):
             return p
         return replace(p, precise=self.needs_float64(radius))
 
@@ -345,7 +353,8 @@ class Attention(Field):
         """Whether logits of tokens of at most this length may be too large for float32."""
         if self.cold:
             return False
-        if not self._logit_terms or any(z.requires_grad for z in self.tensors.values()):  # those may be trained
+        trained = not torch.compiler.is_compiling() and any(z.requires_grad for z in self.tensors.values())
+        if not self._logit_terms or trained:
             with torch.no_grad():
                 warm = Projections.of(self.Q, self.K, None, None, 1.0, self.query_bias, identity_query=self._identity)
                 self._logit_terms[:] = checks.read(*warm.logit_terms)

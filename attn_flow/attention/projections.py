@@ -77,7 +77,7 @@ class Projections:
         if K is not None and keys_stay:
             query = K.mT @ Q
             bias = None if bias is None else (K.mT @ bias[..., None])[..., 0]
-        query_scale, cold = None, not isinstance(beta, Tensor) and math.isinf(beta)
+        query_scale, cold = None, not isinstance(beta, Tensor) and beta == math.inf
         if isinstance(beta, Tensor):
             per_head = beta.to(Q.dtype)[..., None]
             bias = None if bias is None else per_head * bias
@@ -111,9 +111,16 @@ class Projections:
     def __repr__(self) -> str:
         return introduce(self, "query", "key", "value", "output", "scale", "kind", "causal", "cold", "precise")
 
-    @cached_property
+    @property
     def double(self) -> Projections:
         """The same in float64, from the weights as they were given: a product rounded to float32 is too coarse."""
+        return self._in_double() if torch.compiler.is_compiling() else self._double
+
+    @cached_property
+    def _double(self) -> Projections:
+        return self._in_double()
+
+    def _in_double(self) -> Projections:
         cast: dict[str, Any] = {name: z.double() if isinstance(z, Tensor) else z for name, z in self.given.items()}
         return replace(Projections.of(**cast), precise=None if self.precise is None else False)
 

@@ -121,22 +121,22 @@ def flow(
         raise ValueError(f"validate=False with {asks}, which reads values after every step; use validate=True.")
     geometry = (Euclidean() if placement.flat else Sphere()) if geometry is None else geometry
     field = as_field(attention)
-    first = field.frozen(float(times[0]))
+    first = field.frozen(times[0])
     with checks.unseen(not validate):
         with checks.together():
             x = _start(first, x0, geometry, weights, mask, context, placement, h)
         _require_room(x, len(times), world)
         if world.count > 1:
-            given = {"x0": x, "t": times, "weights": weights, "mask": mask}
+            given = {"x0": x, "t": torch.tensor(times, dtype=torch.float64), "weights": weights, "mask": mask}
             check_shared(world, first.tensors, given, noise is not None, generator)
         shard = Shard(world, x.shape[-2])
         run = Integrator(field, geometry, weights, mask, context, placement, noise, generator, stop, shard)
-        kept_t, kept_x = [float(times[0])], [x]
-        total = float(times[-1] - times[0])
+        kept_t, kept_x = [times[0]], [x]
+        total = times[-1] - times[0]
         if isinstance(step, Adaptive):
-            clouds = run.adaptive(x, times.tolist(), step, h)
+            clouds = run.adaptive(x, times, step, h)
         else:
-            clouds = run.fixed(x, times.tolist(), step, h)
+            clouds = run.fixed(x, times, step, h)
         with progress_bar("flow", total or 1.0, progress and world.first) as advance:
             for now, cloud in clouds:
                 advance(now - kept_t[-1], note=f"t = {now:.4g}")
@@ -155,7 +155,7 @@ def flow(
     if run.tokens_left is not None:
         about["tokens_left"] = run.tokens_left
     with checks.unseen():  # weights and mask were checked at the start
-        return Trajectory(times.new_tensor(kept_t), torch.stack(kept_x), weights, mask, about)
+        return Trajectory(torch.tensor(kept_t, dtype=torch.float64), torch.stack(kept_x), weights, mask, about)
 
 
 def push_forward(
@@ -204,14 +204,20 @@ def push_forward(
     ).x[-1]
 
 
-def _times(t: float | Sequence[float] | Tensor) -> Tensor:
-    times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()  # the clock, not the tokens
-    if times.ndim == 0:
-        if not 0 < float(times) < math.inf:
-            raise ValueError(f"t = {float(times)}, expected a positive, finite time.")
-        times = torch.linspace(0, float(times), 101, dtype=torch.float64)
+def _times(t: float | Sequence[float] | Tensor) -> list[float]:
+    """The clock of the host, whatever the device of the tokens."""
+    if isinstance(t, Tensor):
+        t = t.detach().double().cpu().tolist()
+    if isinstance(t, float | int) or not hasattr(t, "__len__"):
+        end = float(t)  # type: ignore[arg-type]
+        if not 0 < end < math.inf:
+            raise ValueError(f"t = {end}, expected a positive, finite time.")
+        return torch.linspace(0, end, 101, dtype=torch.float64).tolist()
+    if torch.compiler.is_compiling():
+        return list(t)
+    times = torch.as_tensor(t, dtype=torch.float64)
     checks.times(times)
-    return times
+    return times.tolist()
 
 
 def _start(

@@ -44,7 +44,8 @@ class ContinuousAttentionLayer(nn.Module):
         bias: a query bias and a constant drift.
         checkpoint: recompute each step in the backward pass: memory of one step instead of all of them.
         validate: look at the input once per forward, for finite entries and for logits that need float64 (one read
-            from an accelerator); False looks at nothing.
+            from an accelerator); False looks at nothing. Compiled code, which cannot look, keeps the precision of the
+            last forward pass that did: run the layer once before compiling it at a large beta.
 
     Gradients differentiate the discrete steps. The continuous adjoint is not offered: this flow contracts, its
     reversal expands, and the adjoint's gradients are wrong by per cents at T = 5 and useless at T = 10.
@@ -99,7 +100,7 @@ class ContinuousAttentionLayer(nn.Module):
         self.dim, self.heads, self.head_dim, self.learn_beta = dim, heads, k, learn_beta
         self.horizon, self.steps, self.step = horizon, int(steps), chosen
         self.kind, self.causal, self.self_attention, self.checkpoint = kind, causal, self_attention, checkpoint
-        self.beta_schedule, self.validate = beta_schedule, validate
+        self.beta_schedule, self.validate, self._precise = beta_schedule, validate, False
         self._keep_geometry(Sphere() if geometry is None else geometry)
         self.Q = nn.Parameter(torch.empty(heads, k, dim, **make))
         self.K = nn.Parameter(torch.empty(heads, k, dim, **make))
@@ -340,7 +341,9 @@ class ContinuousAttentionLayer(nn.Module):
         now = placed("x", x, tokens, self.geometry, look=False)
         prepared = self._prepared(0.0)
         looks = self.validate and checks.can_look(x, *prepared.tensors)
-        precise = self._validated(x, now, prepared) if looks else False
+        if looks:
+            self._precise = self._validated(x, now, prepared)
+        precise = self.validate and self._precise
         prepared = replace(prepared, precise=precise)
 
         def velocity(t: float, x: Tensor) -> Tensor:

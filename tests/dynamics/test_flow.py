@@ -546,3 +546,17 @@ def test_the_default_step_does_not_warn() -> None:
 def test_a_push_forward_asks_for_a_time(t: float) -> None:
     with pytest.raises(ValueError, match="expected a finite time of at least 0"):
         push_forward(Attention.identity(2), torch.eye(2), t)
+
+
+@pytest.mark.parametrize("beta", [4.0, 500.0])
+def test_a_fixed_step_flow_compiles_as_one_graph_in_its_precision(beta: float) -> None:
+    """beta = 500 needs float64 on the sphere; compiled code does not look, and knows it from before."""
+    torch.compiler.reset()
+    x = Sphere().uniform(16, 3, generator=torch.Generator().manual_seed(0))
+    attention = Attention.identity(3, beta=beta)
+    compiled = torch.compile(lambda y: push_forward(attention, y, 0.1), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"call attention\.needs_float64"):
+        compiled(x)
+    attention.needs_float64(1.0)
+    exact = push_forward(attention.to(F64), x.double(), 0.1)
+    torch.testing.assert_close(compiled(x).double(), exact, rtol=0, atol=20 * torch.finfo(x.dtype).eps)

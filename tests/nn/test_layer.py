@@ -447,3 +447,15 @@ def test_leaving_the_range_names_the_time() -> None:
 def test_repr() -> None:
     assert "heads=2" in repr(layer())
     assert "step=rk4" in repr(layer(step=rk4))
+
+
+def test_a_compiled_layer_keeps_the_precision_that_was_chosen() -> None:
+    """beta = 500 on the sphere needs float64; the layer ran once, and compiled code does not look."""
+    torch.compiler.reset()
+    layer = Layer.from_attention(Attention.identity(3, beta=500.0))
+    x = torch.nn.functional.normalize(torch.randn(16, 3, generator=torch.Generator().manual_seed(0)), dim=-1)
+    eager = layer(x)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    exact = Layer.from_attention(Attention.identity(3, beta=500.0).to(torch.float64))(x.double())
+    for found in (eager, compiled):
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=20 * torch.finfo(x.dtype).eps)
