@@ -23,7 +23,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
         curve = [law["error"][str(n)][depth] for n in sizes]
         a.loglog(sizes, curve, "o-", color=colour, markersize=3, label=f"after {depth + 1} layers")
         a.loglog(sizes, [curve[0] * (sizes[0] / n) ** 0.5 for n in sizes], **THEORY)
-    label(a, f"{first}: tokens in another sample's field", "n", "error / spread")
+    label(a, f"{first}: in another sample's field", "n", "error / spread")
     for (name, run), colour in zip(numbers["laws"].items(), COLOURS):
         x = range(1, layers + 1)
         b.errorbar(
@@ -49,14 +49,16 @@ def plot(numbers: dict[str, Any]) -> Figure:
         words = f"{name} ({run['numbers'] / task['rows_numbers']:.0%}): {run['accuracy']:.2f}"
         f.semilogy(range(1, layers + 1), run["held_out"], color=colour, label=words)
     f.axhline(0.3, color="#aaaaaa", linewidth=0.8)
-    label(f, f"{first}: closures, rows held out (numbers): accuracy", "layer", "error / spread")
-    for name, run in numbers["laws"].items():
+    label(f, "closures (numbers): accuracy, held out", "layer", "error / spread")
+    for (name, run), colour in zip(numbers["laws"].items(), COLOURS):
         explained = run["components"]["explained"]
         count = [int(k) for k in explained]
-        g.plot(count, [sorted(v)[len(v) // 2] for v in explained.values()], "o-", markersize=3, label=f"{name}: median")
-        g.plot(count, [max(min(v), -3.0) for v in explained.values()], ":", label="worst layer, from -3")
+        g.plot(
+            count, [sorted(v)[len(v) // 2] for v in explained.values()], "o-", color=colour, markersize=3, label=name
+        )
+        g.plot(count, [max(min(v), -3.0) for v in explained.values()], ":", color=colour)
     g.set_xscale("log")
-    label(g, "mixtures of Gaussians, by layer", "components", "explained variance")
+    label(g, "mixtures: median layer, worst (from -3) dotted", "components", "explained variance")
     label(h, "clusters of a hundredth of tokens", "level", "number")
     held = sum(c["holds"] for c in numbers["claims"])
     caption(

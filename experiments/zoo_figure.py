@@ -112,7 +112,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
             h.axvline(run["layers"], color="#aaaaaa", linewidth=0.8)
     label(h, "one block fired beyond its depth", "firings", "cosine", legend=bool(h.lines))
     held = sum(c["holds"] for c in numbers["claims"])
-    missing = f" Not fetched: {', '.join(numbers['missing'])}." if numbers["missing"] else ""
+    missing = f" Not run: {', '.join(numbers['missing'])}." if numbers["missing"] else ""
     caption(
         figure,
         f"{numbers['texts']} inputs of each encoder's own kind, at most {numbers['length']} tokens; depth in units of "
@@ -125,10 +125,8 @@ def _bars(axis: Axes, models: dict[str, Any]) -> None:
     """Embedding cosine of closure and best null, encoder by encoder."""
     names = list(models)
     axis.barh(range(len(names)), [models[n]["depth"]["closure"]["embedding_cosine"] for n in names], color=COLOURS[0])
-    axis.plot(
-        [best_null(models[n])[1] for n in names], range(len(names)), "D", color=COLOURS[1], label="best null or control"
-    )
+    axis.plot([best_null(models[n])[1] for n in names], range(len(names)), "D", color=COLOURS[1])
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.invert_yaxis()
     axis.set_xlim(0, 1)
-    label(axis, "embedding cosine at the end", "cosine", "", legend=bool(names))
+    label(axis, "at the end; diamonds: best null or control", "embedding cosine", "", legend=False)
