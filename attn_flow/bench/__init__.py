@@ -5,8 +5,10 @@ A ratio is ours / theirs, the median over rounds: below 1 we are faster. Wall ti
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,8 +63,8 @@ def ratios(
         cases: name -> function of `quick` that yields rows {"case", "against", "ratio", ...}.
 
     Returns:
-        {"threads": int, "rows": [...]}. Unless it is asked for by name, a case that lacks a package or a compiler is
-        a row that says so.
+        {"processor": its name and torch's instruction set, "threads": int, "rows": [...]}. Unless it is
+        asked for by name, a case that lacks a package or a compiler is a row that says so.
 
     >>> ratios(cases={"ours": lambda quick: iter([{"case": "a", "against": "b", "ratio": 0.5}])})["rows"][0]["ratio"]
     0.5
@@ -84,7 +86,15 @@ def ratios(
                     raise
                 rows.append({"case": name, "against": f"not run: {error}", "ratio": None})
             advance(1, note=name)
-    return {"threads": torch.get_num_threads(), "rows": rows}
+    return {"processor": _processor(), "threads": torch.get_num_threads(), "rows": rows}
+
+
+def _processor() -> str:
+    """Which processor it was, and the instructions that torch uses of it (ATEN_CPU_CAPABILITY chooses others)."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{(names or [platform.machine()])[0]}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 @contextmanager

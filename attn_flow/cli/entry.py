@@ -301,7 +301,7 @@ def bench(
         say(found)
         return
     rows = [[row["case"], row["against"], row["ratio"], _rest(row)] for row in found["rows"]]
-    table(f"{found['threads']} threads", ["case", "against", "ratio", "measured"], rows)
+    table(f"{found['processor']}, {found['threads']} threads", ["case", "against", "ratio", "measured"], rows)
 
 
 def _rest(row: dict[str, Any]) -> str:
