@@ -16,6 +16,7 @@ NAMES = (
     "spectral_selection",
     "multi_head",
     "noise",
+    "noisy_threshold",
     "lost_in_the_middle",
     "normalisation",
     "long_context",

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
+from scipy.optimize import brentq
 
+from attn_flow.averages import bessel
 from attn_flow.theory.domain import Array, integers, within
 
 Kernel = Callable[[Array], Array]
@@ -93,3 +96,15 @@ def critical_beta(d: ArrayLike) -> Array:
     """atanh sqrt((d-3)/(d-1)), d >= 3: above it antipodal pairs attract under random values. arXiv 2601.21942."""
     d = integers("d", d, 3)
     return np.arctanh(np.sqrt((d - 3) / (d - 1)))
+
+
+def jump_beta(d: int) -> float:
+    """beta* with I_{d/2+1}/I_{d/2}(beta*) = 1/d: unnormalised attention against noise, arXiv 2606.05140 (abstract).
+
+    Derived here: at the noise D_c = gamma_1/(d-1) that makes degree 1 marginal around the uniform law, its cubic term
+    has the sign of d I_{d/2+1} - I_{d/2}. Below beta* order appears smoothly as D falls, above it with a jump.
+    On the circle: a_1' = (w_1 - D) a_1 + (2 w_2 - w_1) a_1 a_2 and a_2 = w_1 a_1^2 / (2 (w_1 - w_2)), w_k = I_k/beta.
+    """
+    d = int(integers("d", d, 2))
+    excess = lambda u: float(bessel.ratio(d / 2, torch.tensor(np.exp(u), dtype=torch.float64))) - 1 / d
+    return float(np.exp(brentq(excess, np.log(1e-3), np.log(1e3), xtol=1e-14)))
