@@ -21,7 +21,7 @@ def load_folder(
     path: str | Path, *, dtype: torch.dtype = torch.float32, pickle: bool = False, remote_code: bool = False
 ) -> tuple[nn.Module, Any]:
     """`load_encoder` of a folder or of the hub; names of the zoo are not known here."""
-    from transformers import AutoConfig, AutoModel
+    from transformers import MODEL_MAPPING, AutoConfig, AutoModel
 
     folder = Path(path)
     if folder.is_dir():
@@ -36,7 +36,7 @@ def load_folder(
     # from_pretrained renamed torch_dtype to dtype in 4.56; a cast after loading means the same in every version.
     config = _pretrained(AutoConfig, path, remote_code)
     if getattr(config, ENTRY, None):
-        model = restored(AutoModel._model_mapping[type(config)], config, path, use_safetensors=not pickle).to(dtype)
+        model = restored(MODEL_MAPPING[type(config)], config, path, use_safetensors=not pickle).to(dtype)
     else:
         model = _pretrained(AutoModel, path, remote_code, use_safetensors=not pickle).to(dtype).eval()
     sees = getattr(model, "main_input_name", "input_ids") == "pixel_values"
