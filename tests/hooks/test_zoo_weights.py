@@ -1,9 +1,13 @@
 """The real encoders of the zoo, where they were fetched (`make encoders`): read to rounding, with their tokenizers."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from attn_flow.hooks import attentions, load_encoder, record, self_check, unknown_share
+from attn_flow.hooks import Statistics, attentions, load_encoder, record, self_check, unknown_share
 from attn_flow.hooks.tables import TableEncoder, draw_table
 from attn_flow.hooks.zoo import ZOO, fetched, sample_inputs
 
@@ -112,3 +116,33 @@ def test_propagation_of_chaos_in_tabpfn(tabpfn: TableEncoder) -> None:
         small, large = (torch.tensor([passive_errors(tabpfn, n, seed) for seed in range(3)]).mean(0) for n in (64, 512))
     torch.testing.assert_close(small, torch.tensor([0.35, 0.63]), rtol=0.25, atol=0)
     torch.testing.assert_close(large, torch.tensor([0.12, 0.27]), rtol=0.25, atol=0)
+
+
+STATISTICS = """
+import sys, torch
+from attn_flow.hooks import load_encoder, record_corpus
+from attn_flow.hooks.zoo import sample_inputs
+torch.set_num_threads(1)
+name, folder = sys.argv[1:]
+record_corpus(*load_encoder(name), sample_inputs(name)[:12], folder, batch=3, max_length=48)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "tabpfn"])
+def test_statistics_of_two_processes_are_those_of_one(name: str, tmp_path: Path) -> None:
+    """torchrun with two processes, each reading half of the texts; moments are summed in float64."""
+    need(name)
+    (tmp_path / "over_texts.py").write_text(STATISTICS)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    for folder, how in (("one", []), ("two", [*launcher, "--master-port=0", "--rdzv-endpoint=localhost:0"])):
+        command = [sys.executable, *how, str(tmp_path / "over_texts.py"), name, str(tmp_path / folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+    one, two = (Statistics.load(tmp_path / folder) for folder in ("one", "two"))
+    assert one.n == two.n
+    scale = one.covariance.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt().amax()
+    # batches differ in padding and order, so that float32 states differ by rounding: eps times the layers they passed
+    tolerance = 2 * LAYERS[name][0] * torch.finfo(torch.float32).eps * float(scale)
+    torch.testing.assert_close(two.mean, one.mean, rtol=0, atol=tolerance)
+    torch.testing.assert_close(two.covariance, one.covariance, rtol=0, atol=tolerance * float(scale))
