@@ -2,6 +2,8 @@
 
 import ast
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +83,19 @@ def attention_implementation() -> None:
     assert model.config._attn_implementation == "eager"
 
 
+def simulated_device() -> None:
+    """attn_flow.bench.simulated_device, on which host reads are counted."""
+    script = (
+        "from attn_flow.bench.simulated_device import *\nwith accelerator(): assert float(on(torch.ones(2)).sum()) == 2"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 GUARDS = {
+    "torch._C._disabled_torch_function_impl": simulated_device,
+    "torch.Tensor._make_wrapper_subclass": simulated_device,
+    "torch.utils._python_dispatch.TorchDispatchMode": simulated_device,
+    "torch.utils._pytree.tree_leaves.tree_map": simulated_device,
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": flash_attention,
     "torch._C._functorch.is_functorch_wrapped_tensor": wrapped_by_functorch,
     "torch.autograd.forward_ad._current_level": forward_level,
