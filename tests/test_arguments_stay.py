@@ -17,10 +17,12 @@ from attn_flow import (
     Attention,
     Cloud,
     ContinuousAttentionLayer,
+    Drift,
     Ellipsoid,
     EllipsoidSupport,
     Euclidean,
     Gaussian,
+    Layers,
     Mixture,
     Sphere,
     Trajectory,
@@ -36,12 +38,13 @@ from attn_flow import (
     wasserstein,
     zero_temperature_flow,
 )
+from attn_flow.dynamics import density_flow, linearise, lyapunov
 from attn_flow.geometry import angle, check_placed, placed
-from attn_flow.measures import OwnTokens, SeenGaussian
+from attn_flow.measures import LogitLaw, OwnTokens, SeenGaussian, VonMisesFisher
 from attn_flow.nn import ContinuousMultiheadAttention, DeepStack
 from attn_flow.observe import quantities
 from attn_flow.observe.tracking import track
-from attn_flow.prediction import settle
+from attn_flow.prediction import fit_bound, phases_over_seeds, propagation_of_chaos, settle
 from attn_flow.transport import solve
 
 F32, F64 = torch.float32, torch.float64
@@ -118,6 +121,8 @@ def measure(name: str) -> Callable[[Watch], object]:
         "Cloud": lambda w: Cloud(w.tokens(), w.weights(), w.mask()),
         "Gaussian": lambda w: Gaussian(w.vector(), w.matrix(), 2.0),
         "EllipsoidSupport": lambda w: EllipsoidSupport(w.vector(), w.matrix(), 1.5),
+        "LogitLaw": lambda w: LogitLaw(w.vector(), w.matrix(), w.vector(-1.0, 0.0, 1.0)),
+        "VonMisesFisher": lambda w: VonMisesFisher(w.vector(0.0, 0.6, 0.8), 2.0),
         "Mixture": lambda w: Mixture([Cloud(w.tokens(batch=False)), UniformSphere(D)], w.vector(1.0, 2.0)),
         "UniformSphere": lambda w: UniformSphere(D, 2.0),
         "OwnTokens": lambda w: OwnTokens(w.tokens()[..., None, :], w.weights()[..., None]),
@@ -153,6 +158,21 @@ def stepped(step: Callable[..., Tensor]) -> Callable[[Watch], object]:
     return lambda w: step(lambda t, x: -x, 0.0, w.tokens(), 0.1, Euclidean())
 
 
+def density(w: Watch) -> object:
+    path = density_flow(
+        Attention.identity(D, 1.0, dtype=F64), VonMisesFisher(w.vector(0.0, 0.6, 0.8).double(), 1.0), 0.1
+    )
+    return path.density(w.tokens())
+
+
+def bounded(w: Watch) -> object:
+    paths = [
+        flow(Attention.from_matrices(w.matrix(), w.matrix(1.0, 2.0, 1.0), beta), w.tokens(batch=False).detach(), 2.0)
+        for beta in (10.0, 30.0, 100.0)
+    ]
+    return fit_bound(paths, limit(w.plain()), w2=[w.vector(1.0, 0.5), w.vector(1.0, 0.4), w.vector(1.0, 0.3)])
+
+
 def evolved(w: Watch) -> object:
     return layer(w).evolve(w.tokens(), lambda p, x: -x, w.mask())
 
@@ -168,6 +188,8 @@ CALLS: dict[str, Callable[[Watch], object]] = {
     "Attention.matrix": lambda w: w.attention().matrix(w.tokens(), weights=w.weights(), mask=w.mask()),
     "Attention.truncated_drift": lambda w: w.attention(50.0).truncated_drift(w.tokens(), weights=w.weights()),
     "Attention.check_tokens": lambda w: w.attention().check_tokens(w.tokens()),
+    "Attention.admit": lambda w: w.attention().admit(Cloud(w.tokens(), w.weights(), w.mask())),
+    "Attention.checked_context": lambda w: w.attention().checked_context(w.tokens(), w.tokens(1)),
     "Attention.cloud": lambda w: w.attention().cloud(w.tokens(), w.weights(), w.mask()),
     "Cloud": lambda w: Cloud(w.tokens(), w.weights(), w.mask()).probabilities,
     "ContinuousAttentionLayer": lambda w: ContinuousAttentionLayer(D, 1, beta=w.number(2.0), dtype=w.dtype),
@@ -183,6 +205,10 @@ CALLS: dict[str, Callable[[Watch], object]] = {
     "DeepStack.embed": lambda w: stack(w).embed(ids(w)),
     "DeepStack.paths": lambda w: stack(w).paths(ids(w)),
     "DeepStack.trajectory": lambda w: stack(w).trajectory(ids(w)),
+    "DensityPath": density,
+    "DensityPath.density": density,
+    "Drift.admit": lambda w: Drift(lambda t, x: -x).admit(Cloud(w.tokens())),
+    "Field.admit": lambda w: (w.attention() + Drift(lambda t, x: -x)).admit(Cloud(w.tokens())),
     "Ellipsoid": ellipsoid,
     "Ellipsoid.from_layer_norm": lambda w: Ellipsoid.from_layer_norm(w.vector(1.0, 2.0, 3.0), w.vector()),
     "Ellipsoid.sphere_coordinates": lambda w: ellipsoid(w).sphere_coordinates(w.tokens()),
@@ -197,9 +223,14 @@ CALLS: dict[str, Callable[[Watch], object]] = {
     "Gaussian": measure("Gaussian"),
     "Gaussian.bulk": lambda w: Gaussian.bulk(w.vector(), w.matrix(), 100),
     "Gaussian.fit": lambda w: Gaussian.fit(Cloud(w.tokens(), w.weights())),
+    "Layers": lambda w: flow(Layers([w.attention(), w.plain()], w.vector(0.0, 0.5, 1.0)), w.tokens(), 1.0),
+    "LimitMap.moving_push_forward": lambda w: limit(w.plain()).moving_push_forward(w.tokens(), w.vector(0.0, 0.5)),
     "LimitMap.examine": lambda w: limit(w.plain()).examine(w.tokens(batch=False), weights=w.weights(batch=False)),
     "LimitMap.push_forward": lambda w: limit(w.plain()).push_forward(w.tokens(), 1.0),
     "LimitMap.settle": lambda w: limit(w.plain()).settle(w.tokens(batch=False)),
+    "LogitLaw": measure("LogitLaw"),
+    "VonMisesFisher": measure("VonMisesFisher"),
+    "VonMisesFisher.density": lambda w: measure("VonMisesFisher")(w).density(w.tokens(1)),
     "Mixture": measure("Mixture"),
     "OwnTokens": measure("OwnTokens"),
     "SeenGaussian": measure("SeenGaussian"),
@@ -219,19 +250,33 @@ CALLS: dict[str, Callable[[Watch], object]] = {
     "close_pairs": lambda w: quantities.close_pairs(w.tokens(), weights=w.weights(), mask=w.mask()),
     "clusters": lambda w: quantities.clusters(w.tokens(), 0.5, weights=w.weights(), velocity=w.tokens(1)),
     "diameter": lambda w: quantities.diameter(w.tokens(), mask=w.mask()),
+    "density_flow": density,
     "dopri5": stepped(dopri5),
     "effective_rank": lambda w: quantities.effective_rank(w.tokens(), weights=w.weights(), centred=True),
     "energy": lambda w: quantities.energy(w.tokens(), 2.0, w.matrix(), weights=w.weights()),
     "euler": stepped(euler),
+    "fit_bound": bounded,
     "flow": lambda w: (
         flow(w.attention(), w.tokens(), w.vector(0.0, 0.5, 1.0), weights=w.weights(), mask=w.mask()),
         flow(w.attention(), w.tokens(), [0, 0.5], weights=w.weights(), step="adaptive"),
     ),
     "limit": lambda w: limit(w.plain(), Gaussian(w.vector(), w.matrix(), 2.0)),
+    "linearise": lambda w: linearise(w.attention(), Cloud(w.tokens(), w.weights())),
     "log_energy": lambda w: quantities.log_energy(w.tokens(), 2.0, w.matrix(), mask=w.mask()),
+    "lyapunov": lambda w: lyapunov(w.attention(), w.tokens(batch=False), 0.2, weights=w.weights(batch=False)),
     "pairwise_cosines": lambda w: quantities.pairwise_cosines(w.tokens(), 10, weights=w.weights()),
     "phases": lambda w: phases(w.path(), limit(w.plain()), w2=w.vector(1.0, 0.5, 0.2, 0.4), warn=False),
+    "phases_over_seeds": lambda w: phases_over_seeds(
+        Trajectory(w.path().t, torch.stack([w.path().x] * 2, dim=1)), limit(w.plain())
+    ),
     "placed": lambda w: placed("x", w.tokens(), w.mask(), Sphere()),
+    "propagation_of_chaos": lambda w: propagation_of_chaos(
+        w.plain(),
+        lambda n, generator: Sphere().uniform(n, D, generator=generator),
+        Cloud(w.tokens(batch=False)),
+        0.1,
+        [4, 8],
+    ),
     "push_forward": lambda w: push_forward(w.attention(), w.tokens(), 0.5, context=Cloud(w.tokens(1))),
     "resolution": lambda w: resolution(w.attention(), w.tokens(), weights=w.weights(), warn=False),
     "rk4": stepped(rk4),
@@ -247,7 +292,17 @@ CALLS: dict[str, Callable[[Watch], object]] = {
         for support in (None, "tokens", Cloud(w.tokens(1, batch=False)))
     ],
 }
-for name in ("Cloud", "Gaussian", "EllipsoidSupport", "Mixture", "UniformSphere", "OwnTokens", "SeenGaussian"):
+for name in (
+    "Cloud",
+    "Gaussian",
+    "EllipsoidSupport",
+    "Mixture",
+    "UniformSphere",
+    "OwnTokens",
+    "SeenGaussian",
+    "LogitLaw",
+    "VonMisesFisher",
+):
     made = measure(name)
     for method in ("log_partition", "tilted_mean"):
         CALLS[f"{name}.{method}"] = lambda w, made=made, method=method: [
@@ -255,7 +310,17 @@ for name in ("Cloud", "Gaussian", "EllipsoidSupport", "Mixture", "UniformSphere"
         ]
 
 # They keep what they are given, and compute nothing.
-HOLDERS = {"AttentionStatistics", "Clusters", "LimitMap", "Resolution", "Settled", "Track", "Transport"}
+HOLDERS = {
+    "AttentionStatistics",
+    "Clusters",
+    "LimitMap",
+    "Linearisation",
+    "Lyapunov",
+    "Resolution",
+    "Settled",
+    "Track",
+    "Transport",
+}
 # It reads a model, whose tensors `tests/hooks` compares before and after.
 ELSEWHERE = {"ContinuousAttentionLayer.from_pretrained"}
 

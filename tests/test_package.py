@@ -217,7 +217,7 @@ FLOORS = [
     {"attention"},
     {"dynamics"},
     {"transport", "observe", "theory"},
-    {"prediction", "nn"},
+    {"prediction", "nn", "pages"},
     {"hooks"},
     {"probe", "train", "experiments", "bench"},
     {"cli"},
