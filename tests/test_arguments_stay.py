@@ -159,18 +159,21 @@ def stepped(step: Callable[..., Tensor]) -> Callable[[Watch], object]:
 
 
 def density(w: Watch) -> object:
-    path = density_flow(
-        Attention.identity(D, 1.0, dtype=F64), VonMisesFisher(w.vector(0.0, 0.6, 0.8).double(), 1.0), 0.1
-    )
-    return path.density(w.tokens())
+    law = VonMisesFisher(w.vector(0.6, 0.8).double(), 1.0)
+    path = density_flow(Attention.identity(2, 1.0, dtype=F64), law, 0.05, bandwidth=24)
+    return path.density(w(torch.eye(2, dtype=F64), batch=False))
 
 
 def bounded(w: Watch) -> object:
-    paths = [
-        flow(Attention.from_matrices(w.matrix(), w.matrix(1.0, 2.0, 1.0), beta), w.tokens(batch=False).detach(), 2.0)
-        for beta in (10.0, 30.0, 100.0)
-    ]
-    return fit_bound(paths, limit(w.plain()), w2=[w.vector(1.0, 0.5), w.vector(1.0, 0.4), w.vector(1.0, 0.3)])
+    x0, t = w.tokens(batch=False).detach(), torch.linspace(0, 2, 6, dtype=F64)
+    cold = lambda beta: Attention.from_matrices(w.matrix(), w.matrix(1.0, 2.0, 1.0), beta)
+    w2 = [w(torch.linspace(1, last, 6, dtype=F64), batch=False) for last in (0.5, 0.3, 0.2)]
+    return fit_bound([flow(cold(beta), x0, t) for beta in (10.0, 30.0, 100.0)], limit(w.plain()), w2=w2)
+
+
+def chaos(w: Watch) -> object:
+    sample = lambda n, generator: Sphere().uniform(n, D, generator=generator, dtype=w.dtype)
+    return propagation_of_chaos(w.plain(), sample, Cloud(w.tokens(batch=False)), 0.1, [4, 8])
 
 
 def evolved(w: Watch) -> object:
@@ -270,13 +273,7 @@ CALLS: dict[str, Callable[[Watch], object]] = {
         Trajectory(w.path().t, torch.stack([w.path().x] * 2, dim=1)), limit(w.plain())
     ),
     "placed": lambda w: placed("x", w.tokens(), w.mask(), Sphere()),
-    "propagation_of_chaos": lambda w: propagation_of_chaos(
-        w.plain(),
-        lambda n, generator: Sphere().uniform(n, D, generator=generator),
-        Cloud(w.tokens(batch=False)),
-        0.1,
-        [4, 8],
-    ),
+    "propagation_of_chaos": chaos,
     "push_forward": lambda w: push_forward(w.attention(), w.tokens(), 0.5, context=Cloud(w.tokens(1))),
     "resolution": lambda w: resolution(w.attention(), w.tokens(), weights=w.weights(), warn=False),
     "rk4": stepped(rk4),
@@ -310,17 +307,8 @@ for name in (
         ]
 
 # They keep what they are given, and compute nothing.
-HOLDERS = {
-    "AttentionStatistics",
-    "Clusters",
-    "LimitMap",
-    "Linearisation",
-    "Lyapunov",
-    "Resolution",
-    "Settled",
-    "Track",
-    "Transport",
-}
+HOLDERS = {"AttentionStatistics", "Clusters", "LimitMap", "Linearisation", "Lyapunov", "Resolution", "Settled"}
+HOLDERS |= {"Track", "Transport"}
 # It reads a model, whose tensors `tests/hooks` compares before and after.
 ELSEWHERE = {"ContinuousAttentionLayer.from_pretrained"}
 

@@ -346,6 +346,11 @@ CASES = {
 }
 
 
+def test_there_are_a_hundred_wrong_calls() -> None:
+    """With those of the command line, tests/attack, three hundred."""
+    assert len(CASES) >= 100
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_refused_in_these_words(case: str) -> None:
     call, message = CASES[case]

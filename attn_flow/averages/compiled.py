@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attn_flow.averages import dense
 from attn_flow.averages.patches import Patches, Selection
+from attn_flow.base.files import writing_in_turn
 
 WIDTH = 8
 LOWEST = -1e300
@@ -57,20 +58,28 @@ def _loaded() -> bool:
 def _load(verbose: bool) -> None:
     if _loaded():
         return
-    from torch.utils.cpp_extension import load
+    from torch.utils.cpp_extension import get_default_build_root, load
 
     capability = torch.backends.cpu.get_cpu_capability()
+    # torch's cache may be shared by different machines and versions.
+    name = f"attn_flow_near_{capability.lower()}"
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    folder = Path(root) / f"{name}_{sys.implementation.cache_tag}_torch_{torch.__version__}"
     path = os.environ.get("PATH", "")
     # ninja may be installed beside this interpreter only.
     os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
     try:
-        load(
-            f"attn_flow_near_{capability.lower()}",  # torch's cache may be shared by different machines
-            [str(Path(__file__).with_name("near.cpp"))],
-            extra_cflags=["-O3", "-ffast-math", "-fopenmp", *INSTRUCTIONS.get(capability, ())],
-            is_python_module=False,
-            verbose=verbose,
-        )
+        with writing_in_turn(folder / "build"):
+            # Whoever holds torch's own lock now was killed while it built; torch would wait for it for ever.
+            (folder / "lock").unlink(missing_ok=True)
+            load(
+                name,
+                [str(Path(__file__).with_name("near.cpp"))],
+                extra_cflags=["-O3", "-ffast-math", "-fopenmp", *INSTRUCTIONS.get(capability, ())],
+                build_directory=str(folder),
+                is_python_module=False,
+                verbose=verbose,
+            )
     except RuntimeError as error:
         raise OSError(f"the kernel was not built; it needs a C++ compiler and ninja. {error}") from error
     finally:

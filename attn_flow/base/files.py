@@ -136,25 +136,40 @@ def in_one_step(path: str | os.PathLike[str], write: Callable[[str], Any]) -> No
 @contextmanager
 def writing_alone(path: str | os.PathLike[str]) -> Iterator[None]:
     """Nobody else writes `path` during the `with`: a second run on the same files is a ValueError, not a mixture."""
-    path = Path(path)
+    with _locked(Path(path), wait=False):
+        yield
+
+
+@contextmanager
+def writing_in_turn(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Nobody else writes `path` during the `with`: others wait. The lock of a process that was killed is none."""
+    with _locked(Path(path), wait=True):
+        yield
+
+
+@contextmanager
+def _locked(path: Path, wait: bool) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".lock-{path.name}")
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+    while True:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            if fcntl is not None:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone = os.path.exists(lock) and os.path.samestat(os.stat(lock), os.fstat(handle))
-        except BlockingIOError:
-            alone = False
-        if not alone:  # held by another, or of one that is just leaving
-            raise ValueError(f"another run is writing {path}; wait for it, or use another folder.")
-        try:
-            yield
+            try:
+                if fcntl is not None:
+                    fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                alone = os.path.exists(lock) and os.path.samestat(os.stat(lock), os.fstat(handle))
+            except BlockingIOError:
+                alone = False
+            if alone:
+                try:
+                    yield
+                finally:
+                    lock.unlink(missing_ok=True)
+                return
+            if not wait:  # held by another, or of one that is just leaving
+                raise ValueError(f"another run is writing {path}; wait for it, or use another folder.")
         finally:
-            lock.unlink(missing_ok=True)
-    finally:
-        os.close(handle)
+            os.close(handle)
 
 
 def _umask() -> int:

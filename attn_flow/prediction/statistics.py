@@ -169,10 +169,14 @@ def fit_bound(paths: Sequence[Trajectory], limit: LimitMap, *, w2: Sequence[Arra
     betas = [path.about.get("attention", {}).get("beta") for path in paths]
     if len({b for b in betas if isinstance(b, (int, float)) and 0 < b < math.inf}) < 2:
         raise ValueError(f"paths of beta {betas}; expected two or more finite inverse temperatures to tell C from c.")
-    curves = [w2_curve(path, limit).tolist() for path in paths] if w2 is None else list(w2)
+    curves = (
+        [w2_curve(path, limit).tolist() for path in paths]
+        if w2 is None
+        else [torch.as_tensor(w).detach().cpu() for w in w2]
+    )
     t_all, beta_all, w_all = [], [], []
     for path, beta, curve in zip(paths, betas, curves, strict=True):
-        t, w = path.t.double().numpy() - float(path.t[0]), np.asarray(curve, dtype=np.float64)
+        t, w = path.t.double().numpy() - float(path.t[0]), curve.detach().cpu().double().numpy()
         if w.shape != t.shape:
             raise ValueError(f"w2 has shape {w.shape}, expected {t.shape}: one distance at every time of its path.")
         back = np.flatnonzero((np.arange(len(w)) > w.argmin()) & (w > FALL * w[0]))

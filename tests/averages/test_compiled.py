@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,3 +114,20 @@ def test_no_compiler_is_said(monkeypatch, tmp_path):
         with pytest.raises(OSError, match=r"needs a C\+\+ compiler and ninja"):
             compiled.build()
         assert not compiled.serves(3, torch.float32, torch.device("cpu"))
+
+
+def test_the_lock_of_a_build_that_was_killed_is_not_waited_for(tmp_path, monkeypatch):
+    """torch waits for its lock file for ever, whoever made it; another process that builds now is waited for."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(compiled, "_loaded", lambda: False)
+    locks = []
+
+    def load(name, sources, *, build_directory, **options):
+        locks.append((Path(build_directory) / "lock").exists())
+        (Path(build_directory) / "lock").touch()  # and is killed here
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", load)
+    for _ in range(2):
+        with compiled.kernel():
+            pass
+    assert locks == [False, False]
