@@ -310,7 +310,9 @@ class Attention(Field):
         try:
             return dense.broadcast(*others, *own.values())
         except RuntimeError:
-            named = [f"tokens {tuple(shape)}" for shape in others] + [f"{name} {tuple(z)}" for name, z in own.items()]
+            named = [f"tokens {tuple(shape)}" for shape in dict.fromkeys(others)] + [
+                f"{name} {tuple(z)}" for name, z in own.items()
+            ]
             raise ValueError(
                 f"batch shapes do not broadcast: {', '.join(z for z in named if not z.endswith('()'))}; for one beta "
                 "per batch element pass beta[:, None]."

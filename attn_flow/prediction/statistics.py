@@ -169,11 +169,7 @@ def fit_bound(paths: Sequence[Trajectory], limit: LimitMap, *, w2: Sequence[Arra
     betas = [path.about.get("attention", {}).get("beta") for path in paths]
     if len({b for b in betas if isinstance(b, (int, float)) and 0 < b < math.inf}) < 2:
         raise ValueError(f"paths of beta {betas}; expected two or more finite inverse temperatures to tell C from c.")
-    curves = (
-        [w2_curve(path, limit).tolist() for path in paths]
-        if w2 is None
-        else [torch.as_tensor(w).detach().cpu() for w in w2]
-    )
+    curves = [w2_curve(path, limit) for path in paths] if w2 is None else [torch.as_tensor(w) for w in w2]
     t_all, beta_all, w_all = [], [], []
     for path, beta, curve in zip(paths, betas, curves, strict=True):
         t, w = path.t.double().numpy() - float(path.t[0]), curve.detach().cpu().double().numpy()
