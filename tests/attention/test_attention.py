@@ -311,6 +311,14 @@ def test_sinkhorn_by_conjugate_gradients_is_sinkhorn(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(conjugate, matrix, rtol=1e-6, atol=1e-8)
 
 
+def test_sinkhorn_that_nobody_looks_at_is_said(generator: torch.Generator) -> None:
+    x = torch.stack([Sphere().uniform(5, 3, generator=generator, dtype=F64) for _ in range(2)])
+    attention = Attention.identity(3, 2.0, kind="sinkhorn", dtype=F64)
+    with pytest.warns(UserWarning, match="inside a transform of torch.func"):
+        found = torch.func.vmap(attention.drift)(x)
+    torch.testing.assert_close(found, attention.drift(x))
+
+
 def test_sinkhorn_of_a_beta_beyond_float32() -> None:
     x = torch.tensor([[1.5e-30, -3e-31], [2e-31, 1e-30]])
     matrix = Attention(torch.eye(2), kind="sinkhorn", beta=1e60).matrix(x)
