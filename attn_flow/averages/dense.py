@@ -62,15 +62,19 @@ def loses_digits(q: Tensor, k: Tensor, beta: float | Tensor = 1.0) -> bool:
         return False
     if not max(sizes) < math.inf:
         return True
-    # Over the largest entry, since float32 has no squares below 1e-45.
-    lengths = [size * float(torch.linalg.vector_norm(z / size, dim=-1).amax()) for z, size in zip((q, k), sizes)]
-    return lengths[0] * lengths[1] * beta > LOGIT_RANGE
+    return float(lengths(q).amax()) * float(lengths(k).amax()) * beta > LOGIT_RANGE
 
 
 def largest(z: Tensor) -> float:
     """max |z|."""
     low, high = torch.aminmax(z)
     return max(-float(low), float(high))
+
+
+def lengths(z: Tensor) -> Tensor:
+    """|z| (...,) of vectors (..., k) whose squares may leave the floating-point range: over their largest entry."""
+    size = z.abs().amax(-1, keepdim=True)
+    return size[..., 0] * torch.linalg.vector_norm(z / torch.where(size > 0, size, 1.0), dim=-1)
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:

@@ -100,7 +100,7 @@ class Scores:
     @property
     def largest(self) -> float:
         """A bound of |<q_i, k_j>| over tokens that have weight."""
-        lengths = (z.detach().norm(dim=-1).where(self.log_w > -math.inf, 0.0).amax(-1) for z in (self.q, self.k))
+        lengths = (dense.lengths(z.detach()).where(self.log_w > -math.inf, 0.0).amax(-1) for z in (self.q, self.k))
         return float(math.prod(lengths).amax())  # type: ignore[attr-defined]
 
 

@@ -323,6 +323,8 @@ def test_sinkhorn_of_a_beta_beyond_float32() -> None:
     x = torch.tensor([[1.5e-30, -3e-31], [2e-31, 1e-30]])
     matrix = Attention(torch.eye(2), kind="sinkhorn", beta=1e60).matrix(x)
     torch.testing.assert_close(matrix.sum(-1), torch.ones(1, 2))
+    with pytest.raises(FloatingPointError, match="leave the range"):  # and not Python's own OverflowError
+        Attention(torch.eye(2, dtype=F64), kind="sinkhorn", beta=5e-324).matrix(x.double() * 1e230)
 
 
 @pytest.mark.parametrize(("beta", "most"), [(2.0, 0), (30.0, 3)])
