@@ -100,8 +100,8 @@ class Scores:
     @property
     def largest(self) -> float:
         """A bound of |<q_i, k_j>| over tokens that have weight."""
-        lengths = (dense.lengths(z.detach()).where(self.log_w > -math.inf, 0.0).amax(-1) for z in (self.q, self.k))
-        return float(math.prod(lengths).amax())  # type: ignore[attr-defined]
+        q, k = (dense.lengths(z.detach()).where(self.log_w > -math.inf, 0.0).amax(-1) for z in (self.q, self.k))
+        return float((q * k).amax())
 
 
 def _tolerance(scores: Scores, dtype: torch.dtype) -> float:
