@@ -125,6 +125,7 @@ def test_a_fixed_step_flow_reads_once_per_kept_time_or_never(x: Tensor, times: i
 def test_an_adaptive_flow_reads_once_a_step(x: Tensor, merge: bool) -> None:
     """Accepted and refused ones, mergers included: as many reads as there were steps, and one at the start."""
     step = Adaptive(tol=1e-4, merge=merge)
+    x = torch.cat([x, x[:3]])  # there is something to merge, whatever was drawn
     expected = flow(Attention.from_matrices(G, V, 4.0), x, [0.0, 1.0, 4.0], step=step)
     with accelerator():
         attention = Attention.from_matrices(on(G), on(V), 4.0)
@@ -138,7 +139,7 @@ def test_an_adaptive_flow_reads_once_a_step(x: Tensor, merge: bool) -> None:
     assert {k: v for k, v in path.about.items() if k not in counted_by_rounding} == {
         k: v for k, v in expected.about.items() if k not in counted_by_rounding
     }
-    assert not merge or path.about["tokens_left"] < 40
+    assert not merge or path.about["tokens_left"] <= 40
     torch.testing.assert_close(values(path.x), expected.x, rtol=0, atol=20 * step.tol)
 
 
