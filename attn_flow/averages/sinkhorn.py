@@ -167,10 +167,12 @@ def _solved_as_matrix(scores: Scores, f: Tensor, g: Tensor, b: Tensor, m: Tensor
     n, logits = b.shape[-1], scores.scale * (scores.q @ scores.k.mT)
     row = (logits + (g + scores.log_w)[:, None, :]).log_softmax(-1)
     column = (logits + (f + scores.log_w)[:, :, None]).log_softmax(-2)
-    N, root = ((row + column) / 2).exp(), m.sqrt()[..., None]
+    there = m > 0
+    length = m.where(there, 1.0).sqrt()[..., None]  # the square root of 0 has no derivative, forward or backward
+    N, root = ((row + column) / 2).exp(), length * there[..., None]
     diagonal = (1 + max(ridge, n * torch.finfo(b.dtype).eps)) * torch.eye(n, dtype=b.dtype, device=b.device)
-    z = torch.linalg.solve(diagonal - N @ N.mT + root @ root.mT, root * b[..., None]) / root
-    return z[..., 0].where(m > 0, 0.0)
+    z = torch.linalg.solve(diagonal - N @ N.mT + root @ root.mT, root * b[..., None]) / length
+    return z[..., 0].where(there, 0.0)
 
 
 def _conjugate_gradients(
