@@ -107,7 +107,7 @@ def linearise(
         for some in torch.arange(N, device=x.device).split(max(1, ENTRIES // x.numel())):
             token, axis = some // basis.shape[-1], some % basis.shape[-1]
             u = torch.zeros(len(some), *x.shape, dtype=x.dtype, device=x.device)
-            u[torch.arange(len(some)), ..., token, :] = basis[..., token, :, axis]
+            u[torch.arange(len(some), device=x.device), ..., token, :] = basis[..., token, :, axis]
             _, dv = _forward(lambda y: velocity(t, y), x.expand(u.shape), u)
             columns.append(torch.einsum("...ida,c...id->...iac", basis, dv).flatten(-3, -2))
         J, speed = torch.cat(columns, dim=-1), velocity(t, x).norm(dim=-1).amax(-1)
