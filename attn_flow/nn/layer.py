@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -202,9 +203,8 @@ class ContinuousAttentionLayer(nn.Module):
         By default it is that layer's attention with its residual, x + attention(x): one Euler step of size one in
         flat space at the trained beta, of tokens as attention sees them. Arguments as in the constructor.
         """
-        from attn_flow.hooks import attentions
-
-        found = attentions(model)
+        # By name: encoders stand above layers, and wrap them.
+        found = importlib.import_module("attn_flow.hooks").attentions(model)
         if not -len(found) <= layer < len(found):
             raise ValueError(f"layer = {layer}, expected an index into the model's {len(found)} layers.")
         return cls.from_attention(
