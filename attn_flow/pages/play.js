@@ -29,12 +29,14 @@ const parseMatrix = (text, d) => {
   return rows.length === d && rows.every(row => row.length === d && row.every(Number.isFinite)) ? rows : null;
 };
 
+const identity = d => unit(d).slice(0, d).map(row => row.slice(0, d)).join(";");
+
 // Settings from a link's text; what it lacks or spells wrongly is the first preset's or the default.
 function parsed(text) {
   const asked = Object.fromEntries(new URLSearchParams(text)), made = {...DEFAULTS, ...Object.values(PRESETS)[0]};
   if (CHOICES.d.includes(asked.d) && +asked.d !== made.d) {
     made.d = +asked.d;
-    made.G = made.V = unit(made.d).slice(0, made.d).map(row => row.slice(0, made.d)).join(";");
+    made.G = made.V = identity(made.d);
   }
   for (const name of ["G", "V"]) if (asked[name] && parseMatrix(asked[name], made.d)) made[name] = asked[name];
   for (const name of ["kind", "step", "law"]) if (CHOICES[name].includes(asked[name])) made[name] = asked[name];
@@ -52,8 +54,8 @@ function adopt(changes) {
                beta: settings.beta, kind: settings.kind};
   found = settings.kind === "unnormalised"
     ? {case: "undefined", why: "the limit map is derived for softmax attention"} : predict(attention, settings.d);
-  const again = "pace beta h noise step kind G V".split(" ");
-  if (!initial || Object.keys(changes).some(name => !again.includes(name))) restart();
+  const goesOn = "pace beta h noise step kind G V".split(" ");  // from the tokens as they are
+  if (!initial || Object.keys(changes).some(name => !goesOn.includes(name))) restart();
   else if (["G", "V", "kind", "beta"].some(name => name in changes)) compare();
   controls();
   window.history.replaceState(null, "", `#${link()}`);
@@ -179,7 +181,7 @@ function connect() {
     at(name).addEventListener("input", e => adopt({[name]: +value(+e.target.value).toPrecision(3)}));
   }
   for (const name of ["kind", "step", "law"]) at(name).addEventListener("change", e => adopt({[name]: e.target.value}));
-  at("d").addEventListener("change", e => { initial = null; adopt(parsed(`${link().replace(/[GV]=[^&]*&?/g, "")}&d=${e.target.value}`.replace(/(^|&)d=\d(?=.*&d=)/, ""))); });
+  at("d").addEventListener("change", e => adopt({d: +e.target.value, G: identity(+e.target.value), V: identity(+e.target.value)}));
   at("seed").addEventListener("change", e => {
     const seed = Number(e.target.value);
     if (Number.isInteger(seed) && seed >= 0 && seed <= RANGES.seed[1]) adopt({seed}); else controls();

@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
+from tolerances import rounding
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -13,7 +14,6 @@ from attn_flow.attention.projections import Kind
 from attn_flow.averages import fourier
 from attn_flow.base.memory import peak_memory
 from attn_flow.measures.quadrature import circle
-from tests.tolerances import rounding
 
 F64 = torch.float64
 CASES = [

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tolerances import rounding
 from torch import Tensor
 
 from attn_flow import (
@@ -26,7 +27,6 @@ from attn_flow.dynamics.stability import tangent_basis
 from attn_flow.geometry import Geometry
 from attn_flow.measures.quadrature import circle
 from attn_flow.theory import metastability, spectral_selection
-from tests.tolerances import rounding
 
 F64 = torch.float64
 
