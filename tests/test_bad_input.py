@@ -11,10 +11,12 @@ from attn_flow import (
     Adaptive,
     Attention,
     Cloud,
+    Drift,
     Ellipsoid,
     EllipsoidSupport,
     Euclidean,
     Gaussian,
+    Layers,
     Mixture,
     Sphere,
     UniformSphere,
@@ -23,6 +25,8 @@ from attn_flow import (
     density_flow,
     euler,
     flow,
+    linearise,
+    lyapunov,
     push_forward,
 )
 
@@ -331,6 +335,21 @@ DENSITIES: dict[str, tuple[Callable[[], object], str]] = {
     "growth beyond": (lambda: solved().growth_rates(100), r"k = 100, expected a degree from 0 to 64"),  # type: ignore[attr-defined]
     "density off the sphere": (lambda: solved().density(torch.ones(3, 2)), r"x has rows that are no unit vectors"),  # type: ignore[attr-defined]
 }
+FIELDS: dict[str, tuple[Callable[[], object], str]] = {
+    "no function": (lambda: Drift(None), r"f is a NoneType, expected a function of \(t, x\)"),
+    "a list": (lambda: flow(Drift(lambda t, x: [1.0]), X, 1.0), r"returned is a list, expected a torch.Tensor"),
+    "a shape": (lambda: flow(Drift(lambda t, x: x[:2]), X, 1.0), r"returned torch.float64 \(2, 3\) at t = 0"),
+    "NaN times": (lambda: Layers([A], [0.0, math.nan]), "expected finite times that increase strictly"),
+    "beyond its layers": (lambda: flow(Layers([A], [0.0, 1.0]), X, 2.0), "expected times between its own"),
+    "a field that is none": (lambda: Layers([A, 1.0], [0.0, 1.0, 2.0]), "field 1 is a float, expected Attention"),
+    "a width": (lambda: linearise(A, X[:, :2]), r"x has shape \(5, 2\), expected \(..., n, 3\)"),
+    "a moment": (lambda: linearise(A, X, t=math.nan), "t = nan, expected a finite time"),
+    "no exponents": (lambda: lyapunov(A, X, 1.0, k=0), "k = 0, expected a whole number, 1 to 10"),
+    "half an exponent": (lambda: lyapunov(A, X, 1.0, k=1.5), "k = 1.5, expected a whole number"),
+    "no time": (lambda: lyapunov(A, X, math.nan), "t = nan, expected a positive, finite time"),
+    "no step": (lambda: lyapunov(A, X, 1.0, h=0.0), "h = 0.0, expected a positive"),
+    "all transient": (lambda: lyapunov(A, X, 1.0, transient=1.0), "transient = 1.0, expected 0 <= transient < t"),
+}
 CASES = {
     f"{group}: {name}": case
     for group, cases in (
@@ -341,6 +360,7 @@ CASES = {
         ("geometry", GEOMETRY),
         ("measure", MEASURES),
         ("density", DENSITIES),
+        ("field", FIELDS),
     )
     for name, case in cases.items()
 }

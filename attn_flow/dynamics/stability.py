@@ -83,6 +83,8 @@ def linearise(
         >>> found.eigenvalues.real[2:].round(decimals=4)  # after two zeros: all tokens may turn together
         tensor([-1., -1., -1., -1., -1., -1.], dtype=torch.float64)
     """
+    if not math.isfinite(t):
+        raise ValueError(f"t = {t}, expected a finite time.")
     mu = cloud if isinstance(cloud, Cloud) else Cloud(cloud)
     if mu.mask is not None:
         if mu.x.ndim > 2:
@@ -199,6 +201,7 @@ def lyapunov(
     """
     if not 0 < t < math.inf:
         raise ValueError(f"t = {t}, expected a positive, finite time.")
+    checks.positive("h", h)
     start, every = t / 2 if transient is None else transient, 10 * h if every is None else every
     checks.positive("every", every)
     if not 0 <= start < t:
@@ -226,9 +229,11 @@ def lyapunov(
         x = along(x0.detach(), 0.0, 0.0)
         shown = x.new_ones(x.shape[:-1]) if mask is None else mask.expand(x.shape[:-1]).to(x.dtype)
         most = int(shown.sum(-1).min()) * tangent_basis(geometry, x).shape[-1]
-        if not 1 <= k <= most:
-            raise ValueError(f"k = {k}, expected 1 to {most}, the dimension of the space of clouds.")
-        u = torch.randn(k, *x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        if int(k) != k or not 1 <= k <= most:
+            raise ValueError(
+                f"k = {k}, expected a whole number, 1 to {most}: the dimension of all clouds."
+            )
+        u = torch.randn(int(k), *x.shape, generator=generator, dtype=x.dtype, device=x.device)
         u, _ = _orthonormal(geometry.tangent(x, u) * shown[..., None])
         # The window from `start` to t in two halves, which are compared.
         ends = [
