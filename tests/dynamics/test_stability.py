@@ -237,7 +237,7 @@ def test_a_displacement_is_the_difference_of_two_paths() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: lyapunov(identity(3, 1.0), tokens(2, 3), 1.0, 5), "k = 5, expected a whole number, 1 to 4: the dimension"),
+        (lambda: lyapunov(identity(3, 1.0), tokens(2, 3), 1.0, 5), "k = 5, expected a whole number, 1 to 4: the"),
         (lambda: lyapunov(identity(3, 1.0), tokens(2, 3), 0.0), r"t = 0.0, expected a positive, finite time"),
         (lambda: lyapunov(identity(3, 1.0), tokens(2, 3), 1.0, transient=1.0), "expected 0 <= transient < t"),
         (lambda: linearise(identity(3, 1.0), tokens(2, 2)), r"x has shape \(2, 2\), expected \(..., n, 3\)"),
