@@ -230,9 +230,7 @@ def lyapunov(
         shown = x.new_ones(x.shape[:-1]) if mask is None else mask.expand(x.shape[:-1]).to(x.dtype)
         most = int(shown.sum(-1).min()) * tangent_basis(geometry, x).shape[-1]
         if int(k) != k or not 1 <= k <= most:
-            raise ValueError(
-                f"k = {k}, expected a whole number, 1 to {most}: the dimension of all clouds."
-            )
+            raise ValueError(f"k = {k}, expected a whole number, 1 to {most}: the dimension of all clouds.")
         u = torch.randn(int(k), *x.shape, generator=generator, dtype=x.dtype, device=x.device)
         u, _ = _orthonormal(geometry.tangent(x, u) * shown[..., None])
         # The window from `start` to t in two halves, which are compared.
