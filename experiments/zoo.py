@@ -1,9 +1,9 @@
-"""Twelve real encoders, one question: does attention act through a law of the cloud, layer by layer and through depth?
+"""Thirteen real encoders, one question: does attention act through a law of the cloud, in a layer and through depth?
 
 The probe's closures and nulls on every encoder of `attn-flow encoders` that was fetched (docs/ENCODERS.md), on inputs
-of its own kind; the same architecture untrained, two pairs before and after fine-tuning, and the tied block of ALBERT
-run beyond its depth. Ours: no paper compares encoders of so many kinds. What holds in all of them, in most or in few
-is counted, so that a claim may fail. Encoders that were not fetched are named and left out.
+of its own kind; the same architecture untrained, two pairs before and after fine-tuning, and the tied blocks of ALBERT
+and chytorch-rxnmap run beyond their depth. Ours: no paper compares encoders of so many kinds. What holds in all of
+them, in most or in few is counted, so that a claim may fail. Encoders that were not fetched are named and left out.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from attn_flow.experiments.parts import kept_part
 from attn_flow.experiments.zoo_figure import PAIRS, best_null, mean
 from attn_flow.experiments.zoo_figure import plot as plot
 from attn_flow.hooks.attach import deepened
+from attn_flow.hooks.reactions import ReactionEncoder, molecule
 from attn_flow.hooks.tables import draw_table
 from attn_flow.hooks.trust import fingerprint
 from attn_flow.hooks.zoo import ZOO, fetched, load_fetched, sample_inputs
@@ -43,7 +44,7 @@ from attn_flow.probe.propagation import Bench, Passes, Prediction, bench, compar
 
 LAYER_NULLS = ("uniform", "rotated", "another_layer", "another_text")
 DEPTH_NULLS = ("mean_output", "uniform", "rotated", "another_text", "removed")
-TIED = "rxnmapper"
+TIED = ("rxnmapper", "rxnmap")  # one block fired again and again
 
 
 def compute(
@@ -57,7 +58,7 @@ def compute(
     with progress_bar("zoo", len(here), progress) as advance:
         for name in here:
             advance(0, note=name)
-            models[name] = _part(name, texts, length, seed, deeper if name == TIED else None, parts)
+            models[name] = _part(name, texts, length, seed, deeper if name in TIED else None, parts)
             advance(note=name)
     missing = [name for name in wanted if name not in here]
     return {
@@ -83,13 +84,29 @@ def _part(name: str, texts: int, length: int, seed: int, deeper: int | None, par
 
 
 def _inputs(name: str, tokenizer: Any, model: Any, texts: int, length: int) -> tuple[Any, list[str] | None]:
-    """The first inputs of the encoder's own kind that are long enough; for TabPFN tables, each of a law of its own."""
+    """The first inputs of the encoder's own kind that are long enough.
+
+    For TabPFN tables, each of a law of its own; for rxnmap reactions of one size, the largest that so many have.
+    """
     if tokenizer is not None:
         found = sorted(sample_inputs(name)[:100], key=len, reverse=True)[:texts]
         return tokenizer, found
-    tables = [draw_table(length, law=i, generator=torch.Generator().manual_seed(i)) for i in range(texts)]
     with torch.no_grad():
+        if isinstance(model, ReactionEncoder):
+            return {"src": torch.stack([model.atoms(r) for r in alike(sample_inputs(name), texts, length)])}, None
+        tables = [draw_table(length, law=i, generator=torch.Generator().manual_seed(i)) for i in range(texts)]
         return {"src": torch.stack([model.rows(x, y) for x, y in tables])}, None
+
+
+def alike(reactions: list[str], number: int, length: int) -> list[str]:
+    """So many reactions of one number of atoms, the largest that fits into `length` tokens."""
+    sizes: dict[int, list[str]] = {}
+    for reaction in reactions:
+        sizes.setdefault(1 + sum(len(molecule(m).atoms) for m in reaction.replace(">>", ".").split(".")), []).append(
+            reaction
+        )
+    largest = max(size for size, found in sizes.items() if size <= length and len(found) >= number)
+    return sizes[largest][:number]
 
 
 def one_model(

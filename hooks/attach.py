@@ -112,14 +112,23 @@ def deepened(model: nn.Module, depth: int | None) -> Iterator[None]:
         return
     found = blocks(model)
     different = len({id(b.module) for b in found})
-    if not found[0].architecture.shared or different > 1:
+    root: Any = found[0].root
+    tied = isinstance(root, nn.TransformerEncoder) and len(found) > 1
+    if not (found[0].architecture.shared or tied) or different > 1:
         raise ValueError(
             f"depth = {depth}: this {found[0].architecture.name} has {different} different blocks; only a model of one "
             "shared block (ALBERT) can be run beyond its trained depth."
         )
     if depth < 1:
         raise ValueError(f"depth = {depth}, expected at least one layer.")
-    config: Any = found[0].root.config
+    if tied:
+        layers, root.layers = root.layers, nn.ModuleList([found[0].module] * depth)
+        try:
+            yield
+        finally:
+            root.layers = layers
+        return
+    config: Any = root.config
     before = config.num_hidden_layers
     config.num_hidden_layers = depth
     try:

@@ -168,7 +168,7 @@ def pieces(
     if not isinstance(source, Mapping | Tensor):
         raise ValueError(f"inputs are a {type(source).__name__}, expected a dict of tensors, or tokenizer and texts.")
     inputs = {argument_name(model, source): source} if isinstance(source, Tensor) else source
-    return _ready_pieces(inputs, size, embedded_ids(model))
+    return _ready_pieces(inputs, size, embedded_ids(model), whole="src" in inputs and not _batch_first(model, inputs))
 
 
 def embedded_ids(model: nn.Module) -> int | None:
@@ -213,8 +213,15 @@ def report_truncation(count: int, limit: int | None) -> None:
         warnings.warn(f"{count} texts were longer than {limit} tokens and were truncated.", stacklevel=3)
 
 
-def _ready_pieces(inputs: Mapping[str, Tensor], size: int, vocabulary: int | None) -> Iterator[Piece]:
-    """Tensors as the model takes them, cut into batches along their first axis."""
+def _batch_first(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether the first axis of `src` counts texts; a torch.nn.TransformerEncoder may have it second, a mask none."""
+    layers: Any = getattr(model, "layers", ())
+    first = [getattr(getattr(layer, "self_attn", None), "batch_first", False) for layer in layers]
+    return bool(first) and all(first) and inputs.get("mask") is None
+
+
+def _ready_pieces(inputs: Mapping[str, Tensor], size: int, vocabulary: int | None, *, whole: bool) -> Iterator[Piece]:
+    """Tensors as the model takes them, cut into batches along their first axis, unless they are to stay whole."""
     tensors = {name: t for name, t in inputs.items() if isinstance(t, Tensor)}
     if len(tensors) < len(inputs) or not tensors:
         odd = sorted(set(inputs) - set(tensors))
@@ -231,7 +238,6 @@ def _ready_pieces(inputs: Mapping[str, Tensor], size: int, vocabulary: int | Non
             f"input_ids go from {int(ids.min())} to {int(ids.max())}, but this model embeds ids 0 to {vocabulary - 1}: "
             "they come from another model's tokenizer."
         )
-    whole = "src" in tensors  # torch.nn.TransformerEncoder may carry its batch on the second axis
 
     def make(first: int) -> TokenBatch:
         if whole:

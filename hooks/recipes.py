@@ -257,6 +257,29 @@ def gguf(inside: str) -> Recipe:
     return write
 
 
+def graphs(archives: Sequence[Path], out: Path) -> None:
+    """chytorch-rxnmap's weights under the names of `ReactionEncoder`, the shared block once; reactions as inputs."""
+    extract(archives[0], {"chytorch/zoo/rxnmap/weights.pt": "pickle"}, out)
+    weights = _unpickled(out / "pickle")
+    (out / "pickle").unlink()
+    outside = {"atoms_encoder": "elements", "centrality_encoder": "neighbours", "spatial_encoder": "distances"}
+    kept = {}
+    for name, tensor in weights.items():
+        first, _, rest = name.partition(".")
+        if first == "layer":
+            kept[f"layers.0.{rest}"] = tensor
+        elif first == "role_encoder":
+            kept[f"roles.{rest}"] = tensor
+        elif rest.startswith("layer."):
+            kept[f"molecule_{rest}"] = tensor
+        else:
+            module, _, kind = rest.partition(".")
+            # the first row of distances, -inf, keeps molecules apart; here each is moved by itself
+            kept[f"{outside[module]}.{kind}"] = tensor[1:] if module == "spatial_encoder" else tensor
+    save_file({name: t.contiguous() for name, t in kept.items()}, out / "model.safetensors")
+    reactions(archives, out)
+
+
 def tables(archives: Sequence[Path], out: Path) -> None:
     """TabPFN's checkpoint: (weights, nothing, options)."""
     extract(archives[0], {"tabpfn/models_diff/prior_diff_real_checkpoint_n_0_epoch_42.cpkt": "pickle"}, out)

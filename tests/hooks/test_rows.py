@@ -37,3 +37,13 @@ def test_rows_without_a_text_are_refused() -> None:
         record(model, tokenizer, [{"body": "a b"}])
     with pytest.raises(ValueError, match="one string, expected a list"):
         record(model, tokenizer, "a b")
+
+
+def test_a_dataset_of_huggingface_and_its_stream_are_texts() -> None:
+    datasets = pytest.importorskip("datasets")
+    model, tokenizer = tiny_bert()
+    path, moments = record(model, tokenizer, TEXTS, batch=2), record_corpus(model, tokenizer, TEXTS, batch=2)
+    held = datasets.Dataset.from_dict({"label": [0, 1, 2], "text": TEXTS})
+    for rows in (held, held.to_iterable_dataset()):  # the second as load_dataset(..., streaming=True) gives it
+        assert torch.equal(record(model, tokenizer, rows, batch=2).x, path.x)
+        assert torch.equal(record_corpus(model, tokenizer, rows, batch=2).mean, moments.mean)
