@@ -166,12 +166,14 @@ def linear_flow(W: Tensor, N: Tensor, x0: Tensor, t: Tensor) -> Tensor:
     Taylor series, and inverted in the panel that holds t by Newton's method on its Legendre expansion. e^{tau M} is
     never formed, so nothing overflows; M is shifted by tr(M)/d, which moves no direction.
     Tokens keep their norm r, and move as on the unit sphere in time t/r. Differentiable in x0, W and N.
+    A token that has come to a leading eigenvector of M, to rounding, rests there and takes no further panels.
     """
     M, d = W @ N, W.shape[-1]
     eye = torch.eye(d, dtype=W.dtype, device=W.device)
     shift = torch.trace(M).detach() / d
     A = M - shift * eye
     size = max(float(torch.linalg.matrix_norm(B.detach(), 2)) for B in (A, N @ W - shift * eye))
+    eps = torch.finfo(W.dtype).eps
     radius = x0.norm(dim=-1, keepdim=True)
     x = (x0 / radius).reshape(-1, d)
     if checks.can_look(x) and not bool(((x @ N.mT).norm(dim=-1) > 0).all()):
@@ -188,6 +190,7 @@ def linear_flow(W: Tensor, N: Tensor, x0: Tensor, t: Tensor) -> Tensor:
             f"t = {float(t.max()):.3g} takes at least {least:.2g} panels of the time change, more than {PANELS}: "
             "tokens turn or rest long before. Ask for a shorter time; LimitMap.push_forward(x) is the limit itself."
         )
+    leading = float(torch.linalg.eigvals(A.detach()).real.amax()) - math.sqrt(eps) * size
     z, w, legendre = _gauss_legendre(x)
     powers = ((z + 1) / 2)[:, None] ** torch.arange(ORDER + 1, dtype=x.dtype, device=x.device)
     found: list[tuple[Tensor, Tensor]] = []
@@ -209,12 +212,22 @@ def linear_flow(W: Tensor, N: Tensor, x0: Tensor, t: Tensor) -> Tensor:
         left = arrival <= target[:, token].amax(0)
         if not bool(left.any()):
             break
-        if bool((speed[-1, left] <= 4 * torch.finfo(x.dtype).eps * reach).all()):
+        moving = speed[-1] > 4 * eps * reach
+        if not bool(moving[left].any()):
             raise ValueError(
                 f"{int(left.sum())} tokens run into ker G before t = {float(t.max()):.3g}, where the drift is "
                 f"undefined: they are there at t = {float((clock * radius.reshape(-1)[token])[left].max()):.4g}. "
                 "Ask for a shorter time."
             )
+        growth = (x * terms[1]).sum(-1, keepdim=True)  # h <x, A x>
+        turn = (terms[1] - growth * x).norm(dim=-1) / h
+        rests = left & moving & (turn <= 8 * eps * size) & (growth[:, 0] / h > leading)
+        if bool(rests.any()):
+            when, who = ((target[:, token] >= arrival) & rests).nonzero(as_tuple=True)
+            found.append((when * target.shape[1] + token[who], x[who]))
+            left = left & ~rests
+            if not bool(left.any()):
+                break
         end = series.sum(0)[left]
         x, clock, token = end / end.norm(dim=-1, keepdim=True), arrival[left], token[left]
     else:
