@@ -467,7 +467,7 @@ class Attention(Field):
     def matrix(self, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The attention matrix A (..., heads, n, n), dense; rows sum to one where the kind shares out attention.
 
-        weights, mask: as in `drift`.
+        weights, mask: as in `drift`. Sinkhorn balances the tokens shown: the row of a hidden one means nothing there.
 
         Example:
             >>> Attention.identity(2, beta=0.0).matrix(torch.eye(2))
