@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,20 @@ def load_tokenizer(path: str | Path, *, remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     return _pretrained(AutoTokenizer, path, remote_code)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress bars of transformers during the `with`; afterwards as before."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_images(folder: str | Path, path: str | Path, *, remote_code: bool = False) -> dict[str, Tensor]:

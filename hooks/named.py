@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -43,4 +44,22 @@ def load_encoder(
     if name in EMBEDDED:
         model, tokenizer = EMBEDDED[name](pickle)
         return model.to(dtype), tokenizer
-    return load_folder(path, dtype=dtype, pickle=pickle, remote_code=remote_code)
+    try:
+        return load_folder(path, dtype=dtype, pickle=pickle, remote_code=remote_code)
+    except OSError as error:
+        if Path(path).exists():
+            raise
+        why = str(error).splitlines()[0]
+        raise ValueError(f"no encoder {name!r}: {_near(name)} The hub did not give it either ({why})") from None
+
+
+def _near(name: str) -> str:
+    """The names and folders that someone may have meant, and the names there are."""
+    place = Path(name).parent
+    folders = [each.name for each in place.iterdir() if each.is_dir()] if place.is_dir() else []
+    near = [
+        *get_close_matches(name, [*ZOO, *EMBEDDED]),
+        *(str(place / f) for f in get_close_matches(Path(name).name, folders)),
+    ]
+    meant = f"did you mean {' or '.join(dict.fromkeys(near))}? Expected" if near else "expected"
+    return f"{meant} a folder written by save_pretrained, or one of {', '.join(ZOO)}."

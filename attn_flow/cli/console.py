@@ -17,7 +17,6 @@ from urllib.parse import quote
 
 import typer
 
-from attn_flow.base.files import plain
 from attn_flow.base.terminal import visible
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -71,6 +70,8 @@ def echo(words: object) -> None:
 
 def say(content: Any) -> None:
     """One JSON object on standard output; JSON escapes control characters itself."""
+    from attn_flow.base.files import plain
+
     typer.echo(json.dumps(plain(content)))
 
 

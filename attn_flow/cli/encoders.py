@@ -5,21 +5,14 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from torch import nn
 
-from attn_flow.base.files import writing_alone
 from attn_flow.cli.console import Device, Json, Quiet, Seed, check_device, echo, folder_name, say, table, writable
-from attn_flow.hooks.demo import reactions, topics
-from attn_flow.hooks.loading import load_images, load_texts, load_tokenizer
-from attn_flow.hooks.named import load_encoder
-from attn_flow.hooks.trust import self_check
-from attn_flow.hooks.weights import attentions, encoder_facts
-from attn_flow.hooks.zoo import ZOO, fetched, sample_inputs
-from attn_flow.probe.nulls import NULLS
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 DEMO = "the embedded MiniLM on Python's own help pages"
 DEMO_TEXTS = 32
@@ -52,7 +45,7 @@ def probe(
     out: Annotated[Path, typer.Option(help="Folder for the report; with several models, one inside each.")] = Path(
         "runs/probe"
     ),
-    nulls: Annotated[bool, typer.Option(help="Compare with nulls: " + "; ".join(NULLS.values()) + ".")] = True,
+    nulls: Annotated[bool, typer.Option(help="Compare with nulls: attention removed, rotated, untrained ...")] = True,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each text.")] = 160,
     first: Annotated[int | None, typer.Option(min=1, help="Use the first so many texts only.")] = None,
     again: Annotated[bool, typer.Option(help="Compute again what a finished run has already.")] = False,
@@ -78,6 +71,11 @@ def probe(
 
       attn-flow probe minilm minilm@random minilm@beta_factor=4 --texts corpus.jsonl --out runs/compare
     """
+    import torch
+
+    from attn_flow.base.files import writing_alone
+    from attn_flow.hooks.loading import load_tokenizer
+    from attn_flow.probe.nulls import NULLS
     from attn_flow.probe.page import write_comparison, write_report
     from attn_flow.probe.result import Probe
     from attn_flow.probe.run import inquire
@@ -92,7 +90,7 @@ def probe(
     found: dict[str, Probe] = {}
     for name in named:
         folder = out if len(named) == 1 else out / folder_name(name)
-        model, own, beta_factor = open_model(name, place, dtype, pickle, seed)
+        model, own, beta_factor = open_model(name, place, dtype, pickle, seed, quiet=quiet or as_json)
         reader = own if tokenizer is None else load_tokenizer(tokenizer)
         if source is not None and reader is None:
             raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
@@ -151,7 +149,10 @@ def encoder(
 
     Example: attn-flow encoder minilm
     """
-    loaded, tokenizer, beta_factor = open_model(model, device, dtype, pickle)
+    from attn_flow.hooks.trust import self_check
+    from attn_flow.hooks.weights import encoder_facts
+
+    loaded, tokenizer, beta_factor = open_model(model, device, dtype, pickle, quiet=as_json)
     as_trained(model, beta_factor)
     facts = encoder_facts(loaded)
     checked = []
@@ -182,9 +183,10 @@ def spectra(
     Example: attn-flow spectra minilm --out runs/spectra
     """
     from attn_flow.base.files import write_json
+    from attn_flow.hooks.weights import attentions
     from attn_flow.probe.heads import head_spectra as run
 
-    loaded, _, beta_factor = open_model(model, device, "float64", pickle)
+    loaded, _, beta_factor = open_model(model, device, "float64", pickle, quiet=as_json)
     as_trained(model, beta_factor)
     found = run(attentions(loaded))
     if out is not None:
@@ -233,9 +235,10 @@ def record(
       torchrun --nproc-per-node=2 -m attn_flow record minilm --texts corpus.txt --out runs/stats
     """
     from attn_flow.hooks.corpus import record_corpus
+    from attn_flow.hooks.loading import load_tokenizer
     from attn_flow.hooks.temperature import scale_beta
 
-    loaded, own, beta_factor = open_model(model, device, dtype, pickle)
+    loaded, own, beta_factor = open_model(model, device, dtype, pickle, quiet=quiet or as_json)
     reader = own if tokenizer is None else load_tokenizer(tokenizer)
     if reader is None:
         raise ValueError(f"{model} takes images, which `record` does not read; see attn_flow.hooks.record_corpus.")
@@ -290,9 +293,13 @@ def _show_statistics(found: Any, out: Path, as_json: bool) -> None:
 
 
 def open_model(
-    name: str, device: str = "cpu", dtype: str = "float32", pickle: bool = False, seed: int = 0
+    name: str, device: str = "cpu", dtype: str = "float32", pickle: bool = False, seed: int = 0, quiet: bool = False
 ) -> tuple[nn.Module, Any, float]:
     """The model, its tokenizer (None for images) and beta_factor, of NAME, NAME@random or NAME@beta_factor=FACTOR."""
+    import torch
+
+    from attn_flow.hooks.loading import without_bars
+    from attn_flow.hooks.named import load_encoder
     from attn_flow.probe.nulls import untrained_twin
 
     path, _, variant = name.partition("@")
@@ -300,7 +307,8 @@ def open_model(
     if dtype not in kinds:
         raise ValueError(f"dtype = {dtype!r}, expected float32 or float64: half precision is too coarse to compare.")
     check_device(device)
-    model, tokenizer = load_encoder(path, pickle=pickle)
+    with without_bars() if quiet else nullcontext():
+        model, tokenizer = load_encoder(path, pickle=pickle)
     beta_factor = 1.0
     if variant == "random":
         model = untrained_twin(model, seed)
@@ -322,6 +330,10 @@ def as_trained(name: str, beta_factor: float) -> None:
 
 def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> list[str]:
     """Texts of a file, of standard input (-), of the demo, or those that came with a model of the zoo."""
+    from attn_flow.hooks.demo import reactions, topics
+    from attn_flow.hooks.loading import load_texts
+    from attn_flow.hooks.zoo import ZOO, fetched, sample_inputs
+
     if path is not None:
         return load_texts(path, field)
     if demo:
@@ -334,7 +346,9 @@ def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> lis
     raise ValueError("which texts? Give --texts FILE (.txt, .jsonl, .json, .csv; - for standard input), or --demo.")
 
 
-def read_images(folder: Path | None, name: str) -> dict[str, torch.Tensor]:
+def read_images(folder: Path | None, name: str) -> dict[str, Tensor]:
     """All images of a folder as the model's own preprocessor makes them."""
+    from attn_flow.hooks.loading import load_images
+
     assert folder is not None  # asked for with --images
     return load_images(folder, name.partition("@")[0])

@@ -12,14 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from attn_flow.base.files import plain, writing_alone
 from attn_flow.cli import encoders, zoo
 from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, number_name, reporting, say, table, writable
 from attn_flow.cli.training import predict, train
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     help="Self-attention as a flow of particles: simulate it, predict where it goes, see whether encoders go there.",
 )
@@ -79,6 +77,8 @@ def limit(
 
 
 def _short(value: Any) -> str:
+    from attn_flow.base.files import plain
+
     if isinstance(value, (list, dict)):
         return json.dumps(_rounded(plain(value)))
     return f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -121,6 +121,7 @@ def simulate(
 
     Example: attn-flow simulate --G "3,0;0,1" --V "1,0;0,2" --beta 10,100,1000 --tokens 1000 --t 30
     """
+    from attn_flow.base.files import writing_alone
     from attn_flow.cli.matrices import parse_matrix, parse_numbers, square
     from attn_flow.cli.simulation import simulate as run
     from attn_flow.cli.simulation import start
@@ -220,9 +221,15 @@ def play(
         echo("no browser was found here; open the file in one.")
 
 
+def _experiments(incomplete: str) -> list[str]:
+    from attn_flow.experiments import NAMES
+
+    return [name for name in (*NAMES, "all") if name.startswith(incomplete)]
+
+
 @command
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="An experiment, or 'all'.")] = None,
+    name: Annotated[str | None, typer.Argument(help="An experiment, or 'all'.", autocompletion=_experiments)] = None,
     list_them: Annotated[bool, typer.Option("--list", help="List the experiments and their claims.")] = False,
     quick: Annotated[bool, typer.Option(help="Small sizes, seconds instead of minutes.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for NAME.json and NAME.png.")] = Path("runs/reproduce"),
@@ -235,6 +242,7 @@ def reproduce(
 
     Example: attn-flow reproduce concentration --quick
     """
+    from attn_flow.base.files import writing_alone
     from attn_flow.cli.reproduction import failed
     from attn_flow.cli.reproduction import reproduce as run
     from attn_flow.experiments import NAMES, title

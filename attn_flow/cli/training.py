@@ -7,18 +7,21 @@ import os
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from attn_flow.cli.console import Device, Json, Quiet, check_device, echo, say, table, writable
-from attn_flow.train.recipes import TASKS, Recipe, recipe
+from attn_flow.train.fields import Fields
 
-CHANGEABLE = [field for field in fields(Recipe) if field.name != "task"]
+if TYPE_CHECKING:
+    from attn_flow.train.recipes import Recipe
+
+TASK, *CHANGEABLE = fields(Fields)
 
 
 def train(
-    task: Annotated[str, typer.Argument(help=f"{', '.join(TASKS)}.")],
+    task: Annotated[str, typer.Argument(help=TASK.metadata["help"])],
     *,
     device: Device = "cpu",
     out: Annotated[
@@ -39,6 +42,8 @@ def train(
 
     Example: attn-flow train majority --beta 2 --beta-mode learned --out runs/majority
     """
+    from attn_flow.train.recipes import recipe
+
     chosen = replace(recipe(task), **{name: value for name, value in changes.items() if value is not None})
     run(
         chosen,
@@ -56,7 +61,7 @@ def train(
 def _signature() -> inspect.Signature:
     """train's own signature with an option for every field of a Recipe in the place of **changes."""
     own = list(inspect.signature(train, eval_str=True).parameters.values())
-    types = get_type_hints(Recipe)
+    types = get_type_hints(Fields)
     options = [
         inspect.Parameter(
             field.name,

@@ -5,13 +5,31 @@ learned = what_was_learned(trained.stack, trained.task)
 learned.path, learned.numbers  # a Trajectory through depth; limits, W2, clusters, phases by layer
 """
 
-from attn_flow.nn.stack import DeepStack
-from attn_flow.train.checkpoint import Answer, TrainedStack, load
-from attn_flow.train.loop import Trained, evaluate, train_stack
-from attn_flow.train.observation import Learned, what_was_learned
-from attn_flow.train.recipes import TASKS, Recipe, recipe
-from attn_flow.train.tasks import Batch, Task, tensor_task
-from attn_flow.train.texts import Vocabulary, text_task
+from typing import TYPE_CHECKING
+
+from attn_flow.base.lazy import lazily
+
+if TYPE_CHECKING:
+    from attn_flow.nn.stack import DeepStack
+    from attn_flow.train.checkpoint import Answer, TrainedStack, load
+    from attn_flow.train.loop import Trained, evaluate, train_stack
+    from attn_flow.train.observation import Learned, what_was_learned
+    from attn_flow.train.recipes import TASKS, Recipe, recipe
+    from attn_flow.train.tasks import Batch, Task, tensor_task
+    from attn_flow.train.texts import Vocabulary, text_task
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "attn_flow.nn.stack": ("DeepStack",),
+            "attn_flow.train.checkpoint": ("Answer", "TrainedStack", "load"),
+            "attn_flow.train.loop": ("Trained", "evaluate", "train_stack"),
+            "attn_flow.train.observation": ("Learned", "what_was_learned"),
+            "attn_flow.train.recipes": ("TASKS", "Recipe", "recipe"),
+            "attn_flow.train.tasks": ("Batch", "Task", "tensor_task"),
+            "attn_flow.train.texts": ("Vocabulary", "text_task"),
+        },
+    )
 
 __all__ = [
     "TASKS",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from attn_flow.base import checks, memory
 from attn_flow.dynamics.steppers import STEPS
 from attn_flow.geometry import Ellipsoid, Euclidean, Geometry, Sphere
 from attn_flow.nn.stack import PLACEMENTS, DeepStack
+from attn_flow.train.fields import Fields
 from attn_flow.train.tasks import Task, clusters, majority, parity, recall
 from attn_flow.train.texts import labelled, masked
 
@@ -34,46 +35,13 @@ def _in_range(recipe: Recipe, name: str, least: int, most: int) -> None:
         raise ValueError(f"{name} = {value}, expected a whole number from {least} to {most}.")
 
 
-def _option(default: Any, words: str) -> Any:
-    """A field of the recipe: its default, and what `attn-flow train --help` says of it."""
-    return field(default=default, metadata={"help": words})
-
-
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Fields):
     """Task, stack and training of one run; the options of `attn-flow train` are these fields.
 
-    `steps` are a layer's, `updates` the optimiser's. What each field means is in its words below. Change one with
+    `steps` are a layer's, `updates` the optimiser's. What each field means is in its words there. Change one with
     `dataclasses.replace`: replace(recipe("majority"), beta=2.0).
     """
-
-    task: str
-    file: str | None = _option(None, "text: label<TAB>text lines, .csv or .jsonl; masked: any plain text.")
-    tokens: int = _option(16, "Tokens of one input (the longest, for texts).")
-    dim: int = _option(32, "Dimension of the tokens.")
-    heads: int = _option(1, "Attention heads.")
-    head_dim: int | None = _option(None, "Width of a head; dim / heads if not given.")
-    depth: int = _option(1, "Layers.")
-    shared: bool = _option(False, "One layer's weights for all layers.")
-    horizon: float = _option(1.0, "Time of each layer's flow.")
-    steps: int = _option(4, "Steps of each layer; 1 with --step euler: discrete.")
-    step: str = _option("rk4", f"{', '.join(STEPS)}.")
-    geometry: str = _option("sphere", f"{', '.join(GEOMETRIES)}.")
-    placement: str = _option("post", "Norms: post, or pre and peri (euclidean).")
-    ffn: int = _option(0, "Hidden width of the FFN after each layer; 0: none.")
-    noise: float = _option(0.0, "Sigma of the kicks between steps while training.")
-    beta: float = _option(4.0, "Inverse temperature.")
-    beta_mode: str = _option("fixed", "fixed; learned, one log beta per head, from beta; annealed, beta-start to beta.")
-    beta_start: float = _option(1.0, "Where annealing begins; it is geometric, over the first 80% of the updates.")
-    checkpointing: bool = _option(False, "Recompute steps in the backward pass: less memory, more time.")
-    updates: int = _option(500, "Optimiser steps.")
-    batch: int = _option(64, "Inputs per update, over all processes.")
-    lr: float = _option(3e-3, "Largest learning rate of the cosine.")
-    weight_decay: float = _option(0.01, "AdamW's.")
-    warmup: int = _option(50, "Updates until the largest learning rate.")
-    clip: float = _option(1.0, "Largest norm of the gradient.")
-    amp: bool = _option(True, "Mixed precision, on CUDA only.")
-    seed: int = _option(0, "Seed of every random number.")
 
     def __post_init__(self) -> None:
         checks.one_of("task", self.task, (*TASKS, "own"))

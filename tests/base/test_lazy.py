@@ -1,0 +1,41 @@
+"""Packages whose names are imported on demand: the three lists of names agree, and nothing else is found."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGES = ("attn_flow", "attn_flow.train")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_read_is_what_is_run(package: str) -> None:
+    module = importlib.import_module(package)
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    choice = next(node for node in tree.body if isinstance(node, ast.If))
+    read = {(str(node.module), a.name) for node in choice.body for a in node.names}  # type: ignore[attr-defined]
+    table = next(node for node in ast.walk(choice.orelse[0]) if isinstance(node, ast.Dict))
+    run = {(home, name) for home, names in ast.literal_eval(table).items() for name in names}
+    assert read == run
+    assert sorted(module.__all__) == sorted(name for _, name in run)
+    for home, name in run:
+        assert getattr(module, name) is getattr(importlib.import_module(home), name)
+        assert name in dir(module)
+
+
+def test_a_star_takes_all_names_and_rooms_are_attributes() -> None:
+    code = "import attn_flow; from attn_flow import *; print(Attention.__name__, attn_flow.transport.solve.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "Attention solve\n"
+
+
+def test_other_names_are_refused_as_python_does() -> None:
+    import attn_flow
+
+    with pytest.raises(AttributeError, match="module 'attn_flow' has no attribute 'Atention'"):
+        attn_flow.Atention  # noqa: B018
+    with pytest.raises(ImportError):
+        from attn_flow import Atention  # noqa: F401
