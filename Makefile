@@ -4,6 +4,10 @@
 #                      own) with 1 and 2 threads, shuffled, with new random numbers; a table at the end. SEED=7 repeats.
 # make test-foreign    the numerical tests on one instruction set that is not the machine's own (what .ci/run adds)
 # make mutants         does a wrong package fail its tests: named mutants of the bounds, and some drawn from every file
+# make docs            the site, in site/: open site/index.html; a broken link is an error
+# make check-docs      the same, built aside, and every link followed (what .ci/run adds)
+# make test-docs       its notebooks, its blocks of code as written, its links, its pages in a browser
+# make tutorials       run the notebooks again and keep what they print
 # make encoders        fetch the real encoders of docs/ENCODERS.md into the user's cache (about 1 GB)
 # make test-encoders   the tests on those real encoders; what was not fetched is skipped by name
 SHELL := /bin/bash
@@ -17,7 +21,7 @@ export MPLBACKEND := Agg
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat mutants bench reproduce clean
-.PHONY: encoders test-encoders
+.PHONY: encoders test-encoders docs check-docs test-docs tutorials
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two, once)"
@@ -38,7 +42,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(BIN)/pytest -n 2 -m "not slow and not bench"
+	$(BIN)/pytest -n 2 -m "not slow and not bench and not docs"
 
 test-anywhere: $(READY)
 	$(BIN)/python tests/anywhere.py $(if $(SEED),--seed $(SEED))
@@ -63,6 +67,24 @@ test-compat: $(READY)
 mutants: $(READY)
 	$(BIN)/python tests/mutation.py $(if $(SEED),--seed $(SEED))
 
+DOCUMENTED := $(VENV)/.documented
+
+$(DOCUMENTED): $(READY)
+	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -e ".[docs]"
+	@touch $(DOCUMENTED)
+
+docs: $(DOCUMENTED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check-docs: $(DOCUMENTED)
+	$(BIN)/pytest tests/test_site.py -k "links or formulas"
+
+test-docs: $(DOCUMENTED)
+	$(BIN)/pytest tests/test_site.py
+
+tutorials: $(DOCUMENTED)
+	$(BIN)/python docs/executing.py
+
 encoders: $(READY)
 	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -e ".[encoders]"
 	$(BIN)/attn-flow encoders get all
@@ -77,4 +99,4 @@ reproduce: $(READY)
 	$(BIN)/attn-flow reproduce all --out runs/reproduce
 
 clean:
-	rm -rf $(VENV) .venv-compat build dist *.egg-info runs
+	rm -rf $(VENV) .venv-compat build dist *.egg-info runs site

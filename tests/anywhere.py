@@ -35,7 +35,7 @@ def run(name: str, threads: int, whole: bool, seed: int, explore: bool) -> tuple
     varied = {"ATTN_FLOW_TEST_THREADS": str(threads), "ATTN_FLOW_TEST_SEED": str(seed)}
     varied |= {"HYPOTHESIS_RANDOM": "1"} if explore else {}
     paths = ["tests"] if whole else [f"tests/{room}" for room in NUMERICAL]
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-m", "not slow and not bench", *paths]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-m", "not slow and not bench and not docs", *paths]
     print(f"\n== {name}, {threads} thread(s), seed {seed}: {' '.join(paths)}", flush=True)
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **held, **varied}, stdout=subprocess.PIPE, text=True

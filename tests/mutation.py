@@ -344,7 +344,7 @@ def forked(folder: Path, tests: list[str], plugin: Any, answer: Any, timeout: in
         try:
             import pytest
 
-            words = [until, "-q", "-p", "no:xdist", "--tb=no", "-m", "not slow and not bench", *tests]
+            words = [until, "-q", "-p", "no:xdist", "--tb=no", "-m", "not slow and not bench and not docs", *tests]
             code = int(pytest.main(words, plugins=[plugin]))
             told.write_text(json.dumps(answer(code)))
         finally:

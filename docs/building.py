@@ -1,0 +1,175 @@
+"""What the site makes itself: formulas as MathML, notebooks and the gallery as pages, the list of public names.
+
+mkdocs calls the functions `on_...` (mkdocs.yml, `hooks`). Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+TAGS = r"(?!/?(?:br|kbd|sub|sup|a|img|div|span|details|summary|figure|figcaption)\b|https?:|!--)"
+ROOMS = {
+    "attention": "Who attends to whom",
+    "geometry": "Where tokens live",
+    "measures": "Laws of tokens",
+    "dynamics": "From one law to the next",
+    "prediction": "Where it ends",
+    "transport": "How far two laws are",
+    "nn": "Trainable modules",
+    "hooks": "Real encoders",
+    "probe": "Is an encoder a mean-field flow",
+    "train": "Toy deep stacks",
+}
+MODULES = {  # rooms without a list of public names: what their modules hold
+    "observe": "Numbers of a cloud, events of a path",
+    "theory": "Closed forms of the papers",
+}
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages that are made of something else."""
+    made = {"papers.md": gallery(), **api()}
+    for notebook in sorted((ROOT / "docs/tutorials").glob("*.ipynb")):
+        made[f"tutorials/{notebook.stem}.md"] = notebook_page(notebook)
+    for name, text in made.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links to files of the repository outside docs/, and inner products <x, y> that are no tags."""
+    markdown = re.sub(r"\]\((?:\.\./)?docs/", "](", markdown)
+    return outside_code(markdown, lambda text: re.sub(rf"<{TAGS}(?=[/A-Za-z|])", "&lt;", text))
+
+
+def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """TeX to MathML, which browsers draw by themselves."""
+
+    def draw(match: re.Match[str]) -> str:
+        block = match[1] == "div"
+        tex = html.unescape(match[2]).strip().removeprefix("\\[").removeprefix("\\(")
+        tex = tex.removesuffix("\\]").removesuffix("\\)")
+        return convert(tex, display="block" if block else "inline")
+
+    return re.sub(r'<(div|span) class="arithmatex">(.*?)</\1>', draw, content, flags=re.DOTALL)
+
+
+def outside_code(markdown: str, change: Any) -> str:
+    """`change` applied to what stands neither in a fence, nor in a code span, nor in a formula."""
+    kept = r"(^```.*?^```[^\n]*$|`+[^`\n](?:[^`]*?[^`])?`+|\$\$.*?\$\$)"
+    parts = re.split(kept, markdown, flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if i % 2 else change(part) for i, part in enumerate(parts))
+
+
+def experiments() -> list[tuple[str, str, str]]:
+    """(name, claim, the rest of the docstring) of every experiment, in the order of the registry."""
+    tree = ast.parse((ROOT / "experiments/__init__.py").read_text())
+    names = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NAMES"
+    )
+    found = []
+    for name in names:
+        words = ast.get_docstring(ast.parse((ROOT / f"experiments/{name}.py").read_text())) or name
+        claim, _, rest = words.partition("\n")
+        found.append((name, claim.strip(), rest.strip()))
+    return found
+
+
+def gallery() -> str:
+    """The README of the experiments with, in the place of its table, every figure, its claim and its command."""
+    readme = (ROOT / "experiments/README.md").read_text()
+    head, _, rest = readme.partition("| command")
+    table, _, tail = rest.partition("\n\n")
+    cells = {}
+    for line in table.splitlines()[2:]:
+        name, shows, seconds, differs = (cell.strip() for cell in line.strip("| ").split(" | "))
+        cells[name.strip("`")] = (shows, seconds, differs)
+    text = [head.replace("# Experiments: one module a result, one number a claim", "# Reproduce the papers")]
+    for name, claim, _ in experiments():
+        shows, seconds, differs = cells[name]
+        text.append(f"## {name}\n\n**{linked(claim)}**\n\n```\nattn-flow reproduce {name}\n```\n")
+        if (ROOT / f"docs/figures/{name}.png").exists():
+            text.append(f"![{name}: figure of a run](figures/{name}.png)\n")
+        time = f"{seconds} processor seconds." if seconds[0].isdigit() else f"Time: {seconds}."
+        text.append(f"{linked(shows[0].upper() + shows[1:])}.\n\n*Differs from the paper:* {linked(differs)}. {time}\n")
+    return "\n".join(text) + "\n" + tail.lstrip()
+
+
+def linked(words: str) -> str:
+    """arXiv numbers and pages as links."""
+    words = re.sub(r"\b(2[3-6]\d\d\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", words)
+    return re.sub(r"\bdocs/(\w+\.md)\b", r"[\1](\1)", words)
+
+
+def notebook_page(path: Path) -> str:
+    """A notebook as a page: its words, its code, and what it printed and drew."""
+    text = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            text.append(source)
+            continue
+        text.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            said = output.get("text") or output.get("data", {}).get("text/plain")
+            picture = output.get("data", {}).get("image/png")
+            if picture:
+                text.append(f"![drawn by the code above](data:image/png;base64,{''.join(picture).strip()})")
+            elif said:
+                text.append(f"```text\n{''.join(said).rstrip()}\n```")
+    text.append(f"[This page as a notebook]({path.name}).")
+    return "\n\n".join(text) + "\n"
+
+
+def public_names(path: Path) -> list[str]:
+    """`__all__` of a module, or what it defines without an underscore."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+def api() -> dict[str, str]:
+    """A page for every room, and one that lists them with the names `import attn_flow` gives."""
+    pages, rows = {}, []
+    for room, words in {**ROOMS, **MODULES}.items():
+        place = ROOT / ("hooks" if room == "hooks" else f"attn_flow/{room}")
+        text = [f"# attn_flow.{room}: {words[0].lower()}{words[1:]}\n"]
+        shown = []
+        if room in MODULES:
+            for module in sorted(place.glob("[a-z]*.py")):
+                names = public_names(module)
+                options = "    options:\n      heading_level: 2\n      members:\n" + "".join(
+                    f"        - {n}\n" for n in names
+                )
+                text.append(f"::: attn_flow.{room}.{module.stem}\n{options}")
+                shown.append(f"[`{module.stem}`](api/{room}.md#attn_flow.{room}.{module.stem})")
+        else:
+            source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            for name in public_names(source):
+                if name[0] != name[0].upper() or not name.isupper():
+                    text.append(f"::: attn_flow.{room}.{name}\n    options:\n      heading_level: 2\n")
+                    shown.append(f"[`{name}`](api/{room}.md#attn_flow.{room}.{name})")
+        pages[f"api/{room}.md"] = "\n".join(text)
+        rows.append(f"| [`attn_flow.{room}`](api/{room}.md) | {words} | {', '.join(shown)} |")
+    core = ", ".join(f"`{name}`" for name in public_names(ROOT / "attn_flow/__init__.py"))
+    pages["api.md"] = (
+        "# API\n\nFrom the docstrings; every example in them runs in the tests. `from attn_flow import ...` gives the\n"
+        f"names most used:\n{core}.\n\n| room | what it answers | names |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
+    return pages

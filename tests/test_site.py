@@ -1,0 +1,226 @@
+"""The site: what its pages promise is there and runs. Marked `docs`: `make test-docs`, with the extra `docs`."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import browser
+import pytest
+import typer
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+NEEDS = {"ENCODERS.md": "encoders that were fetched"}  # pages whose blocks need more than an installation
+COMMANDS = {  # what is run of the shell blocks, in an empty folder, instead of as written
+    "make demo": None,
+    "make test": None,
+    "source .venv/bin/activate": None,
+    "torchrun": None,  # tests/dynamics/test_sharded.py
+    "attn-flow encoders": None,  # the network
+    "attn-flow probe MODEL": None,
+    "attn-flow encoder antiberty": None,
+    "attn-flow probe minilm --demo": " --no-nulls",
+}
+
+
+def test_every_command_has_its_python() -> None:
+    from attn_flow.cli.entry import app
+
+    table = (ROOT / "docs/commands.md").read_text()
+    group = typer.main.get_command(app)
+    names = [f"{name}" for name in group.commands] + ["encoders get"]  # type: ignore[attr-defined]
+    for name in names:
+        assert re.search(rf"^\| `attn-flow {name}` \|", table, flags=re.MULTILINE), name
+    for path in re.findall(r"`(attn_flow(?:\.\w+)+)", table):
+        *home, last = path.split(".")
+        if last == "NAME":
+            continue
+        code = f"import {'.'.join(home)} as room; room.{last}"
+        assert _exists(home, last), code
+
+
+def _exists(home: list[str], name: str) -> bool:
+    from importlib import import_module
+
+    for cut in range(len(home), 0, -1):
+        try:
+            thing = import_module(".".join(home[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in [*home[cut:], name]:
+            thing = getattr(thing, part)
+        return True
+    return False
+
+
+def test_every_experiment_has_a_figure_in_the_gallery() -> None:
+    from attn_flow.experiments import NAMES
+
+    assert {path.stem for path in (ROOT / "docs/figures").glob("*.png") if "report-" not in path.name} == set(NAMES)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/tutorials").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_tutorials_hold_small_outputs_without_errors(path: Path) -> None:
+    cells = json.loads(path.read_text())["cells"]
+    assert path.stat().st_size < 60_000
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    assert outputs
+    assert all(output["output_type"] != "error" and output.get("name") != "stderr" for output in outputs)
+
+
+# --- the rest needs the extra `docs` -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly: a broken link, an unknown name or a page outside the menu is an error."""
+    pytest.importorskip("mkdocs", reason="needs the extra `docs`: make test-docs")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+class Addresses(HTMLParser):
+    """Where a page points to, what it loads, and the places in it that may be pointed to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.places: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attributes}
+        self.places |= {found[name] for name in ("id", "name") if name in found}
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
+        if "src" in found or (tag == "link" and found.get("rel") in ("stylesheet", "icon", "preconnect", "preload")):
+            self.loads.append(found.get("src") or found["href"])
+
+
+@pytest.mark.docs
+def test_links_lead_somewhere_and_nothing_is_fetched(site: Path) -> None:
+    pages = {path: Addresses(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) > 25
+    for path, found in pages.items():
+        assert not [address for address in found.loads if re.match(r"(https?:)?//", address)], path
+        for address in found.links:
+            if re.match(r"https?://|mailto:|data:", address):
+                continue
+            file, place = urldefrag(unquote(address))
+            target = (path.parent / file).resolve() if file else path
+            assert target.exists(), f"{path.name}: {address}"
+            if place and target.suffix == ".html" and target in pages:
+                assert place in pages[target].places or place == "__nav", f"{path.name}: {address}"
+
+
+@pytest.mark.docs
+def test_formulas_are_drawn_and_inner_products_are_no_tags(site: Path) -> None:
+    pages = {path.name: path.read_text() for path in site.glob("*.html")}
+    assert pages["index.html"].count("<math") >= 4
+    assert not [name for name, text in pages.items() if 'class="arithmatex"' in text]
+    assert "Scores are &lt;G x, y&gt;" in pages["THEORY.html"]
+
+
+@pytest.mark.docs
+@pytest.mark.browser
+@browser.needed
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["default", "slate"])
+@pytest.mark.parametrize("name", ["index", "PROBE", "papers", "api/dynamics", "tutorials/simulate_and_predict", "faq"])
+def test_pages_open_without_errors(name: str, scheme: str, width: int, site: Path) -> None:
+    """In both themes, at a desk's width and a phone's; nothing sticks out."""
+    page = site / f"{name}.html"
+    text = page.read_text()
+    turned = text.replace('data-md-color-scheme="default"', f'data-md-color-scheme="{scheme}"')
+    assert turned != text or scheme == "default"
+    page.with_name("seen.html").write_text(re.sub(r"\s*</body>\s*</html>\s*$", "</body></html>", turned))
+    script = """
+      await new Promise(done => setTimeout(done, 500));
+      const text = getComputedStyle(document.querySelector('.md-content p')).color.match(/\\d+/g).map(Number);
+      return {broken: [...document.images].filter(i => i.complete && !i.naturalWidth).length, light: text[0]};
+    """
+    found = browser.look(page.with_name("seen.html"), script, page.parent, width)
+    assert found["fits"]
+    assert found["broken"] == 0
+    assert (found["light"] > 127) == (scheme == "slate")  # words are light on dark, and dark on light
+
+
+@pytest.mark.docs
+@pytest.mark.browser
+@browser.needed
+def test_search_works_from_the_disk(site: Path) -> None:
+    page = site / "seen.html"
+    page.write_text(re.sub(r"\s*</body>\s*</html>\s*$", "</body></html>", (site / "index.html").read_text()))
+    script = """
+      const box = document.querySelector('input[name=query]');
+      box.focus(); box.value = 'resolved';
+      for (const kind of ['focus', 'keyup', 'input']) box.dispatchEvent(new Event(kind, {bubbles: true}));
+      for (let i = 0; i < 60 && !document.querySelector('.md-search-result__item'); i++)
+        await new Promise(done => setTimeout(done, 100));
+      return {results: [...document.querySelectorAll('.md-search-result__item')].length};
+    """
+    assert browser.look(page, script, site)["results"] > 0
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/tutorials").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_tutorials_run(path: Path) -> None:
+    pytest.importorskip("nbclient")
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        from executing import executed
+    finally:
+        sys.path.pop(0)
+    assert executed(path).cells
+
+
+def blocks(kind: str) -> list[tuple[str, str]]:
+    """(page, block) of every fence of a kind on the pages; "" is a shell's."""
+    found = []
+    for path in PAGES:
+        if path.name not in NEEDS:
+            text = path.read_text()
+            found += [
+                (path.name, block) for block in re.findall(rf"^```{kind}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+            ]
+    return found
+
+
+PYTHON, SHELL = blocks("python"), blocks("")
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("number", range(len(PYTHON)), ids=[f"{i}-{page}" for i, (page, _) in enumerate(PYTHON)])
+def test_python_blocks_run(number: int, tmp_path: Path) -> None:
+    code = "import torch\ntorch.set_num_threads(1)\n" + PYTHON[number][1]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.docs
+def test_shell_blocks_run(tmp_path: Path) -> None:
+    """One after another in one folder, as a reader does."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": path}
+    ran = 0
+    for page, block in SHELL:
+        for line in block.splitlines():
+            more = next((COMMANDS[start] for start in COMMANDS if line.startswith(start)), "")
+            if more is None or not line.strip():
+                continue
+            words = (line.partition("     ")[0] + more).replace("attn-flow", f"{sys.executable} -m attn_flow", 1)
+            done = subprocess.run(words, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True)
+            assert done.returncode == 0, f"{page}: {words}\n{done.stderr}"
+            ran += 1
+    assert ran >= 6
