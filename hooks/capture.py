@@ -17,7 +17,7 @@ from attn_flow.hooks.attach import deepened, evaluating
 from attn_flow.hooks.inputs import pieces, report_truncation
 from attn_flow.hooks.layout import encoder_inside
 from attn_flow.hooks.tape import forward, recording
-from attn_flow.hooks.trust import check_on_few, refuse_unknown
+from attn_flow.hooks.trust import build, check_on_few, refuse_unknown
 from attn_flow.nn.stack import DeepStack
 
 
@@ -65,13 +65,14 @@ def record(
     tokenizer = source if texts is not None else None
     paths: list[Trajectory] = []
     truncated, limit, unknown, content = 0, None, 0, 0
+    as_built = build(model) if check else None  # before hooks are attached
     with deepened(model, depth), recording(model, points) as tape, evaluating(model):
         for piece in pieces(model, source, texts, batch, max_length):
             part = piece.make()
             unknown, content = unknown + part.unknown, content + part.content
             refuse_unknown(tokenizer, unknown, content, max_unknown, last=False)
             if check and not paths:
-                check_on_few(model, part)
+                check_on_few(model, part, as_built)
             forward(model, tape, part)
             paths.append(_cast(tape.trajectory(part, special=special, tokenizer=tokenizer), dtype))
             truncated, limit = truncated + part.truncated, part.limit

@@ -12,8 +12,9 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from attn_flow.hooks.inputs import Piece, TokenBatch, pieces, report_truncation,
 from attn_flow.hooks.layout import encoder_inside
 from attn_flow.hooks.moments import Moments, Reservoir
 from attn_flow.hooks.tape import Tape, forward, recording
-from attn_flow.hooks.trust import altered, check_on_few, fingerprint, refuse_unknown, tokenizer_fingerprint
+from attn_flow.hooks.trust import altered, build, check_on_few, fingerprint, refuse_unknown, tokenizer_fingerprint
 
 
 def record_corpus(
@@ -80,6 +81,7 @@ def record_corpus(
     model = encoder_inside(model)
     given = None if shard is None else parse_shard(shard)
     tokenizer = source if texts is not None else None
+    look = partial(check_on_few, model, as_built=build(model)) if check else None  # before hooks are attached
     with deepened(model, depth), recording(model, points) as tape, evaluating(model):
         stream = pieces(model, source, texts, batch, max_length)
         world = processes() if given is None else ALONE
@@ -98,7 +100,7 @@ def record_corpus(
             "states": states,
             "shard": list(given or (world.rank, world.count)),
         }
-        run = _Run(None if folder is None else Path(folder), about, every, max_unknown, check)
+        run = _Run(None if folder is None else Path(folder), about, every, max_unknown, look)
         with nullcontext() if run.folder is None else writing_alone(run.path):
             part = run.held(again) or run.empty(len(tape.points), 0)  # d is known from the first batch on
             total = len(texts) if hasattr(texts, "__len__") else None  # type: ignore[arg-type]
@@ -111,9 +113,14 @@ class _Run:
     """One process at work on its shard, and its files."""
 
     def __init__(
-        self, folder: Path | None, about: dict[str, Any], every: float, max_unknown: float, check: bool
+        self,
+        folder: Path | None,
+        about: dict[str, Any],
+        every: float,
+        max_unknown: float,
+        look: Callable[[TokenBatch], None] | None,
     ) -> None:
-        self.folder, self.about, self.every, self.max_unknown, self.check = folder, about, every, max_unknown, check
+        self.folder, self.about, self.every, self.max_unknown, self.look = folder, about, every, max_unknown, look
         self.i, self.n = about["shard"]
         self.buffer: list[dict[str, Any]] = []  # states not yet written
 
@@ -179,7 +186,7 @@ class _Run:
         """Every batch of this shard that is not in the sums yet; those that are, are only compared."""
         digest, resumed, skipped = hashlib.sha256(b"").hexdigest(), part.batches, part.digest
         saved = started = time.monotonic()
-        seen, b, unchecked = 0, -1, self.check
+        seen, b, look = 0, -1, self.look
         for b, piece in enumerate(stream):
             digest = hashlib.sha256(digest.encode() + piece.content()).hexdigest()
             if b + 1 == resumed and digest != skipped:
@@ -192,9 +199,9 @@ class _Run:
                 continue
             if b % self.n == self.i:
                 made = piece.make()
-                if unchecked:
-                    check_on_few(model, made)
-                    unchecked = False
+                if look is not None:
+                    look(made)
+                    look = None
                 forward(model, tape, made)
                 seen += self._add(tape, made, tokenizer, part)
                 part.texts, part.truncated = part.texts + piece.size, part.truncated + made.truncated

@@ -7,6 +7,7 @@ the final norm in some models, and loses count when a layer is replaced.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -207,7 +208,8 @@ class Tape:
         in_place = bool((places == torch.arange(places.shape[1], device=home)).all())
         clouds = [_take(self.state(p).to(home), places, in_place) for p in self.points]
         x = torch.stack(clouds)
-        x[:, ~kept] = 0.0
+        if int(lengths.min()) < x.shape[-2]:
+            x[:, ~kept] = 0.0
         strings = self.strings(batch, tokenizer)
 
         where = [row[:n] for row, n in zip(places.tolist(), lengths.tolist())]
@@ -304,7 +306,9 @@ def forward(model: nn.Module, tape: Tape, batch: TokenBatch) -> None:
     # A cache of keys and values is of no use here, and a wrapped decoder refuses it.
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     model(**{name: t.to(device) for name, t in batch.inputs.items()}, **options)
-    if not bool(torch.isfinite(tape.state(tape.points[-1])[tape.mask]).all()):
+    last = tape.state(tape.points[-1])
+    # One number tells of most passes; padding may hold anything, and a sum may overflow.
+    if not math.isfinite(float(last.sum())) and not bool(torch.isfinite(last[tape.mask]).all()):
         raise ValueError(
             f"the model gave NaN or infinite states in {tape.about()['dtype']} (texts from {batch.first}); load it "
             "with dtype=torch.float32."

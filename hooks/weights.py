@@ -143,10 +143,10 @@ def projections(block: Block) -> dict[str, tuple[Tensor, Tensor | None]]:
             weight = rearrange(weight, "(h k) d -> h k d", k=k)
             bias = None if bias is None else rearrange(bias, "(h k) -> h k", k=k)
             group = heads // weight.shape[0]
-            read[name] = (
-                weight.repeat_interleave(group, 0),
-                None if bias is None else bias.repeat_interleave(group, 0),
-            )
+            if group > 1:
+                weight = weight.repeat_interleave(group, 0)
+                bias = None if bias is None else bias.repeat_interleave(group, 0)
+            read[name] = (weight, bias)
     for name, path in (("q", arch.q_bias), ("v", arch.v_bias)):
         if path:
             bias = rearrange(_float(block.module.get_parameter(path)), "(h k) -> h k", h=heads)

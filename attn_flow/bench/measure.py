@@ -14,17 +14,23 @@ Ratio = dict[str, Any]
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], Any]], rounds: int, before: Callable[[], None] = lambda: None
+    functions: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    before: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each function, all run once a round after one warm-up round; `before` each, not counted."""
+    """Median seconds of each function, all run once a round after one warm-up round; `before` each, not counted.
+
+    clock: time.process_time counts the processor's time of all threads, whatever else the machine does.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name, function in functions.items():
             before()
-            start = time.perf_counter()
+            start = clock()
             function()
             if turn:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -44,8 +44,11 @@ def test_moments_and_sample_are_those_of_all_states() -> None:
     assert held.n == tokens.shape[1]
     assert held.texts == 60
     torch.testing.assert_close(held.mean, tokens.mean(1), rtol=0, atol=1e-13)
+    longest = max(int(m.sum()) for m in path.mask.split(OPTIONS["batch"]))  # tokens of a batch, multiplied at once
     for got, x in zip(held.covariance, tokens):
-        torch.testing.assert_close(got, torch.cov(x.T, correction=0), rtol=0, atol=1e-12)
+        expected = torch.cov(x.T, correction=0)
+        spread = expected.diagonal().sqrt()
+        assert bool(((got - expected).abs() <= (longest + 2) * 2**-24 * spread[:, None] * spread).all())
     assert sample.x.shape == (5, 50, 32)
     assert sample.t.tolist() == [0, 1, 2, 3, 1]
     for i in range(50):
@@ -110,6 +113,22 @@ def test_moments_of_odd_sizes() -> None:
     held.add(0, x[4:])
     expected = torch.cov(x.T, correction=0)
     torch.testing.assert_close(held.covariance[0], expected, rtol=0, atol=rounding(expected, 2500))
+
+
+def test_products_of_float32_do_not_lose_a_small_spread_beside_a_large_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = 1000 + torch.randn(3000, 40, generator=generator).cumsum(-1) / 8
+    held = Moments.zero(1, 40)
+    held.n = len(x)
+    held.add(0, x[:1500])
+    held.add(0, x[1500:].contiguous())
+    u = x.double() - x.double().mean(0)
+    expected = u.mT @ u / len(x)
+    spread = expected.diagonal().sqrt()
+    error = ((held.covariance[0] - expected).abs() / (spread[:, None] * spread)).max()
+    assert float(error) < (1024 + 2) * 2**-24  # proved
+    naive = x.mT @ x / len(x) - x.mean(0)[:, None] * x.mean(0)
+    assert float(((naive.double() - expected).abs() / (spread[:, None] * spread)).max()) > 1000 * error
 
 
 def test_streams_without_a_length_and_ready_inputs() -> None:

@@ -10,7 +10,17 @@ from encoder_zoo import every_architecture, inputs, tiny, tokenizer, words
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from attn_flow.hooks import attentions, blocks, record, record_corpus, scale_beta, self_check, unknown_share, wrap
+from attn_flow.hooks import (
+    attentions,
+    blocks,
+    record,
+    record_corpus,
+    scale_beta,
+    self_check,
+    trust,
+    unknown_share,
+    wrap,
+)
 from attn_flow.hooks.trust import altered, few, fingerprint, tokenizer_fingerprint
 
 
@@ -152,6 +162,60 @@ def test_a_fingerprint_sees_every_weight() -> None:
         with torch.no_grad():
             p.view(-1)[-2] += 1e-3
         assert fingerprint(model) != before
+
+
+@pytest.mark.parametrize(
+    "change", [Tensor.neg_, lambda w: w.copy_(w.flip(0)), lambda w: w.copy_(w.roll(1, -1)), Tensor.t]
+)
+def test_a_fingerprint_sees_signs_and_orders(change: Callable[[Tensor], Tensor]) -> None:
+    """Also where they are changed behind autograd's back, which no counter of versions tells."""
+    model = tiny("BERT")
+    before = fingerprint(model)
+    weight = model.encoder.layer[1].attention.self.query.weight
+    weight.data = change(weight.data)
+    assert fingerprint(model) != before
+
+
+def test_a_model_that_passed_is_looked_at_again_when_it_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(trust, "self_check", lambda model, inputs: looked.append(model))
+    model, x = tiny("BERT"), inputs("BERT")
+    core = model.encoder.layer[1].attention.self
+
+    def times() -> int:
+        looked.clear()
+        record(model, x)
+        record_corpus(model, x)
+        return len(looked)
+
+    assert times() == 1
+    assert times() == 0
+    core.query.weight.data.mul_(2)  # other numbers are read the same way
+    assert times() == 0
+    core.query = LowRank(core.query)
+    assert times() == 1
+    core.query.scaling["default"] = 3.0
+    assert times() == 1
+    model.double()
+    assert times() == 1
+    core.scaling = 0.25
+    assert times() == 1
+    handle = core.register_forward_hook(lambda module, args, out: None)
+    assert times() == 2  # what a hook does is not known
+    handle.remove()
+    assert times() in (0, 1)
+    core.forward = core.forward
+    assert times() == 2
+    assert len(looked) == 2
+
+
+def test_a_hook_that_changes_attention_after_a_first_recording_is_noticed() -> None:
+    model, x = tiny("BERT"), inputs("BERT")
+    record(model, x)
+    core = model.encoder.layer[1].attention.self
+    core.register_forward_hook(lambda module, args, out: (1.5 * out[0], *out[1:]))
+    with pytest.raises(ValueError, match="layer 1 of BertModel: its attention differs"):
+        record(model, x)
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------
