@@ -434,7 +434,8 @@ class Attention(Field):
                     [0., 0., 1.]])
         """
         if context is None:
-            F = drift.against_cloud(self.prepared(), x, x, self.cloud(x, weights, mask).log_weights)
+            cloud = self.cloud(x, weights, mask)
+            F = drift.against_cloud(self.prepared(), cloud.shown, cloud.shown, cloud.log_weights)
             checks.in_range("the drift", F)
             return F if mask is None else F.masked_fill(~mask[..., None], 0.0)
         checks.tokens("x", x)
@@ -489,7 +490,8 @@ class Attention(Field):
 
         `drift` does the same for large clouds wherever it is faster; `truncation` says how much may be left out.
         """
-        log_weights, p = self.cloud(x, weights, mask).log_weights, self.prepared()
+        cloud, p = self.cloud(x, weights, mask), self.prepared()
+        x, log_weights = cloud.shown, cloud.log_weights
         with torch.no_grad():
             found = truncated.over_near_keys(p, x, x, p.key_bias(x, log_weights), always=True)
             if found is None:  # every key matters: nothing is shared out, or a masked hardmax, or truncation = 0

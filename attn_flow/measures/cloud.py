@@ -79,6 +79,11 @@ class Cloud:
         return (log_mass - mass.sum(-1, keepdim=True).log()).to(self.x.dtype)
 
     @property
+    def shown(self) -> Tensor:
+        """The tokens (..., n, d) with padding at the origin, whatever it holds."""
+        return self.x if self.mask is None else torch.where(self.mask[..., None], self.x, 0.0)
+
+    @property
     def mean(self) -> Tensor:
         """sum_j w_j x_j, (..., d)."""
         return torch.einsum("...j,...jd->...d", self.probabilities, self.x)
