@@ -48,9 +48,13 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links to files of the repository outside docs/, and inner products <x, y> that are no tags."""
-    markdown = re.sub(r"\]\((?:\.\./)?docs/", "](", markdown)
-    return outside_code(markdown, lambda text: re.sub(rf"<{TAGS}(?=[/A-Za-z|])", "&lt;", text))
+    """Inner products <x, y> that are no tags, and lists that follow a sentence without a blank line, as on GitHub."""
+
+    def change(text: str) -> str:
+        text = re.sub(r"^(?![-|>#\s])(.+)\n(?=- )", r"\1\n\n", text, flags=re.MULTILINE)
+        return re.sub(rf"<{TAGS}(?=[/A-Za-z|])", "&lt;", text)
+
+    return outside_code(markdown, change)
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -72,8 +76,8 @@ def outside_code(markdown: str, change: Any) -> str:
     return "".join(part if i % 2 else change(part) for i, part in enumerate(parts))
 
 
-def experiments() -> list[tuple[str, str, str]]:
-    """(name, claim, the rest of the docstring) of every experiment, in the order of the registry."""
+def experiments() -> list[tuple[str, str]]:
+    """(name, claim) of every experiment, in the order of the registry."""
     tree = ast.parse((ROOT / "experiments/__init__.py").read_text())
     names = next(
         ast.literal_eval(node.value)
@@ -83,8 +87,7 @@ def experiments() -> list[tuple[str, str, str]]:
     found = []
     for name in names:
         words = ast.get_docstring(ast.parse((ROOT / f"experiments/{name}.py").read_text())) or name
-        claim, _, rest = words.partition("\n")
-        found.append((name, claim.strip(), rest.strip()))
+        found.append((name, words.splitlines()[0]))
     return found
 
 
@@ -98,7 +101,8 @@ def gallery() -> str:
         name, shows, seconds, differs = (cell.strip() for cell in line.strip("| ").split(" | "))
         cells[name.strip("`")] = (shows, seconds, differs)
     text = [head.replace("# Experiments: one module a result, one number a claim", "# Reproduce the papers")]
-    for name, claim, _ in experiments():
+    text.append("Figures below are of short runs (`--quick`, seed 0) unless the text gives numbers of a longer one.\n")
+    for name, claim in experiments():
         shows, seconds, differs = cells[name]
         text.append(f"## {name}\n\n**{linked(claim)}**\n\n```\nattn-flow reproduce {name}\n```\n")
         if (ROOT / f"docs/figures/{name}.png").exists():
