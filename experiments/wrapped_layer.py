@@ -138,9 +138,8 @@ def cold_flow(attention: Attention, x0: Tensor, t: Tensor, h: float) -> Trajecto
 def heads(attention: Attention) -> list[Attention]:
     """Every head alone, without biases: what the theorem speaks of."""
     parts: Any = {name: getattr(attention, name) for name in ("Q", "K", "V", "O")}
-    return [
-        Attention(beta=attention.beta, **{n: w[h : h + 1] for n, w in parts.items()}) for h in range(attention.heads)
-    ]
+    alone = [slice(h, h + 1) for h in range(attention.heads)]
+    return [Attention(beta=attention.beta[h], **{name: w[h] for name, w in parts.items()}) for h in alone]
 
 
 def small_spectrum(head: Attention) -> Tensor:

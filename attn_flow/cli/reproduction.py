@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from attn_flow.base.figures import save_figure
 from attn_flow.base.files import plain, versions, write_json
 from attn_flow.experiments import load
+from attn_flow.hooks.loading import without_bars
 
 
 def reproduce(
@@ -23,7 +25,8 @@ def reproduce(
     resumes = "parts" in inspect.signature(experiment.compute).parameters
     kept = {"parts": Path(out) / f"{name}.parts"} if out is not None and resumes else {}
     start = time.perf_counter()
-    numbers = experiment.compute(quick=quick, seed=seed, progress=progress, **kept)
+    with nullcontext() if progress else without_bars():
+        numbers = experiment.compute(quick=quick, seed=seed, progress=progress, **kept)
     run = {"name": name, "quick": quick, "seed": seed, "seconds": round(time.perf_counter() - start, 1)}
     if out is not None:
         save_figure(experiment.plot(numbers), Path(out) / f"{name}.png", tight=True)
