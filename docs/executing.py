@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -37,5 +38,6 @@ def write(notebook: Any, path: Path) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.pop("MPLBACKEND", None)  # the kernel's own keeps what is drawn
     for tutorial in [Path(name) for name in sys.argv[1:]] or TUTORIALS:
         write(executed(tutorial), tutorial)
