@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +62,28 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
     return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
 
 
+class _Retraction(torch.autograd.Function):
+    """y = radius x / |x| and |x|, which alone are kept for the backward pass: what comes next keeps y, nobody x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, radius: float) -> tuple[Tensor, Tensor]:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        y = x * (radius / length)
+        ctx.radius = radius
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(y, length)
+        return y, length
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        """Of y: radius/|x| P_y. Of |x|, which second derivatives ask for: y / radius."""
+        (y, length), (of_y, of_length), radius = ctx.saved_tensors, grads, ctx.radius
+        found = None if of_y is None else Sphere(radius).tangent(y, of_y) * (radius / length)
+        if of_length is not None:
+            found = y * (of_length / radius) + (0.0 if found is None else found)
+        return found, None
+
+
 @dataclass(frozen=True)
 class Sphere:
     """{|x| = radius}: P_x u = u - <x,u> x / radius^2, retraction radius x / |x|.
@@ -95,6 +117,8 @@ class Sphere:
 
     def retract(self, x: Tensor) -> Tensor:
         """The point of the set that each token of x (..., n, d) stands for."""
+        if x.requires_grad and torch.is_grad_enabled() and checks.is_plain(x) and not checks.forward_mode():
+            return _Retraction.apply(x, self.radius)[0]  # type: ignore[no-untyped-call,no-any-return]
         return x * (self.radius / torch.linalg.vector_norm(x, dim=-1, keepdim=True))
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:

@@ -232,4 +232,7 @@ def restored(kind: Any, config: Any, path: str | Path, **options: Any) -> Any:
     missing = [key for key in report["missing_keys"] if f".{ENTRY}." in key]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}, which its config promises.")
+    # Weights mapped from a file begin at any address, and matrix products then round otherwise: another last bit.
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
     return model.eval()

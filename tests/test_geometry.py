@@ -104,3 +104,20 @@ def test_an_ellipsoid_follows_the_dtype_of_the_tokens() -> None:
     x = LAYER_NORM.uniform(3, D)
     for call in (LAYER_NORM.retract(x.float()), LAYER_NORM.tangent(x.float(), x.float())):
         assert call.dtype == torch.float32
+
+
+@pytest.mark.parametrize("radius", [1.0, 2.0])
+def test_the_retraction_onto_a_sphere_has_its_derivatives(radius: float) -> None:
+    """First and second, backward, and forward as an ordinary formula; only the result is kept for them."""
+    sphere, x = Sphere(radius), drawn(2, 3, D).requires_grad_()
+    assert torch.autograd.gradcheck(sphere.retract, x)
+    assert torch.autograd.gradgradcheck(sphere.retract, x)
+    u = drawn(2, 3, D, seed=1)
+    moved = torch.func.jvp(sphere.retract, (x.detach(),), (u,))[1]
+    (back,) = torch.autograd.grad((sphere.retract(x) * u).sum(), x)
+    assert float((moved * u).sum()) == pytest.approx(float((back * u).sum()), rel=1e-12)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda z: kept.append(z.data_ptr()) or z, lambda z: z):
+        y = sphere.retract(x)
+    assert y.data_ptr() in kept
+    assert x.data_ptr() not in kept

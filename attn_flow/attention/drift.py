@@ -21,10 +21,12 @@ AT_ONCE, AT_ONCE_WITH_GRADIENT = 2**21, 2**22
 ROWS = 1024  # tokens in a part
 
 
-def against_cloud(p: Projections, x: Tensor, y: Tensor, log_weights: Tensor | None, first: int = 0) -> Tensor:
+def against_cloud(
+    p: Projections, x: Tensor, y: Tensor, log_weights: Tensor | None, first: int = 0, at_once: bool = False
+) -> Tensor:
     """The drift of tokens x (..., n, d) against tokens y: all at once if that is small, else in parts that are.
 
-    Masks take x to be the tokens first, first + 1, ... of y.
+    Masks take x to be the tokens first, first + 1, ... of y. at_once: all heads, however much that is: faster.
     """
     if y.stride(-1) != 1 and (p.key is None or p.value is None):  # they are then read many times
         x, y = (y.contiguous(),) * 2 if x is y else (x, y.contiguous())
@@ -41,7 +43,7 @@ def against_cloud(p: Projections, x: Tensor, y: Tensor, log_weights: Tensor | No
     entries = 2 * (p.key_width + p.value_width) * p.heads * math.prod(batch) * x.shape[-2]
     if p.cold or not p.shared_out or not p.self_attention:
         entries *= 2  # not the fused kernel: parts and their sum at the same time
-    if entries <= (AT_ONCE_WITH_GRADIENT if gradient else AT_ONCE) or not plain:
+    if at_once or entries <= (AT_ONCE_WITH_GRADIENT if gradient else AT_ONCE) or not plain:
         drift = _attend(p, x, y, p.keys(y), p.values(y), bias, first=first)
     elif gradient:
         drift = _head_by_head(p, x, y, bias, first)

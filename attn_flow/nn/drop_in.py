@@ -20,6 +20,16 @@ from attn_flow.geometry import Euclidean, Geometry
 from attn_flow.nn.layer import ContinuousAttentionLayer, uniform_log_weights
 
 
+class _NotFused:
+    """Stands where torch's encoders look for weights to fuse: what overrides torch's functions they leave alone."""
+
+    weight = bias = None
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> object:
+        return NotImplemented
+
+
 class ContinuousMultiheadAttention(nn.Module):
     """nn.MultiheadAttention in continuous time: it returns the displacement x(horizon) - x, which a residual adds.
 
@@ -80,9 +90,11 @@ class ContinuousMultiheadAttention(nn.Module):
             dtype=dtype,
         )
 
-    # What torch's encoder layers ask of their self_attn before they bypass it by a fused kernel: it must not be.
+    # What torch's encoders ask of their self_attn before they bypass it by a fused kernel, or pack a padded batch for
+    # one: neither must be.
     _qkv_same_embed_dim = False
-    in_proj_weight = in_proj_bias = None
+    in_proj_bias = None
+    in_proj_weight = out_proj = _NotFused()
 
     @classmethod
     def from_multihead(
@@ -177,7 +189,8 @@ class ContinuousMultiheadAttention(nn.Module):
         def field(p: Projections, x: Tensor) -> Tensor:
             against = x if itself else y
             if pairs is None:
-                return drift.against_cloud(replace(p, causal=True) if causal else p, x, against, log_weights)
+                masked = replace(p, causal=True) if causal else p
+                return drift.against_cloud(masked, x, against, log_weights, at_once=True)
             q, k, v = p.queries(x), p.keys(against), p.values(against)
             return p.with_constant(p.summed(F.scaled_dot_product_attention(q, k, v, attn_mask=pairs, scale=p.scale)))
 

@@ -321,7 +321,7 @@ class ContinuousAttentionLayer(nn.Module):
         log_weights = None if tokens is None else uniform_log_weights(tokens, x.dtype)
 
         def field(p: Projections, x: Tensor) -> Tensor:
-            F = drift.against_cloud(p, x, x, log_weights)
+            F = drift.against_cloud(p, x, x, log_weights, at_once=True)
             return F if tokens is None else F.masked_fill(~tokens[..., None], 0.0)
 
         return self.evolve(x, field, tokens, return_path)

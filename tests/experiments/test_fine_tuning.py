@@ -30,6 +30,24 @@ def test_the_summary_and_the_figure() -> None:
     assert isinstance(plot({"table": [row], "claims": [], "updates": 1, "seeds": 2}), Figure)
 
 
+def test_claims_can_fail_and_a_killed_run_goes_on(tmp_path, monkeypatch) -> None:
+    told = {1.0: (0.7, 9.0), 2.0: (0.68, 20.0), 4.0: (0.25, 3000.0)}  # accuracy and gradient by horizon
+    ran = []
+
+    def made(options: dict, seed: int, updates: int) -> dict:
+        ran.append((options, seed))
+        accuracy, gradient = told[options["horizon"]]
+        accuracy -= 0.1 * (options["beta_factor"] < 1)
+        return {**made_up(accuracy, seed), **options, "largest_gradient": gradient}
+
+    monkeypatch.setattr(fine_tuning, "fine_tune", made)
+    assert all(c["holds"] for c in fine_tuning.compute(parts=tmp_path)["claims"])
+    told.update({1.0: (0.2, 9.0), 2.0: (0.1, 200.0), 4.0: (0.25, 3.0)})
+    assert all(c["holds"] for c in fine_tuning.compute(parts=tmp_path)["claims"])  # kept: nothing ran again
+    assert len(ran) == 2 * len(OPTIONS)
+    assert [c["holds"] for c in fine_tuning.compute()["claims"]] == [False, False, False, True, False]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="no accelerate")
 def test_one_tiny_run_learns_beta() -> None:

@@ -1,5 +1,6 @@
 """Replaced attention with what people train and export by: Trainer, autocast, compile, DDP, FSDP2, export, ONNX."""
 
+import math
 import os
 import subprocess
 import sys
@@ -60,24 +61,23 @@ def test_the_trainer_trains_saves_and_resumes(checkpointing: bool, tmp_path) -> 
     )
     trainer = transformers.Trainer(model=classifier(), args=arguments, train_dataset=Letters())
     trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert len(losses) == 12
-    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    assert len([row for row in trainer.state.log_history if "loss" in row]) == 12
     trained = trainer.model.eval()
-    assert all(
-        float(flow.log_beta_factor.detach().std()) > 0 for flow in flows(trained).values()
-    )  # heads learned apart
-    batch = {"input_ids": Letters()[0]["input_ids"][None]}
+    ids = torch.stack([Letters()[i]["input_ids"] for i in range(32)])
+    with torch.no_grad():
+        expected = trained(input_ids=ids).logits
+    y = torch.arange(32) % 2
+    assert torch.equal(expected.argmax(-1), y)  # a guess is right in all of them once in 2^32
+    assert float(nn.functional.cross_entropy(expected, y)) < math.log(2)  # what a model that is blind to its input has
+    for flow in flows(trained).values():  # heads learned apart
+        assert float(flow.log_beta_factor.detach().std()) > 0
     again = load(tmp_path / "checkpoint-12")
     assert all(torch.equal(p, trained.state_dict()[name]) for name, p in again.state_dict().items())
     with torch.no_grad():
-        expected = trained(**batch).logits
-        torch.testing.assert_close(again(**batch).logits, expected, rtol=0, atol=rounding(expected, 8 * 3 * 48))
+        assert torch.equal(again(input_ids=ids).logits, expected)
     other = transformers.Trainer(model=classifier(), args=arguments, train_dataset=Letters())
     other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    with torch.no_grad():  # six updates at most 5e-3 long, of gradients that agree to rounding
-        resumed = other.model.eval()(**batch).logits
-    torch.testing.assert_close(resumed, expected, rtol=1e-3, atol=1e-3)
+    assert all(torch.equal(p, trained.state_dict()[name]) for name, p in other.model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["BERT", "ModernBERT", "GPT-2", "DistilBERT"])

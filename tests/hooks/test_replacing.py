@@ -38,6 +38,19 @@ def test_by_default_it_is_the_pretrained_model(name: str) -> None:
 
 
 @every_architecture
+def test_by_default_no_bit_differs_but_for_torchs_choices_of_a_kernel(name: str) -> None:
+    """torch's encoders fuse; and without gradients a product is another one for weights that ask for a gradient."""
+    model, x, tokens = tiny(name).requires_grad_(False), inputs(name), mask(name)
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        expected = run(model, x)
+        assert torch.equal(run(replace_attention(model), x)[tokens], expected[tokens])
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+@every_architecture
 def test_it_is_the_wrap_with_the_same_options(name: str) -> None:
     model, x, tokens = tiny(name, torch.float64), inputs(name, torch.float64), mask(name)
     layers = None if name == "ALBERT" else [0, 2]

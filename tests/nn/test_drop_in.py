@@ -89,9 +89,14 @@ def test_more_steps_are_the_flow(theirs: nn.MultiheadAttention, generator: torch
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_inside_torchs_encoder(generator: torch.Generator, norm_first: bool, training: bool) -> None:
-    """In evaluation torch's own layers take a fused path around self_attn; here they must not."""
-    layer = nn.TransformerEncoderLayer(12, 3, 24, dropout=0.0, batch_first=True, norm_first=norm_first, dtype=F64)
-    encoder = redrawn(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), generator).train(training)
+    """In evaluation torch's own layers take a fused path around self_attn, and encoders of an even number of heads
+
+    pack padded batches into nested tensors for it; here they must not.
+    """
+    layer = nn.TransformerEncoderLayer(12, 4, 24, dropout=0.0, batch_first=True, norm_first=norm_first, dtype=F64)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first)
+    assert encoder.use_nested_tensor is not norm_first
+    encoder = redrawn(encoder, generator).train(training)
     x = torch.randn(4, 7, 12, generator=generator, dtype=F64)
     padding = torch.zeros(4, 7, dtype=torch.bool)
     padding[1, 5:] = True

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow import Adaptive, Attention, Ellipsoid, Euclidean, Sphere, dopri5, euler, push_forward, rk4
+from attn_flow.attention import drift
 from attn_flow.nn.layer import ContinuousAttentionLayer as Layer
 from attn_flow.nn.layer import token_mask
 
@@ -155,6 +156,30 @@ def test_checkpointing_changes_nothing_but_memory() -> None:
     for plain, recomputed in zip(*grads):
         torch.testing.assert_close(plain, recomputed, rtol=1e-12, atol=1e-14)
     assert saved[1] < saved[0] / 5
+
+
+@pytest.mark.parametrize(("geometry", "tensors"), [(Euclidean(), 5), (Sphere(), 6)], ids=["flat", "sphere"])
+@pytest.mark.parametrize("many", [False, True])
+def test_what_an_attention_keeps(geometry: Euclidean | Sphere, tensors: int, many: bool, monkeypatch) -> None:
+    """Tokens, queries, keys, values and averages, each as large as x; on the sphere also the drift before projection.
+
+    So it is for clouds that a drift would otherwise compute in parts.
+    """
+    if many:
+        monkeypatch.setattr(drift, "AT_ONCE_WITH_GRADIENT", 0)
+    saved = []
+    for steps in (1, 2):
+        module, x = layer(8, 2, geometry=geometry, steps=steps), drawn(3, 16, 8).requires_grad_()
+        kept = {}
+
+        def keep(z: Tensor, kept: dict = kept) -> Tensor:
+            kept[z.untyped_storage().data_ptr()] = z.untyped_storage()
+            return z
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda z: z):
+            module(x)
+        saved.append(sum(storage.nbytes() == x.untyped_storage().nbytes() for storage in kept.values()))
+    assert saved[1] - saved[0] == 4 * tensors  # four attentions more
 
 
 @pytest.mark.parametrize(
