@@ -207,6 +207,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
         axis.invert_yaxis()
     axes[1].set_yticks([])
     axes[1].set_xscale("log")
+    axes[0].axvline(1 / len(PAGES), color="k", linestyle=":", label="a guess")
+    axes[0].legend(loc="lower right")
     label(axes[0], "held-out accuracy", "share right", "")
     label(axes[1], "norm of the gradient before clipping", "norm", "")
     held = sum(c["holds"] for c in numbers["claims"])
