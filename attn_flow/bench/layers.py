@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -13,12 +14,12 @@ from attn_flow.nn import ContinuousAttentionLayer, ContinuousMultiheadAttention
 
 
 def layer_ratios(quick: bool) -> Iterator[Ratio]:
-    """Ours / nn.MultiheadAttention with the same widths, per number of attentions computed."""
+    """Ours / torch's module of the same widths: nn.MultiheadAttention, nn.TransformerEncoderLayer (fused forward)."""
     batch, n, dim, heads = (4, 32, 64, 4) if quick else (32, 128, 256, 8)
     x = torch.randn(batch, n, dim, generator=torch.Generator().manual_seed(0))
-    theirs = nn.MultiheadAttention(dim, heads, batch_first=True)
-    drop_in = partial(ContinuousMultiheadAttention.from_multihead, theirs)
-    plain = partial(_itself, theirs)
+    attention = nn.MultiheadAttention(dim, heads, batch_first=True)
+    encoder = nn.TransformerEncoderLayer(dim, heads, 4 * dim, dropout=0.0, batch_first=True).eval()
+    drop_in = partial(ContinuousMultiheadAttention.from_multihead, attention)
     ours: dict[str, Callable[[Tensor], Tensor]] = {
         "drop-in, one Euler step": partial(_itself, drop_in()),
         "drop-in, one RK4 step": partial(_itself, drop_in(step="rk4")),
@@ -26,20 +27,30 @@ def layer_ratios(quick: bool) -> Iterator[Ratio]:
         "layer, one RK4 step (default)": ContinuousAttentionLayer(dim, heads),
         "layer, 8 RK4 steps": ContinuousAttentionLayer(dim, heads, steps=8),
         "layer, 8 RK4 steps, checkpointed": ContinuousAttentionLayer(dim, heads, steps=8, checkpoint=True),
+        "encoder layer, one Euler step": _with_flow(encoder, "euler"),
+        "encoder layer, one RK4 step": _with_flow(encoder, "rk4"),
     }
     rounds = 3 if quick else 15
     for name, function in ours.items():
+        theirs = encoder if name.startswith("encoder") else partial(_itself, attention)
         with torch.no_grad():
-            forward = interleaved({"ours": partial(function, x), "theirs": partial(plain, x)}, rounds)
-        both = interleaved({"ours": partial(_backward, function, x), "theirs": partial(_backward, plain, x)}, rounds)
+            forward = interleaved({"ours": partial(function, x), "theirs": partial(theirs, x)}, rounds)
+        both = interleaved({"ours": partial(_backward, function, x), "theirs": partial(_backward, theirs, x)}, rounds)
         yield {
             "case": f"{name} ({batch}, {n}, {dim}), {heads} heads",
-            "against": "nn.MultiheadAttention",
+            "against": "nn.TransformerEncoderLayer" if theirs is encoder else "nn.MultiheadAttention",
             "ratio": both["ours"] / both["theirs"],
             "forward_ratio": forward["ours"] / forward["theirs"],
-            "saved_ratio": _saved(function, x) / _saved(plain, x),
+            "saved_ratio": _saved(function, x) / _saved(theirs, x),
             "saved_mb": _saved(function, x) / 1e6,
         }
+
+
+def _with_flow(encoder: nn.TransformerEncoderLayer, step: str) -> nn.TransformerEncoderLayer:
+    """The same layer with continuous attention."""
+    other = copy.deepcopy(encoder)
+    other.self_attn = ContinuousMultiheadAttention.from_multihead(encoder.self_attn, step=step)  # type: ignore[assignment]
+    return other
 
 
 def _itself(module: nn.Module, x: Tensor) -> Tensor:
