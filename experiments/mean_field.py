@@ -28,7 +28,7 @@ from attn_flow.experiments.mean_field_chaos import (
     twin,
     two_samples,
 )
-from attn_flow.experiments.mean_field_closures import components, table_task
+from attn_flow.experiments.mean_field_closures import components, more_atoms, table_task
 from attn_flow.experiments.mean_field_figure import plot as plot
 from attn_flow.experiments.parts import kept_part
 from attn_flow.hooks.tables import TableEncoder
@@ -82,6 +82,7 @@ def compute(
     null_sizes, null_seeds = (tuple(QUICK), 2) if quick else (tuple(n for n in (64, 256, 1024) if n <= largest), 3)
     rows, held_out, cloud = (96, 48, 128) if quick else (256, 128, 512)
     numbers, repeats = ((1, 4), 1) if quick else ((1, 2, 4, 8, 16), 1)
+    many = {rows: (4.0, 8.0)} if quick else {rows: (2.0, 4.0, 6.0, 8.0), 4 * rows: (2.0, 4.0)}
     found: dict[str, Any] = {}
     todo: dict[str, tuple[dict[str, Any], Any]] = {}
 
@@ -92,7 +93,7 @@ def compute(
         for law in laws:
             options = {"n": n, "seeds": seeds, "null": ""}
             part("chaos", law, f"-{n}", options, partial(chaos, model, law, n, seeds))
-    for law in laws[:2]:
+    for law in laws:
         for null in NULLS:
             for n in null_sizes:
                 options = {"n": n, "seeds": null_seeds, "null": null}
@@ -101,6 +102,9 @@ def compute(
         part("cloud", law, "", {"n": cloud, "seed": seed}, partial(one_cloud, model, law, cloud, seed))
         options = {"n": rows, "numbers": numbers, "seed": seed}
         part("components", law, "", options, partial(components, model, law, rows, numbers, seed))
+        for n, mosts in many.items():
+            options = {"n": n, "mosts": mosts, "seed": seed}
+            part("atoms", law, f"-{n}", options, partial(more_atoms, model, law, n, mosts, seed))
         for s in range(seed, seed + repeats):
             options = {"n": rows, "m": held_out, "seed": s}
             part("task", law, f"-{s}", options, partial(table_task, model, law, rows, held_out, s))
@@ -111,6 +115,8 @@ def compute(
             found[name] = kept_part(parts, name, {"weights": weights, **options}, run)
             advance(note=name)
     summary = {law.name: _summary(law, found, sizes, null_sizes, repeats, seed) for law in laws}
+    for law in laws:
+        summary[law.name]["atoms"] = {str(n): found[f"atoms-{law.name}-{n}".replace(" ", "_")] for n in many}
     return {
         "seed": seed,
         "trained": trained,
@@ -214,6 +220,8 @@ def _claims(laws: dict[str, Any], trained: bool) -> list[dict[str, Any]]:
         )
         worst = {c: max(last_error(task, c) for task in law["tasks"]) for c in law["tasks"][0]["closures"]}
         claims.append(bound(f"{name}: error after 12 layers, refitted atoms", worst["refitted atoms"], at_most=0.3))
+        first_size = next(iter(law["atoms"].values()))
+        claims.append(bound(f"{name}: the same with twice the atoms", first_size["error"][-1], at_most=0.3))
         unseen = max(last_error(task, "refitted atoms", "held_out") for task in law["tasks"])
         claims.append(bound(f"{name}: the same for rows held out", unseen, at_most=0.3))
         rest = min(last_error(task, c) for task in law["tasks"] for c in task["closures"] if c.startswith("random"))

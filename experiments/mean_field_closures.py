@@ -19,7 +19,7 @@ from attn_flow.hooks.weights import attentions
 from attn_flow.measures import Cloud, Gaussian, Measure, Mixture
 from attn_flow.probe.agreement import compare
 from attn_flow.probe.head_space import HeadSpace, as_heads_see
-from attn_flow.probe.quantised import Atoms, k_means, quantise
+from attn_flow.probe.quantised import MOST, Atoms, k_means, quantise
 
 Field = Callable[[HeadSpace], tuple[Tensor, Tensor]]  # queries -> head averages (heads, m, v), log Z (heads, m)
 Fit = Callable[[HeadSpace], tuple[Field, float]]  # training rows -> their field, and its numbers a head
@@ -78,14 +78,14 @@ def random_rows(number: int, generator: torch.Generator) -> Fit:
     return by_measure(measure, lambda s: number * float(s.y.shape[-1]))
 
 
-def atoms(refitted: bool, generator: torch.Generator | None = None) -> Fit:
+def atoms(refitted: bool, generator: torch.Generator | None = None, most: float = MOST) -> Fit:
     """The probe's weighted atoms of each head; refitted: with values that fit the rows' own averages best (ridge).
 
-    generator: groups at random instead of clusters, the control.
+    generator: groups at random instead of clusters, the control. most: atoms over sqrt(n), at most.
     """
 
     def fit(space: HeadSpace) -> tuple[Field, float]:
-        found = quantise(space, residual=RESIDUAL, generator=generator)
+        found = quantise(space, residual=RESIDUAL, most=most, generator=generator)
         values = _refitted(space, found) if refitted else found.y[..., space.k :]
 
         def field(queries: HeadSpace) -> tuple[Tensor, Tensor]:
@@ -196,6 +196,24 @@ def table_task(model: TableEncoder, law: Law, n: int, m: int, seed: int) -> dict
         "largest_class": float((y[n:] == y[:n].mode().values).float().mean()),
         "rows_numbers": float(n * 2 * tokens.shape[-1] / attentions(model)[0].heads),
     }
+
+
+def more_atoms(model: TableEncoder, law: Law, n: int, mosts: tuple[float, ...], seed: int) -> dict[str, list[float]]:
+    """Error of training rows after the last layer with refitted atoms, at most so many times sqrt(n), and the control.
+
+    error, control (random groups) and atoms, their mean number a head, by entry of `mosts`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = model.rows(*law.draw(n, generator))
+    heads = attentions(model)[0].heads
+    found: dict[str, list[float]] = {"error": [], "control": [], "atoms": []}
+    for most in mosts:
+        run = carried(model, x, x[:1], atoms(refitted=True, most=most))
+        control = carried(model, x, x[:1], atoms(refitted=True, generator=generator, most=most))
+        found["error"].append(run["error"][-1])
+        found["control"].append(control["error"][-1])
+        found["atoms"].append(sum(run["numbers"]) / len(run["numbers"]) / (2 * x.shape[-1] / heads + 1))
+    return found
 
 
 def components(model: TableEncoder, law: Law, n: int, numbers: tuple[int, ...], seed: int) -> dict[str, Any]:

@@ -85,13 +85,14 @@ def quantise(
     *,
     window: tuple[int, ...] = (),
     residual: float = RESIDUAL,
+    most: float = MOST,
     queries: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Atoms:
     """The atoms of one text. window: offsets of tokens that queries see for themselves, left out of the atoms' weights.
 
     queries (n,): the queries by which atoms are found, all of them unless given (to predict for the others).
-    The number of atoms is the smallest whose residual spread is below `residual`, at most 4 sqrt(n). With a
+    The number of atoms is the smallest whose residual spread is below `residual`, at most `most` sqrt(n). With a
     `generator`, tokens are grouped at random into as many clusters: the control that says whether clusters matter.
     """
     if space.sees is not None:
@@ -121,7 +122,7 @@ def quantise(
         ],
         dim=-1,
     )
-    label, top = k_means(z, a, residual, min(n, math.ceil(MOST * math.sqrt(n))))
+    label, top = k_means(z, a, residual, min(n, math.ceil(most * math.sqrt(n))))
     if generator is not None:
         label = torch.randint(top, label.shape, generator=generator).to(label.device)
     member = torch.nn.functional.one_hot(label, top).to(P.dtype)
