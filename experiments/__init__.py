@@ -26,6 +26,7 @@ NAMES = (
     "trained_stacks",
     "mean_field",
     "zoo",
+    "cold_heads",
     "fine_tuning",
 )
 

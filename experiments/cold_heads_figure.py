@@ -23,31 +23,34 @@ def plot(numbers: dict[str, Any]) -> Figure:
         )
         run = [head for head in found if head["way"] is not None]
         b.plot([head["null"] for head in run], [head["way"] for head in run], ".", color=colour, markersize=4)
+        b.plot(
+            [head["null"] for head in run], [head["held"] for head in run], "_", color=colour, markersize=3, alpha=0.4
+        )
     a.axhline(0.8, **THEORY)
     a.set_xscale("log")
     label(a, "every head", "dimensions of keys that queries tell apart", "coldest while ten tokens share")
     b.axline((0, 0), slope=1, color="#aaaaaa", linewidth=0.8)
-    b.axhline(1, **THEORY)
     label(b, "at the coldest beta resolved", "best null: fraction of the way", "own projection", legend=False)
     for case, colour in zip(numbers["colder"], COLOURS):
         factors = [run["factor"] for run in case["runs"]]
         where = f"{case['encoder']} {case['layer']}.{case['head']}, n = {case['n']}"
-        for kind, style in (("moving", "o-"), ("frozen", "s:"), ("common", "^--")):
-            words = where if kind == "moving" else None
-            c.plot(factors, [run[kind]["way"] for run in case["runs"]], style, color=colour, markersize=3, label=words)
-        c.plot(factors, [run["moving"]["null"] for run in case["runs"]], "-", color=colour, alpha=0.3)
-        d.plot(
-            factors, [2 * case["rate"] * run["moving"]["t"] for run in case["runs"]], "o-", color=colour, markersize=3
-        )
+        c.plot(factors, [run["way"] for run in case["runs"]], "o-", color=colour, markersize=3, label=where)
+        c.plot(factors, [run["null"] for run in case["runs"]], "-", color=colour, alpha=0.3)
+        c.plot([case["coldest"]], [case["frozen"]["way"]], "s", color=colour, markersize=5, fillstyle="none")
+        c.axhline(case["held"]["way"], color=colour, linestyle=":", linewidth=0.8)
+        c.plot([case["coldest"]], [case["common"]["way"]], "^", color=colour, markersize=5, fillstyle="none")
+        d.plot(factors, [2 * case["rate"] * run["t"] for run in case["runs"]], "o-", color=colour, markersize=3)
     for axis in (c, d):
         axis.set_xscale("log", base=2)
-    label(c, "best heads: dotted frozen, dashed with the mean", "beta / trained", "way", legend=bool(c.lines))
+    label(c, "best heads", "beta / trained", "way", legend=bool(c.lines))
     label(d, "time of the best fraction", "beta / trained", "2 g t", legend=False)
     held = sum(x["holds"] for x in numbers["claims"])
     missing = f" Not run: {', '.join(numbers['missing'])}." if numbers["missing"] else ""
     caption(
         figure,
-        f"n = {numbers['n']} tokens, {numbers['steps']} steps. (a) dashed: cold. (b) dashed: theory; grey: no better "
-        f"than the best null. (c) pale: best null. {held} of {len(numbers['claims'])} claims hold.{missing}",
+        f"n = {numbers['n']} tokens, {numbers['steps']} steps. (a) dashed: cold. (b) dashes: if theory held; grey: no "
+        "better than the best null. (c) dotted: if theory held; pale: best null; square: in the field of mu_0; "
+        "triangle: with the mean value. "
+        f"{held} of {len(numbers['claims'])} claims hold.{missing}",
     )
     return figure

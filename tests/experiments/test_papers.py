@@ -9,7 +9,15 @@ from attn_flow.base.files import plain
 from attn_flow.experiments import NAMES, load, title
 from attn_flow.experiments.claims import bound, claim
 
-ELSEWHERE = {"concentration", "wrapped_layer", "trained_stacks", "mean_field", "zoo", "fine_tuning"}  # their own tests
+ELSEWHERE = {
+    "concentration",
+    "wrapped_layer",
+    "trained_stacks",
+    "mean_field",
+    "zoo",
+    "cold_heads",
+    "fine_tuning",
+}  # their own tests
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE])
