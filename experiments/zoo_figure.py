@@ -90,7 +90,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
         axis.axhline(0, color="#aaaaaa", linewidth=0.8)
     label(a, "closure, layer by layer", "depth", "explained variance", legend=False)
     if models:
-        a.legend(fontsize=6, frameon=False, ncols=3, loc="lower center")
+        a.set_ylim(-1.0, 1.02)
+        a.legend(fontsize=6, frameon=True, framealpha=0.9, edgecolor="none", ncols=3, loc="lower center")
     label(b, "for queries by which it was not found", "depth", "explained variance", legend=False)
     label(c, "attention replaced in every layer", "depth", "cosine of pooled states", legend=False)
     _bars(d, models)
@@ -102,14 +103,15 @@ def plot(numbers: dict[str, Any]) -> Figure:
                 found = models[name]["regime"]["pairwise_cosine"]
                 g.plot([i / (len(found) - 1) for i in range(len(found))], found, style, color=colour, label=name)
     label(g, "before and after fine-tuning", "depth", "mean cosine of two tokens", legend=bool(g.lines))
-    for run in models.values():
-        for kind, found in (run["beyond"] or {}).items():
+    tied = {name: run for name, run in models.items() if run["beyond"]}
+    for (name, run), (tokens, closure) in zip(tied.items(), (COLOURS[:2], COLOURS[2:4])):
+        for kind, found in run["beyond"].items():
             style = "-" if kind == "trained" else ":"
             fired = list(range(1, len(found["pairwise_cosine"])))
-            h.plot(fired, found["pairwise_cosine"][1:], style, color=COLOURS[0], label=f"{kind}: tokens")
-            h.plot(fired, found["cosine"]["closure"], style, color=COLOURS[1], label=f"{kind}: closure")
-        if run["beyond"]:
-            h.axvline(run["layers"], color="#aaaaaa", linewidth=0.8)
+            words = name if kind == "trained" else f"{name} untrained"
+            h.plot(fired, found["pairwise_cosine"][1:], style, color=tokens, label=f"{words}: tokens")
+            h.plot(fired, found["cosine"]["closure"], style, color=closure, label=f"{words}: closure")
+        h.axvline(run["layers"], color="#aaaaaa", linewidth=0.8)
     label(h, "one block fired beyond its depth", "firings", "cosine", legend=bool(h.lines))
     held = sum(c["holds"] for c in numbers["claims"])
     missing = f" Not run: {', '.join(numbers['missing'])}." if numbers["missing"] else ""
