@@ -6,15 +6,15 @@ here with the weights of one trained head, the tokens that reach it as mu_0 and 
 mean value, a drift common to all tokens, is left out, as the theorem has none (`common=True` keeps it). Cold and
 resolved are counted, not guessed from a dimension: exp(entropy) tokens share a query's attention, and the mean logit is
 so much of the way from the average to the largest. The prediction is P(x) = Pi x/|Pi x| with M = V S G, S the cloud's
-covariance. All heads of several encoders; nulls are the projections of the layer's other heads, random axes of the
-cloud and its principal axis. Ours.
+covariance. All heads of several encoders; nulls are the projections of the layer's other heads, of the head with its
+queries rotated, the principal axis of what it writes, that of the cloud, and random ones. Ours.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,13 +123,22 @@ def predicted(head: Head) -> Axis | None:
 
 
 def nulls(head: Head, others: dict[str, Axis | None], generator: torch.Generator) -> dict[str, Axis]:
-    """Other axes: those of the other heads, the cloud's principal one, and random ones of its covariance."""
+    """Other axes: of the other heads, of this head with its queries rotated, its values', and the cloud's.
+
+    The first know the layer, "rotated" and "values" know what this head writes but not whom it attends to; the cloud's
+    are its principal axis and random ones of its covariance.
+    """
     spread, axes = torch.linalg.eigh(torch.cov(head.x.double().mT))
-    spread = spread.clamp_min(0)  # a covariance has none below
+    root = axes * spread.clamp_min(0).sqrt()  # a covariance has none below
     found = {name: axis for name, axis in others.items() if axis is not None}
-    drawn = {"principal": axes[:, -1]}
+    turn = torch.linalg.qr(torch.randn(len(head.Q), len(head.Q), generator=generator))[0].to(head.Q)
+    rotated = predicted(replace(head, Q=turn @ head.Q))
+    if rotated is not None:
+        found["rotated"] = rotated
+    written = torch.linalg.svd(head.O.double() @ (head.V.double() @ root), full_matrices=False)[0][:, 0]
+    drawn = {"values": written, "principal": axes[:, -1]}
     for i in range(RANDOM):
-        drawn[f"random {i}"] = axes @ (spread.sqrt() * torch.randn(len(spread), generator=generator).double())
+        drawn[f"random {i}"] = root @ torch.randn(len(spread), generator=generator).double()
     for name, e in drawn.items():
         e = e / e.norm()
         found[name] = Axis(e, e, math.nan, math.nan)
@@ -184,7 +193,7 @@ def own_flow(
         way = 1 - away(x) / start
         when = torch.where(way > best, t, when)
         best = torch.maximum(way, best)
-    spread = lambda x: math.sqrt(1 - float((x / R).mean(0).square().sum()))
+    spread = lambda x: float((x - x.mean(0)).square().sum(-1).mean().sqrt() / R)
     found = {name: [float(best[i]), float(when[i])] for i, name in enumerate(targets)}
     return {"way": found, "spread": spread(x) / spread(head.x)}
 
@@ -249,6 +258,7 @@ def one_head(
         "gap": axis.gap,
         "way": run["way"]["own"][0],
         "null": best,
+        "null name": max((n for n in run["way"] if n != "own"), key=lambda n: run["way"][n][0]),
         "nulls": len(targets) - 1,
         "spread": run["spread"],
     }

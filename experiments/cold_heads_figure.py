@@ -28,7 +28,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
         )
     a.axhline(0.8, **THEORY)
     a.set_xscale("log")
-    label(a, "every head", "dimensions of keys that queries tell apart", "coldest while ten tokens share")
+    found = bool(numbers["heads"])
+    label(a, "every head", "dimensions of keys that queries tell apart", "coldest while ten tokens share", legend=found)
     b.axline((0, 0), slope=1, color="#aaaaaa", linewidth=0.8)
     label(b, "at the coldest beta resolved", "best null: fraction of the way", "own projection", legend=False)
     for case, colour in zip(numbers["colder"], COLOURS):

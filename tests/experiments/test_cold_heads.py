@@ -64,7 +64,7 @@ def test_resolution_counts_the_tokens_that_share(generator: torch.Generator) -> 
 def test_a_cold_head_goes_to_its_projection_and_not_to_the_nulls(generator: torch.Generator) -> None:
     """Where theory applies, a dense cloud in three dimensions and a large gap: nearly as far as if it held."""
     x = cloud(600, 3, generator)
-    head = made(x, torch.eye(3), torch.diag(torch.tensor([3.0, 0.3, 0.2])))
+    head = made(x, torch.diag(torch.tensor([0.2, 2.0, 0.5])), torch.diag(torch.tensor([2.0, 1.5, 0.3])))
     axis = predicted(head)
     assert axis is not None
     targets = {"own": axis, **nulls(head, {"none": None}, generator)}
