@@ -5,6 +5,7 @@ import torch
 
 from attn_flow.hooks import attentions, record, self_check
 from attn_flow.hooks.attach import deepened
+from attn_flow.hooks.inputs import pieces
 from attn_flow.hooks.reactions import FARTHEST, ReactionEncoder, molecule
 
 REACTION = "OC(=O)C(=C)C=C.C=CC#N>>OC(=O)C1=CCCC(C1)C#N"
@@ -100,3 +101,15 @@ def test_one_block_fired_again_and_again(model: ReactionEncoder) -> None:
         deeper = record(model, {"src": src})
     torch.testing.assert_close(deeper.x[-1], x, rtol=0, atol=1e-12)
     assert len(model.layers) == 3
+
+
+def test_an_encoder_with_the_batch_first_is_read_in_pieces(model: ReactionEncoder) -> None:
+    src = torch.stack([model.atoms(r) for r in ("CO.CCl>>COC", "CN.CCl>>CNC", "CO.CBr>>COC")])
+    sizes = lambda encoder, inputs: [piece.size for piece in pieces(encoder, inputs, None, 2)]
+    assert sizes(model, {"src": src}) == [2, 1]
+    assert sizes(model, {"src": src, "mask": torch.zeros(8, 8)}) == [3]  # a mask of tokens has no texts to cut
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 24)
+    second = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)  # the batch on the second axis
+    assert sizes(second, {"src": src}) == [3]
+    whole, parts = (record(model, {"src": src}, batch=batch).x for batch in (3, 1))
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12)
