@@ -11,6 +11,7 @@
 | `causal` | collapse on the first token, retrieval profile, lost in the middle | 2411.04990, 2605.09213 |
 | `normalisation` | contraction laws of Post-, Pre-, Peri-LN, nGPT, LN-scaling | 2510.22026 |
 | `long_context` | one layer on a long context: critical beta, Poisson law | 2510.05554, 2605.08505 |
+| `gap_counting` | the beta at which one key holds half of an attention row | 2605.12697 |
 | `hardmax` | leaders, cells, Frank-Wolfe gap | 2407.01602, 2508.09628 |
 | `gaussian` | mean and covariance of a Gaussian law, blow-up time | 2501.18322 |
 

@@ -1,0 +1,68 @@
+"""MiniLM, its untrained twin, texts for both, and the same encoder with parts of its blocks taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attn_flow.hooks import Block, blocks
+from attn_flow.hooks.demo import minilm, topics
+from attn_flow.probe.nulls import untrained_twin
+
+WORDS = 60  # of the shortest text: no text is shorter than the number of tokens kept of each
+
+
+def trained_and_twin(seed: int, dtype: torch.dtype = torch.float32) -> tuple[dict[str, nn.Module], Any] | None:
+    """{"trained": MiniLM, "untrained": its twin} and their tokenizer; None where its package is not installed."""
+    try:
+        model, tokenizer = minilm()
+    except ModuleNotFoundError:
+        return None
+    return {"trained": model.to(dtype), "untrained": untrained_twin(model, seed).to(dtype)}, tokenizer
+
+
+def token_ids(tokenizer: Any, texts: int, n: int) -> dict[str, Tensor]:
+    """The first n tokens of some help pages of Python, [CLS] and [SEP] among them: (texts, n), without padding."""
+    long = [page for page in topics() if len(page.split()) >= n]
+    found = tokenizer(long[:texts], truncation=True, max_length=n, return_tensors="pt", return_token_type_ids=False)
+    return dict(found)
+
+
+@contextmanager
+def taken_out(model: nn.Module, *parts: str) -> Iterator[None]:
+    """A post-norm encoder without its "ffn" (norms stay), or without its "residuals": norm(f(x)) for norm(x + f(x)).
+
+    "shuffled ffn": what the feed-forward part adds is given to other tokens of the text, the same in every layer.
+    """
+    with ExitStack() as stack:
+        for block in {id(b.module): b for b in blocks(model)}.values():
+            if block.norm_placement != "post":
+                raise ValueError(f"{block.architecture.name} is {block.norm_placement}-norm, expected a post-norm one.")
+            for part in parts:
+                stack.callback(_without(block, part))
+        yield
+
+
+def _without(block: Block, part: str) -> Callable[[], None]:
+    arch = block.architecture
+    if part == "ffn":
+        return block[arch.ffn].register_forward_hook(lambda module, args, out: torch.zeros_like(out)).remove
+    if part == "shuffled ffn":
+        return block[arch.ffn].register_forward_hook(lambda module, args, out: out[:, _turned(out.shape[1])]).remove
+    if part != "residuals":
+        raise ValueError(f"part {part!r}, expected 'ffn', 'shuffled ffn' or 'residuals'.")
+    undo = ExitStack()
+    for added, norm in ((arch.emit, arch.norm1), (arch.ffn, arch.norm2)):
+        last: list[Tensor] = []
+        undo.callback(block[added].register_forward_hook(lambda module, args, out, last=last: last.append(out)).remove)
+        undo.callback(block[norm].register_forward_pre_hook(lambda module, args, last=last: (last.pop(),)).remove)
+    return undo.close
+
+
+def _turned(n: int) -> Tensor:
+    """Every token's place but its own."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(n)).roll(1)
