@@ -20,7 +20,13 @@ ELSEWHERE = {
 }  # their own tests
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ELSEWHERE])
+SLOW = {"layer_jacobians", "gap_counting"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in NAMES if n not in ELSEWHERE],
+)
 def test_quick_run(name):
     experiment = load(name)
     numbers = experiment.compute(quick=True, seed=0)

@@ -1,0 +1,142 @@
+"""Energy of real tokens by layer, with and without the FFN: which part of a trained layer lets tokens leave clusters.
+
+arXiv 2605.07772 says that a trained FFN lets tokens leave clusters near the last layers; only a digest is known to us,
+so quantities and nulls are ours. Directions u = x/|x|; e = (1/beta) log mean_ij exp(beta <u_i, u_j>), i != j, is the
+energy of section 0 of docs/THEORY.md up to constants: 1 for one cluster. Its change in a layer is that of the attention
+part plus that of the FFN part. Nulls: the untrained twin, and FFN outputs given to other tokens of the same text.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_flow.base.progress import progress_bar
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import COLOURS, caption, label, panels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BETA = 4.0
+RUNS = {"as it is": (), "without FFN": ("ffn",), "FFN of other tokens": ("shuffled ffn",)}
+
+
+def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
+    """Energies by half layer of MiniLM and its twin, as they are and changed."""
+    texts, n = (4, 32) if quick else (16, 128)
+    one, spread = torch.ones(5, 3), torch.eye(4)
+    claims = [
+        claim("one cluster: e", float(energy_of(one)), 1.0, 1e-12),
+        claim("orthogonal tokens: e", float(energy_of(spread)), 0.0, 1e-12),
+        claim("two antipodal pairs: e", float(energy_of(pairs())), math.log(pair_mean()) / BETA, 1e-12),
+    ]
+    real = encoders(texts, n, seed, progress)
+    if real is not None:
+        claims += encoder_claims(real)
+    return {"seed": seed, "encoders": real, "claims": claims}
+
+
+def pairs() -> Tensor:
+    """Two tokens at e_1 and two at -e_1."""
+    return torch.tensor([[1.0], [1.0], [-1.0], [-1.0]])
+
+
+def pair_mean() -> float:
+    """mean of exp(beta <u_i, u_j>) over its 12 ordered pairs: 4 at cosine 1, 8 at -1."""
+    return (4 * math.exp(BETA) + 8 * math.exp(-BETA)) / 12
+
+
+def energy_of(x: Tensor) -> Tensor:
+    """e = (1/beta) log mean_{i != j} exp(beta <u_i, u_j>) of clouds (..., n, d), (...)."""
+    u = torch.nn.functional.normalize(x.double(), dim=-1)
+    n = u.shape[-2]
+    scores = (BETA * u @ u.mT).masked_fill(torch.eye(n, dtype=torch.bool), -math.inf)
+    return (scores.flatten(-2).logsumexp(-1) - math.log(n * (n - 1))) / BETA
+
+
+def encoders(texts: int, n: int, seed: int, progress: bool) -> dict[str, Any] | None:
+    """Energies (2L + 1, texts) at the input, after attention and after the FFN of every layer, for every run."""
+    from attn_flow.experiments.twins import taken_out, token_ids, trained_and_twin
+    from attn_flow.hooks import record
+
+    found = trained_and_twin(seed)
+    if found is None:
+        return None
+    models, tokenizer = found
+    inputs = token_ids(tokenizer, texts, n)
+    runs: dict[str, Any] = {"texts": texts, "n": n, "energy": {}}
+    with progress_bar("energy by layer", len(models) * len(RUNS), progress) as advance:
+        for name, model in models.items():
+            for how, parts in RUNS.items():
+                with taken_out(model, *parts):
+                    path = record(model, inputs, points=["resid", "resid_mid"], check=False)
+                whole, half = path.x[: len(path.x) // 2 + 1], path.x[len(path.x) // 2 + 1 :]
+                levels = [e for i in range(len(half)) for e in (energy_of(whole[i]), energy_of(half[i]))]
+                runs["energy"][f"{name}, {how}"] = torch.stack([*levels, energy_of(whole[-1])]).tolist()
+                advance()
+    return runs
+
+
+def changes(energy: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
+    """What attention and FFN change e by in every layer: (layers, texts) each."""
+    step = np.diff(np.array(energy), axis=0)
+    return step[0::2], step[1::2]
+
+
+def encoder_claims(real: dict[str, Any]) -> list[dict[str, Any]]:
+    """Means over texts; the last FFN part against its norm alone, in standard errors of their difference."""
+    attention, ffn = changes(real["energy"]["trained, as it is"])
+    _, norm = changes(real["energy"]["trained, without FFN"])
+    _, twin = changes(real["energy"]["untrained, as it is"])
+    more = norm[-1] - ffn[-1]
+    ends = [np.array(real["energy"][f"trained, {how}"])[-1].mean() for how in RUNS]
+    return [
+        bound("MiniLM: what attention changes e by, smallest of its layers", attention.mean(-1).min(), at_least=0),
+        bound("MiniLM: what the FFN changes e by, largest of its layers", ffn.mean(-1).max(), at_most=0),
+        bound(
+            "MiniLM, last layer: fall of e by the FFN part beyond that of its norm without FFNs, in errors",
+            more.mean() / (more.std(ddof=1) / math.sqrt(len(more))),
+            at_least=3,
+        ),
+        bound("untrained twin: what the FFN changes e by, smallest of its layers", twin.mean(-1).min(), at_least=-0.01),
+        bound("MiniLM: last e without FFN less as it is (no collapse without it)", ends[1] - ends[0], at_most=0.1),
+        bound("MiniLM: last e as it is less with FFN outputs of other tokens", ends[0] - ends[2], at_least=0.1),
+    ]
+
+
+def plot(numbers: dict[str, Any]) -> Figure:
+    """Energies through depth, and what the two parts of a layer change."""
+    real = numbers["encoders"]
+    figure, axes = panels(3, title="Energy of tokens by layer, with and without the FFN")
+    titles = ("MiniLM, trained", "its untrained twin", "trained: what each part changes")
+    for axis, name, words in zip(axes, ("trained", "untrained", ""), titles):
+        if real is None:
+            axis.text(0.5, 0.5, "MiniLM is not installed", ha="center", transform=axis.transAxes)
+        elif name:
+            for how, colour in zip(RUNS, COLOURS):
+                e = np.array(real["energy"][f"{name}, {how}"])
+                level, error = np.arange(len(e)) / 2, 2 * e.std(-1, ddof=1) / math.sqrt(e.shape[-1])
+                axis.fill_between(level, e.mean(-1) - error, e.mean(-1) + error, color=colour, alpha=0.2, linewidth=0)
+                axis.plot(level, e.mean(-1), "o-", markersize=3, color=colour, label=how)
+            axis.set_ylim(0, 1.35)
+        else:
+            for values, colour, what in zip(
+                changes(real["energy"]["trained, as it is"]), COLOURS, ("attention", "FFN")
+            ):
+                error = 2 * values.std(-1, ddof=1) / math.sqrt(values.shape[-1])
+                axis.errorbar(
+                    np.arange(len(values)), values.mean(-1), error, marker="o", capsize=2, color=colour, label=what
+                )
+            axis.axhline(0, color="grey", linewidth=0.8)
+        y = "change of e" if not name else r"$e=\frac{1}{\beta}\log\,{\rm mean}\,e^{\beta\langle u_i,u_j\rangle}$"
+        label(axis, words, "layer", y, legend=real is not None)
+    words = (
+        "" if real is None else f"{real['texts']} texts of {real['n']} tokens; bands and bars: two standard errors. "
+    )
+    caption(figure, f"{words}beta = {BETA:g}, pairs i != j; half layers: after attention. Seed {numbers['seed']}.")
+    return figure

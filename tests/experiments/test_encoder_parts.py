@@ -1,0 +1,186 @@
+"""Experiments on the parts of a layer: their numbers against literal loops, finite differences and simulation."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from attn_flow.experiments import affine_rank, energy_by_layer, layer_jacobians, random_weights
+from attn_flow.experiments.twins import taken_out
+from attn_flow.hooks import attentions, blocks, record
+from attn_flow.hooks.demo import tiny_bert
+
+F64 = torch.float64
+INPUTS = {"input_ids": torch.tensor([[2, 5, 9, 6, 14, 11, 3]])}
+
+
+@pytest.fixture(scope="module")
+def bert():
+    """A tiny BERT with biases, gains and larger weights drawn anew: at its start they are zero, one and tiny."""
+    model = tiny_bert()[0].double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "encoder" in name:
+                weight.add_(0.3 * torch.randn(weight.shape, generator=generator, dtype=F64))
+    return model
+
+
+# --- Jacobians -------------------------------------------------------------------------------------------------------
+
+
+def test_departure_of_a_triangle():
+    """[[a, b], [0, c]]: |J|^2 - a^2 - c^2 = b^2; T = diag(+-(a-c)/2) + b e1 e2^T."""
+    a, b, c = 2.0, 0.7, -1.0
+    size = math.sqrt((a - c) ** 2 / 2 + b**2)
+    found = layer_jacobians.departure(torch.tensor([[a, b], [0.0, c]], dtype=F64))
+    assert found == pytest.approx((b / size, b / math.sqrt(2) / size, (a + c) / 2), rel=1e-9)
+
+
+def test_departure_does_not_see_a_shift_nor_a_rotation_of_axes():
+    generator = torch.Generator().manual_seed(1)
+    J = torch.randn(7, 7, generator=generator, dtype=F64)
+    R = torch.linalg.qr(torch.randn(7, 7, generator=generator, dtype=F64))[0]
+    before = layer_jacobians.departure(J)[:2]
+    assert layer_jacobians.departure(R @ (J + 3 * torch.eye(7, dtype=F64)) @ R.mT)[:2] == pytest.approx(
+        before, rel=1e-8
+    )
+
+
+def test_the_layer_written_out_is_the_layer_and_its_jacobian_that_of_differences(bert):
+    x = record(bert, INPUTS).x[:, 0]
+    for i, (block, attention) in enumerate(zip(blocks(bert), attentions(bert))):
+        layer = layer_jacobians.layer_of(block, attention, x[i], 2)
+        J = torch.func.jacrev(layer)(x[i, 2]).detach()
+        for k, h in ((0, 1e-5), (7, 1e-5)):
+            moved = [x[i].clone(), x[i].clone()]
+            for cloud, sign in zip(moved, (1, -1)):
+                cloud[2, k] += sign * h
+            with torch.no_grad():  # through the encoder's own block
+                up, down = (block.module(cloud[None]) for cloud in moved)
+            up, down = (out[0] if isinstance(out, tuple) else out for out in (up, down))
+            slope = (up - down)[0, 2] / (2 * h)
+            assert float((J[:, k] - slope).norm()) < 1e-7 * float(J.norm())
+        numbers = layer_jacobians.jacobian_numbers(layer, x[i, 2], x[i + 1, 2])
+        assert numbers[4] < 1e-13
+
+
+def test_shuffled_weights_are_the_same_numbers(bert):
+    other = layer_jacobians.shuffled(bert, 0)
+    for a, b in zip(blocks(bert), blocks(other)):
+        w, v = (block["output.dense"].weight for block in (a, b))
+        assert not torch.equal(w, v)
+        assert torch.equal(w.flatten().sort().values, v.flatten().sort().values)
+
+
+# --- parts taken out -------------------------------------------------------------------------------------------------
+
+
+def test_parts_are_taken_out_and_put_back(bert):
+    before = record(bert, INPUTS).x
+    points = ["resid_pre", "attn_out", "resid_mid", "ffn_out", "resid_post"]
+    block = blocks(bert)[1]
+    norm1, norm2 = block["attention.output.LayerNorm"], block["output.LayerNorm"]
+    with torch.no_grad():
+        with taken_out(bert, "ffn"):
+            x, a, m, f, y = record(bert, INPUTS, points=[f"{p}.1" for p in points], check=False).x
+        torch.testing.assert_close(m, norm1(x + a))
+        torch.testing.assert_close(y, norm2(m))
+        with taken_out(bert, "residuals"):
+            x, a, m, f, y = record(bert, INPUTS, points=[f"{p}.1" for p in points], check=False).x
+        torch.testing.assert_close(m, norm1(a))
+        torch.testing.assert_close(y, norm2(f))
+        with taken_out(bert, "shuffled ffn"):
+            x, a, m, f, y = record(bert, INPUTS, points=[f"{p}.1" for p in points], check=False).x
+        own = block["output.dense"](block["intermediate"](m))[0]
+        given = f[0]
+        assert not torch.allclose(given, own)
+        assert torch.allclose(given.sum(0), own.sum(0))
+    assert torch.equal(record(bert, INPUTS).x, before)
+    with pytest.raises(ValueError, match="part 'norms', expected 'ffn'"), taken_out(bert, "norms"):
+        pass
+    assert torch.equal(record(bert, INPUTS).x, before)
+
+
+# --- affine rank -----------------------------------------------------------------------------------------------------
+
+
+def test_affine_rank_is_that_of_differences():
+    generator = torch.Generator().manual_seed(0)
+    for r in (1, 4):
+        x = affine_rank.drawn(r, generator)
+        assert affine_rank.affine_rank(x) == r == int(torch.linalg.matrix_rank(x[1:] - x[0], rtol=1e-9))
+        assert int(torch.linalg.matrix_rank(x, rtol=1e-9)) == r + 1  # 0 is not in the hull
+
+
+def test_parts_are_those_of_the_encoder(bert):
+    points = ["resid_pre.1", "attn_out.1", "resid_mid.1", "ffn_out.1", "resid_post.1"]
+    x, a, m, f, y = record(bert, INPUTS, points=points).x[:, 0]
+    found = affine_rank.parts(blocks(bert)[1], x)
+    for z, expected in zip(found, (x, a, x + a, m, f, m + f, y)):
+        torch.testing.assert_close(z, expected)
+
+
+def test_spread_of_directions():
+    x = torch.tensor([[[2.0, 0.0], [0.0, 3.0]], [[1.0, 0.0], [5.0, 0.0]]])[:, None]
+    assert affine_rank.spread_of(x) == pytest.approx([0.5, 0.0])
+
+
+# --- energy ----------------------------------------------------------------------------------------------------------
+
+
+def test_energy_is_the_literal_sum():
+    x = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    for cloud, found in zip(x.tolist(), energy_by_layer.energy_of(x).tolist()):
+        u = [np.array(token) / np.linalg.norm(token) for token in cloud]
+        pairs = [math.exp(energy_by_layer.BETA * float(u[i] @ u[j])) for i in range(5) for j in range(5) if i != j]
+        assert found == pytest.approx(math.log(sum(pairs) / len(pairs)) / energy_by_layer.BETA, rel=1e-6)
+
+
+def test_changes_are_those_of_attention_then_ffn():
+    attention, ffn = energy_by_layer.changes([[0.0], [1.0], [0.5], [2.5], [2.0]])
+    assert attention.tolist() == [[1.0], [2.0]]
+    assert ffn.tolist() == [[-0.5], [-0.5]]
+
+
+# --- random weights --------------------------------------------------------------------------------------------------
+
+
+def test_the_kernel_of_gelu_is_its_mean_over_draws():
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal((2, 400_000))
+    for rho, variance in ((0.5, 0.15), (-0.3, 2.0), (1.0, 1.0)):
+        u = math.sqrt(variance) * z[0]
+        v = math.sqrt(variance) * (rho * z[0] + math.sqrt(1 - rho**2) * z[1])
+        product = np.asarray(torch.nn.functional.gelu(torch.tensor(u)) * torch.nn.functional.gelu(torch.tensor(v)))
+        error = product.std() / math.sqrt(len(product))
+        assert abs(float(random_weights.gelu_kernel(np.array(rho), variance)) - product.mean()) < 4 * error
+
+
+def test_one_part_is_a_gaussian_field_and_a_norm():
+    """Two tokens, kernel .04 (1 + rho)/2: mean and spread of their cosine over draws of the field."""
+    d, rho, draws = random_weights.D, 0.3, 4000
+    kernel = lambda r: 0.04 * (1 + np.asarray(r)) / 2
+    n = random_weights.TOKENS
+    C = np.full((n, n), rho) + (1 - rho) * np.eye(n)
+    cosine, variance = random_weights.one_part(C, np.zeros((n, n)), kernel, common=True)
+    rng = np.random.default_rng(0)
+    x, y = np.zeros(d), np.zeros(d)
+    x[0], y[:2] = 1.0, (rho, math.sqrt(1 - rho**2))
+    root = np.linalg.cholesky(np.array([[kernel(1.0), kernel(rho)], [kernel(rho), kernel(1.0)]]) / d)
+    kicks = np.einsum("ab,nbd->nad", root, rng.standard_normal((draws, 2, d)))
+    a, b = x + kicks[:, 0], y + kicks[:, 1]
+    found = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
+    # means differ by O(kappa/d), variances by O(kappa): 4%
+    assert abs(found.mean() - cosine[0, 1]) < 4 * found.std() / math.sqrt(draws) + 0.04 / d
+    assert found.var() == pytest.approx(variance[0, 1], rel=0.04 + 4 * math.sqrt(2 / draws))
+
+
+def test_the_null_has_no_common_kick():
+    n = random_weights.TOKENS
+    C = np.full((n, n), 0.5) + 0.5 * np.eye(n)
+    together, _ = random_weights.recursion(C, 2)
+    alone, _ = random_weights.recursion(C, 2, common=False)
+    assert together[2, 0, 1] > 0.5 > alone[2, 0, 1]
+    assert np.allclose(np.diagonal(together, axis1=1, axis2=2), 1)
