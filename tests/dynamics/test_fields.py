@@ -1,8 +1,6 @@
 """Fields beside attention: drifts of one's own, sums, layers; closed forms, orders across jumps, what is refused."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -251,12 +249,3 @@ def test_refused_by_name(name) -> None:
     call, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_the_example_in_the_docs_runs(capsys) -> None:
-    text = (Path(__file__).parents[2] / "docs/THEORY.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(block, {})
-    assert "0.6827, 0.6827" in capsys.readouterr().out

@@ -119,3 +119,21 @@ def test_phases_carry_the_resolution() -> None:
     assert found.resolution.verdict == "unresolved"
     with pytest.raises(ValueError, match=r"expected one path \(T, n, d\)"):
         phases(Trajectory(path.t, path.x[:, None]), limit(A))
+
+
+@pytest.mark.parametrize(("degree", "rate"), [(1, 1 / 6), (2, -2 / 3), (3, 2.0)])
+def test_modes_of_a_layer_that_cannot_stay_grow_as_derived(degree, rate):
+    """V = diag(-1, .5), G = diag(1, -3): a Hermite mode on the Gaussian of variance 2/beta, through the flow itself."""
+    G, V = torch.diag(torch.tensor([1.0, -3.0], dtype=f64)), torch.diag(torch.tensor([-1.0, 0.5], dtype=f64))
+    beta, small = 1e4, 1e-4
+    s, z = math.sqrt(2 / beta), torch.linspace(-9, 9, 301, dtype=f64)
+    mode = {1: lambda y: y, 2: lambda y: y**2 - 1, 3: lambda y: y**3 - 3 * y}[degree]
+    x0 = torch.stack([torch.cos(s * z), torch.sin(s * z)], -1)
+    moments = []
+    for sign in (1, -1):
+        w = torch.exp(-(z**2) / 2) * (1 + sign * small * mode(z))
+        path = flow(Attention.from_matrices(G, V, beta=beta), x0, [0.0, 0.01, 0.02], weights=w / w.sum(), h=0.01)
+        moments.append((w / w.sum() * mode(torch.atan2(path.x[..., 1], path.x[..., 0]) / s)).sum(-1))
+    a = moments[0] - moments[1]
+    early, late = (float((a[i + 1] / a[i]).log()) / 0.01 for i in (0, 1))
+    assert 1.5 * early - 0.5 * late == pytest.approx(rate, abs=0.02)  # at t = 0; the line's own error is O(t^2)

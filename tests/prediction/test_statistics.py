@@ -67,6 +67,42 @@ def test_the_constants_of_a_known_bound_are_found():
     assert shaken.cover > 1.05
     with pytest.raises(ValueError, match="two or more finite"):
         fit_bound(paths[:1], target, w2=curves[:1])
+    assert "one path: too small" in repr(shaken)
+
+
+def test_errors_over_seeds_cover_the_truth_where_those_of_the_fit_do_not():
+    """Whole curves that are off by a factor each: points of one curve say the same thing many times over."""
+    C, c, K, seeds = 0.7, 0.4, 1.3, 12
+    t = torch.linspace(0, 6, 61, dtype=F64)
+    times, noise = t.numpy(), np.random.default_rng(1)
+    target = limit(Attention.from_matrices(G, V))
+    paths, truth = [], []
+    for beta in (30.0, 300.0, 3000.0):
+        paths.append(Trajectory(t, torch.ones(61, 1, 2, dtype=F64), about={"attention": {"beta": beta}}))
+        truth.append(K * (math.sqrt(math.log(beta + 1) / beta) * np.exp(C * times) + np.exp(-c * times)))
+    covered = {"seeds": 0, "fit": 0}
+    for _ in range(20):
+        factors = np.exp(0.2 * noise.normal(size=(3, seeds)))
+        many = [curve[:, None] * factor for curve, factor in zip(truth, factors)]
+        found = fit_bound(paths, target, w2=many, resamples=40)
+        assert found.seeds == seeds
+        covered["seeds"] += abs(math.log(found.K / K)) < 2 * found.K_error / found.K
+        alone = fit_bound(paths, target, w2=[np.exp(np.log(curve).mean(1)) for curve in many])
+        covered["fit"] += abs(math.log(alone.K / K)) < 2 * alone.K_error / alone.K
+    assert covered["seeds"] >= 15  # 95% of 20 less four standard deviations
+    assert covered["fit"] <= 12
+    assert "over 12 seeds" in repr(found)
+
+
+def test_fit_bound_says_what_it_wants_of_seeds():
+    t = torch.linspace(0, 6, 61, dtype=F64)
+    paths = [Trajectory(t, torch.ones(61, 1, 2, dtype=F64), about={"attention": {"beta": b}}) for b in (30.0, 300.0)]
+    target = limit(Attention.from_matrices(G, V))
+    w2 = [np.exp(-t.numpy())[:, None] * np.ones(k) for k in (2, 3)]
+    with pytest.raises(ValueError, match=r"paths of \[2, 3\] seeds, expected as many for each beta"):
+        fit_bound(paths, target, w2=w2)
+    with pytest.raises(ValueError, match="resamples = 1, expected"):
+        fit_bound(paths, target, w2=w2[:1] * 2, resamples=1)
 
 
 def test_chaos_on_the_circle_is_of_order_one_half():
