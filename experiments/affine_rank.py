@@ -199,7 +199,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
             for how, style in (("as it is", "-"), ("without residuals", ":")):
                 values = real[name]["spread"][how]
                 c.plot(values, style, color=colour, marker="o", markersize=3, label=f"{name}, {how}")
-        c.set_yscale("log")
+        c.set(yscale="log", ylim=(1e-15, 1e7))  # room for the legend above
     name = numbers["counts"][0]["name"] if numbers["counts"] else "a layer"
     label(a, f"{name}: tokens of affine rank r", "", "affine rank", legend=real is not None)
     label(b, "MiniLM: real tokens", "", "effective rank (centred)", legend=real is not None)

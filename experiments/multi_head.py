@@ -190,7 +190,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     b.plot(numbers["spread"], [r["rate"] for r in numbers["rates"]], "o", color=COLOURS[0], label="simulated")
     b.plot(numbers["spread"], [r["theory"] for r in numbers["rates"]], **THEORY, label=r"$2\sum m_h e^{\beta m_h}$")
     b.axhline(numbers["rates"][0]["theory"], color="grey", linewidth=0.8, label="averaged heads")
-    label(b, r"heads $1+s(-1,0,1)$, $\beta=1$", "spread s", "terminal rate of 1 - rho")
+    label(b, r"heads $1+s(-1,0,1)$, $\beta=1$", "spread s", r"terminal rate of $1-\rho$")
     angle = np.degrees(numbers["angle"])
     c.plot(
         angle, [r["fraction"] for r in numbers["broken"]], "o-", color=COLOURS[0], label="fraction of steps that fall"

@@ -29,6 +29,7 @@ D, HEADS, WIDE, S = 384, 12, 1536, 0.02  # MiniLM's sizes, and the standard devi
 TOKENS = 24
 HERMITE = np.polynomial.hermite_e.hermegauss(40)
 OFF = ~np.eye(TOKENS, dtype=bool)
+Kernel = Callable[[np.ndarray], np.ndarray]
 
 
 def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
@@ -153,21 +154,24 @@ def recursion(C: np.ndarray, depth: int, common: bool = True) -> tuple[np.ndarra
     """
     grid = np.linspace(-1, 1, 401)
     table = WIDE * S**2 * gelu_kernel(grid, S**2 * D)
-    ffn = lambda rho: np.interp(rho, grid, table)
+    ffn: Kernel = lambda rho: np.asarray(np.interp(rho, grid, table))
     V = np.zeros_like(C)
     path, variance = [C], [V]
     for _ in range(depth):
         kick = (S**2 * D) ** 2 * float(C.mean())
-        C, V = one_part(C, V, lambda rho, kick=kick: np.full_like(rho, kick), common)
+        C, V = one_part(C, V, constant(kick), common)
         C, V = one_part(C, V, ffn, common)
         path.append(C)
         variance.append(V)
     return np.array(path), np.array(variance)
 
 
-def one_part(
-    C: np.ndarray, V: np.ndarray, kernel: Callable[[np.ndarray], np.ndarray], common: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def constant(kick: float) -> Kernel:
+    """The kernel of one kick for all tokens."""
+    return lambda rho: np.full_like(rho, kick)
+
+
+def one_part(C: np.ndarray, V: np.ndarray, kernel: Kernel, common: bool) -> tuple[np.ndarray, np.ndarray]:
     """A Gaussian field of this kernel added to the tokens, then the norm: cosines and their variance."""
     rho = np.clip(C, -1.0, 1.0)
     top, h = 1 + float(kernel(np.ones(1))[0]), 1e-3

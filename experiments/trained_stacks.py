@@ -232,7 +232,11 @@ def plot(numbers: dict[str, Any]) -> Figure:
     figure, axes = panels(3, 2, "What training does to the flow, and what the flow does to the trained")
     rows = sorted(numbers["table"], key=lambda row: (row["depth"], row["horizon"], row["beta"]))
     names = [f"L={row['depth']:g}\nT={row['horizon']:g}\n\u03b2={row['beta']:g}" for row in rows]
-    tall = {"accuracy": "accuracy", "clusters": "clusters of the last cloud", "w2": "W2 to the limit / W2 at the start"}
+    tall = {
+        "accuracy": "accuracy",
+        "clusters": "clusters of the last cloud",
+        "w2": r"$W_2$ to the limit / $W_2$ at the start",
+    }
     for axis, (what, words) in zip(axes, tall.items()):
         for j, (when, shift) in enumerate((("start", -0.12), ("trained", 0.12))):
             place = np.arange(len(rows)) + shift

@@ -219,18 +219,18 @@ def plot(numbers: dict[str, Any]) -> Figure:
         top, middle, bottom = (axes[row * len(runs) + j] for row in range(3))
         one = run["ideal"]
         t = torch.tensor(one["t"])
-        top.semilogy(t, one["w2"], label="W2 to P_# mu_0")
+        top.semilogy(t, one["w2"], label=r"$W_2$ to $P_\#\mu_0$")
         top.semilogy(t, one["median"], label="median token")
         start = one["median"][len(t) // 3]
-        top.semilogy(t, start * torch.exp(-one["g"] * (t - t[len(t) // 3])), label="slope g", **THEORY)
+        top.semilogy(t, start * torch.exp(-one["g"] * (t - t[len(t) // 3])), label="slope $g$", **THEORY)
         label(top, f"{name}: head {one['head']}, keys fill the sphere", "t", "distance")
         for path, colour in zip(run["real"], shades(len(run["real"]))):
-            words = f"beta x {path['factor']:g}"
+            words = rf"$\beta\times{path['factor']:g}$"
             middle.plot(path["t"], path["w2"], color=colour, label=words)
             bottom.plot(path["t"], path["cosine"], color=colour, label=f"{words}, clusters: {path['clusters'][-1]}")
         middle.set_ylim(bottom=0)
         bottom.set_ylim(-0.1, 1.05)
-        label(middle, f"{name}: all heads, real tokens", "t", "W2 to P_# mu_0")
+        label(middle, f"{name}: all heads, real tokens", "t", r"$W_2$ to $P_\#\mu_0$")
         label(bottom, f"{name}: tokens come together", "t", "mean cosine")
     held = sum(c["holds"] for c in numbers["claims"])
     words = ", ".join(f"{r['name']} layer {r['layer']}: n={r['n']}, d={r['d']}, {r['heads']} heads" for r in runs)
