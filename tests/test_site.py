@@ -16,15 +16,13 @@ import typer
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+FENCE = r"(?:^|\n)```(\w*)\n(.*?)\n```(?=\n|$)"
 NEEDS = {"ENCODERS.md": "encoders that were fetched"}  # pages whose blocks need more than an installation
 COMMANDS = {  # what is run of the shell blocks, in an empty folder, instead of as written
     "make demo": None,
     "make test": None,
     "source .venv/bin/activate": None,
     "torchrun": None,  # tests/dynamics/test_sharded.py
-    "attn-flow encoders": None,  # the network
-    "attn-flow probe MODEL": None,
-    "attn-flow encoder antiberty": None,
     "attn-flow probe minilm --demo": " --no-nulls",
 }
 
@@ -186,14 +184,9 @@ def test_tutorials_run(path: Path) -> None:
 
 def blocks(kind: str) -> list[tuple[str, str]]:
     """(page, block) of every fence of a kind on the pages; "" is a shell's."""
-    found = []
-    for path in PAGES:
-        if path.name not in NEEDS:
-            text = path.read_text()
-            found += [
-                (path.name, block) for block in re.findall(rf"^```{kind}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-            ]
-    return found
+    pages = [path for path in PAGES if path.name not in NEEDS]
+    fences = [(path.name, *fence) for path in pages for fence in re.findall(FENCE, path.read_text(), flags=re.DOTALL)]
+    return [(page, block) for page, language, block in fences if language == kind]
 
 
 PYTHON, SHELL = blocks("python"), blocks("")
