@@ -110,7 +110,7 @@ def test_affine_rank_is_that_of_differences():
     generator = torch.Generator().manual_seed(0)
     for r in (1, 4):
         x = affine_rank.drawn(r, generator)
-        assert affine_rank.affine_rank(x) == r == int(torch.linalg.matrix_rank(x[1:] - x[0], rtol=1e-9))
+        assert affine_rank.hull_dimension(x) == r == int(torch.linalg.matrix_rank(x[1:] - x[0], rtol=1e-9))
         assert int(torch.linalg.matrix_rank(x, rtol=1e-9)) == r + 1  # 0 is not in the hull
 
 
