@@ -102,10 +102,11 @@ def by_null(name: str, clouds: Clouds, generator: torch.Generator, *, corpus_mea
         return other.drift(closure.measure(other))
 
     def another_layer(space: HeadSpace, layer: int, text: int) -> Tensor:
-        if clouds.layers < 2:
-            raise ValueError("the null 'another_layer' needs two layers or more; leave it out of nulls.")
-        shift = 1 + int(torch.randint(clouds.layers - 1, (), generator=generator))
-        other = clouds.seen_by(layer, space.x, space.special, clouds.attentions[(layer + shift) % clouds.layers])
+        others = of_other_weights(clouds, layer)
+        if not others:
+            raise ValueError("the null 'another_layer' needs layers of different weights; leave it out of nulls.")
+        chosen = others[int(torch.randint(len(others), (), generator=generator))]
+        other = clouds.seen_by(layer, space.x, space.special, clouds.attentions[chosen])
         return other.drift(closure.measure(other))
 
     def another_text(space: HeadSpace, layer: int, text: int) -> Tensor:
@@ -136,9 +137,17 @@ def allowed(names: Sequence[str], clouds: Clouds) -> list[str]:
         impossible.add("another_text")
     if clouds.texts < 2:
         impossible.add("another_text")
-    if clouds.layers < 2:
+    if not of_other_weights(clouds, 0):  # one layer, or one block fired many times
         impossible.add("another_layer")
     return [name for name in names if name not in impossible]
+
+
+def of_other_weights(clouds: Clouds, layer: int) -> list[int]:
+    """The layers that do not share this one's weights, from the next on and round."""
+    own = clouds.attentions[layer].tensors
+    after = [(layer + shift) % clouds.layers for shift in range(1, clouds.layers)]
+    same = lambda i: all(torch.equal(z, own[name]) for name, z in clouds.attentions[i].tensors.items() if name in own)
+    return [i for i in after if not same(i)]
 
 
 def agreement_of(clouds: Clouds, predict: Prediction) -> Agreement:

@@ -23,9 +23,11 @@ from attn_flow.hooks.inputs import pieces
 from attn_flow.hooks.layout import Block, encoder_inside
 from attn_flow.hooks.tape import Tape, recording
 from attn_flow.hooks.temperature import scale_beta
+from attn_flow.nn.stack import DeepStack
 from attn_flow.probe.closures import LADDER, ORACLE_STEP, Closure
 from attn_flow.probe.clouds import Clouds, record_clouds
 from attn_flow.probe.nulls import DEPTH_NULLS, Prediction, by_closure, by_null
+from attn_flow.probe.stacks import own_drift, record_stack, run_stack, stack_inputs
 from attn_flow.probe.transports import solver, w2
 
 
@@ -111,7 +113,10 @@ def propagate(
     """
     model = encoder_inside(model)
     texts = None if texts is None else list(texts)
-    clouds = record_clouds(model, source, texts, batch, max_length)
+    if isinstance(model, DeepStack):
+        clouds = record_stack(model, source)
+    else:
+        clouds = record_clouds(model, source, texts, batch, max_length)
     laid = bench(model, source, texts, clouds, max_length, 1.0, batch, transport)
     with torch.no_grad():
         return laid.score(_prediction(closure, clouds, torch.Generator().manual_seed(seed)))
@@ -197,6 +202,8 @@ def _run(
     batch: int,
     beta_factor: float,
 ) -> Passes:
+    if isinstance(model, DeepStack):
+        return _run_through(model, stack_inputs(source), clouds, predict, start)
     states: list[list[Tensor]] = []
     pooled = []
     tokenizer = source if texts is not None else None
@@ -222,6 +229,20 @@ def _run(
                 pooled.append(mean / mean.norm())
             now["first"] += len(mask)
     return Passes(states, torch.stack(pooled))
+
+
+def _run_through(stack: DeepStack, ids: Tensor, clouds: Clouds, predict: Prediction | None, start: Any) -> Passes:
+    """A stack's passes: what a prediction says is the drift at every step of every layer."""
+
+    def drift(layer: int, text: int, x: Tensor) -> Tensor:
+        assert predict is not None  # else the stack's own drift is used
+        return predict(clouds.seen_by(layer, x, clouds.special[text]), layer, text)
+
+    used = own_drift(clouds.attentions) if predict is None else drift
+    begin = lambda text: None if start is None else start(text)
+    states = [run_stack(stack, ids[text], used, text, begin(text)) for text in range(len(ids))]
+    means = torch.stack([levels[-1].mean(0) for levels in states])
+    return Passes(states, means / means.norm(dim=-1, keepdim=True))
 
 
 def _temperature(model: nn.Module, factor: float) -> Any:

@@ -29,6 +29,7 @@ from attn_flow.hooks.layout import encoder_inside
 from attn_flow.hooks.trust import fingerprint, self_check
 from attn_flow.hooks.weights import encoder_facts
 from attn_flow.measures import UniformSphere
+from attn_flow.nn.stack import DeepStack
 from attn_flow.probe import nulls as null_models
 from attn_flow.probe.agreement import Agreement
 from attn_flow.probe.closures import Closure
@@ -57,6 +58,7 @@ from attn_flow.probe.positions import omitted_shares
 from attn_flow.probe.propagation import Bench, Propagated, bench, chosen_inputs
 from attn_flow.probe.reading import read_tokens
 from attn_flow.probe.result import BY_NAME, SINGLE, Probe
+from attn_flow.probe.stacks import check_stack, chosen_rows, record_stack, stack_facts
 from attn_flow.probe.transports import solver, transport_check
 
 LAYER_TEXTS = 16  # texts on which closures and nulls are compared layer by layer
@@ -85,6 +87,7 @@ def probe(
 ) -> Probe:
     """Probe an encoder on texts: `probe(model, tokenizer, texts)`, or `probe(model, inputs)` with ready inputs.
 
+    model: a known encoder, or what holds one, or a `DeepStack` with its ids or vectors (texts, n, ...) as inputs.
     nulls: which nulls to run (see NULLS; () for none). max_length: tokens kept of each text (None: what the model
     takes). batch: texts in a forward pass. beta_factor: on the trained inverse temperature; the model itself runs
     colder (above 1) or warmer. seed: of every random null and of the bootstrap. transport: "exact", "geomloss" or
@@ -237,6 +240,9 @@ class Inquiry:
             return agreement_of(few, by_null(name, few, generator))
         about = self.about
         twin = null_models.untrained_twin(self.model, about["seed"])
+        if isinstance(twin, DeepStack):
+            rows = chosen_rows(self.source, few.kept)
+            return agreement_of(record_stack(twin, rows, about["beta_factor"]), by_closure(main_closure(few)))
         source, texts = chosen_inputs(self.source, self.texts, few.kept)
         recorded = record_clouds(
             twin, source, texts, about["batch"], about["max_length"], about["beta_factor"], max_unknown=1.0
@@ -268,13 +274,20 @@ def inquire(
         raise ValueError(f"beta_factor = {beta_factor}, expected a positive, finite number.")
     model = encoder_inside(model)
     texts = None if texts is None else list(row_texts(texts))
-    checked = _checked(model, source, texts, max_length)
-    clouds = record_clouds(model, source, texts, batch, max_length, beta_factor, max_unknown)
+    if isinstance(model, DeepStack):
+        if texts is not None:
+            raise ValueError("a DeepStack has no tokenizer: probe(stack, ids), ids (texts, n), or vectors.")
+        checked = check_stack(model, source)
+        clouds, facts = record_stack(model, source, beta_factor), stack_facts(model)
+    else:
+        checked = _checked(model, source, texts, max_length)
+        clouds = record_clouds(model, source, texts, batch, max_length, beta_factor, max_unknown)
+        facts = encoder_facts(model)
     solver(transport, clouds.z[0][0].device)
     ladder = steps(clouds)
     device = clouds.z[0][0].device
     about: dict[str, Any] = {
-        "encoder": encoder_facts(model),
+        "encoder": facts,
         "weights": fingerprint(model),
         "content": clouds.content,
         "texts": clouds.texts,
