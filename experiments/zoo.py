@@ -77,13 +77,13 @@ def _part(name: str, texts: int, length: int, seed: int, deeper: int | None, par
     asked = {"texts": texts, "length": length, "seed": seed, "deeper": deeper, "weights": fingerprint(model)}
 
     def run() -> dict[str, Any]:
-        source, chosen = _inputs(name, tokenizer, model, texts, length)
+        source, chosen = own_inputs(name, tokenizer, model, texts, length)
         return one_model(model, source, chosen, length=length, seed=seed, deeper=deeper)
 
     return kept_part(parts, name, asked, run)
 
 
-def _inputs(name: str, tokenizer: Any, model: Any, texts: int, length: int) -> tuple[Any, list[str] | None]:
+def own_inputs(name: str, tokenizer: Any, model: Any, texts: int, length: int) -> tuple[Any, list[str] | None]:
     """The first inputs of the encoder's own kind that are long enough.
 
     For TabPFN tables, each of a law of its own; for rxnmap reactions of one size, the largest that so many have.

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DEMO = "the embedded MiniLM on Python's own help pages"
 DEMO_TEXTS = 32
+MAKES_TOKENS = ("tabpfn", "rxnmap")  # encoders whose tokens are rows of tables, or atoms, not pieces of texts
+FEW_INPUTS = 8  # tables or reactions for those
 
 Models = Annotated[
     list[str] | None,
@@ -74,6 +76,7 @@ def probe(
     import torch
 
     from attn_flow.base.files import writing_alone
+    from attn_flow.experiments.zoo import own_inputs
     from attn_flow.hooks.loading import load_tokenizer
     from attn_flow.probe.nulls import NULLS
     from attn_flow.probe.page import write_comparison, write_report
@@ -83,7 +86,8 @@ def probe(
     named = ["minilm"] if demo and not models else list(models or [])
     if not named:
         raise ValueError("which model? Give a folder or a name, or --demo for the embedded one.")
-    source = read_texts(texts, field, demo, named[0]) if images is None else None
+    makes_tokens = texts is None and named[0].partition("@")[0] in MAKES_TOKENS
+    source = read_texts(texts, field, demo, named[0]) if images is None and not makes_tokens else None
     if source is not None and first is not None:
         source = source[:first]
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -94,7 +98,10 @@ def probe(
         reader = own if tokenizer is None else load_tokenizer(tokenizer)
         if source is not None and reader is None:
             raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
-        inputs = (reader, source) if source is not None else (read_images(images, name), None)
+        if makes_tokens:
+            inputs = own_inputs(name.partition("@")[0], reader, model, first or FEW_INPUTS, max_length)
+        else:
+            inputs = (reader, source) if source is not None else (read_images(images, name), None)
         writable(folder)
         asked = inquire(
             model,
