@@ -122,7 +122,7 @@ def check_stack(stack: DeepStack, inputs: Any) -> list[dict[str, Any]]:
     ids = stack_inputs(inputs)[:1]
     own = [after[0] for _, after in stack.paths(ids)]
     read = run_stack(stack, ids[0], own_drift(stack.attentions()), 0)
-    found, steps = [], stack.depth * int(stack.layers[0].steps)
+    found, steps = [], stack.depth * (len(stack.paths(ids)[0][0]) - 1)
     for layer in range(stack.depth):
         error = float((read[layer + 1] - own[layer]).norm() / own[layer].norm())
         # Rounding of one step is carried on by the next; a wrong weight is off by parts in ten.
