@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -30,12 +31,12 @@ def layer_ratios(quick: bool) -> Iterator[Ratio]:
         "encoder layer, one Euler step": _with_flow(encoder, "euler"),
         "encoder layer, one RK4 step": _with_flow(encoder, "rk4"),
     }
-    rounds = 3 if quick else 15
+    timed = partial(interleaved, rounds=3 if quick else 15, clock=time.process_time)
     for name, function in ours.items():
         theirs = encoder if name.startswith("encoder") else partial(_itself, attention)
         with torch.no_grad():
-            forward = interleaved({"ours": partial(function, x), "theirs": partial(theirs, x)}, rounds)
-        both = interleaved({"ours": partial(_backward, function, x), "theirs": partial(_backward, theirs, x)}, rounds)
+            forward = timed({"ours": partial(function, x), "theirs": partial(theirs, x)})
+        both = timed({"ours": partial(_backward, function, x), "theirs": partial(_backward, theirs, x)})
         yield {
             "case": f"{name} ({batch}, {n}, {dim}), {heads} heads",
             "against": "nn.TransformerEncoderLayer" if theirs is encoder else "nn.MultiheadAttention",
