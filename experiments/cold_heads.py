@@ -40,6 +40,7 @@ FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # of the trained beta
 SHARED = 10.0  # tokens that share a query's attention where n resolves beta
 COLD = 0.8  # of the way from the mean logit to the largest
 QUERIES = 256  # by which a head is judged
+TRIED = 4  # of the best heads, until one does not rotate with more tokens
 RANDOM = 4  # axes drawn from the cloud's law
 STRIDE = 0.15  # radians that a token goes in a step, on average at first
 
@@ -264,16 +265,23 @@ def one_head(
     }
 
 
-def colder(name: str, layer: int, h: int, n: int, steps: int, seed: int) -> dict[str, Any]:
-    """One head at every beta, with n tokens: its fraction of the way, when, and two other flows at the coldest."""
+def colder(name: str, places: list[list[int]], n: int, steps: int, seed: int) -> dict[str, Any] | None:
+    """A head at every beta, with n tokens: its fraction of the way, when, and two other flows at the coldest.
+
+    The first of `places`, (layer, head), whose axis does not rotate on these tokens; None if all do.
+    """
     model, tokenizer = load_fetched(name)
     generator = torch.Generator().manual_seed(seed)
     attentions, clouds = tokens(model, tokenizer, name, n, generator)
     with torch.no_grad():
-        heads = [head_of(attentions[layer], clouds[layer], i) for i in range(attentions[layer].heads)]
-        axes = [predicted(head) for head in heads]
-        head, axis = heads[h], axes[h]
-        assert axis is not None  # it was chosen among those that do not rotate
+        for layer, h in places:
+            heads = [head_of(attentions[layer], clouds[layer], i) for i in range(attentions[layer].heads)]
+            axes = [predicted(head) for head in heads]
+            head, axis = heads[h], axes[h]
+            if axis is not None:
+                break
+        if axis is None:
+            return None
         others = {f"head {i}": other for i, other in enumerate(axes) if i != h}
         targets = {"own": axis, **nulls(head, others, generator)}
         seen = resolved(head)
@@ -336,12 +344,12 @@ def compute(
                 run = partial(resolution_of_tables, 2 * large, seed)
                 tables = kept_part(parts, "tables", {**many, "weights": asked["weights"]}, run)
             advance(note=name)
-            best = best_case(heads[name])
-            if best is not None and name in ("tabpfn", *TIED):
+            places = [[head["layer"], head["head"]] for head in by_advance(heads[name])][:TRIED]
+            if places and name in ("tabpfn", *TIED):
                 size = large if name == "tabpfn" else n
-                place = {"layer": best["layer"], "h": best["head"], "n": size, "steps": steps, "seed": seed}
-                asked = {"weights": asked["weights"], **place}
-                cold.append(kept_part(parts, f"colder-{name}", asked, partial(colder, name, **place)))
+                asked = {"weights": asked["weights"], "places": places, "n": size, "steps": steps, "seed": seed}
+                case = kept_part(parts, f"colder-{name}", asked, partial(colder, name, places, size, steps, seed))
+                cold += [case] if case else []
             advance(note=name)
     return {
         "seed": seed,
@@ -356,10 +364,9 @@ def compute(
     }
 
 
-def best_case(found: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The head that goes farthest beyond its nulls."""
-    run = [head for head in found if head["way"] is not None]
-    return max(run, key=lambda head: head["way"] - head["null"]) if run else None
+def by_advance(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The heads that were run, first those that go farthest beyond their nulls."""
+    return sorted((head for head in found if head["way"] is not None), key=lambda head: head["null"] - head["way"])
 
 
 def shares(found: list[dict[str, Any]]) -> dict[str, float]:
@@ -367,7 +374,7 @@ def shares(found: list[dict[str, Any]]) -> dict[str, float]:
     fit = [head for head in found if head["factor"] is not None]
     run = [head for head in fit if head["way"] is not None]
     ways = sorted(head["way"] for head in run)
-    best = best_case(found)
+    best = next(iter(by_advance(found)), None)
     return {
         "heads": len(found),
         "resolved": len(fit) / len(found),
