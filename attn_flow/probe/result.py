@@ -225,6 +225,7 @@ class Probe:
         others = {n: self.interval(self.propagation[n].embedding_cosine) for n in nulls}
         controls = {n: self.interval(self.propagation[n].embedding_cosine) for n in self.about["controls"]}
         verdict, _ = findings.decide(cosine, [*others.values(), *controls.values()])
+        verdict = verdict if others or controls else None  # nothing to beat is nothing beaten
         w2 = self.interval(main.w2)
         text = (
             f"the encoder run with attention replaced in every layer by the closure ({self._cost(self.main)}) ends at "
@@ -257,13 +258,16 @@ class Probe:
         nulls |= {n: self.interval(self.closures[n].explained) for n in self.about["controls"]}
         words = {**self.about["nulls"], **self.about["controls"]}
         verdict, holds = findings.decide(explained, list(nulls.values()))
+        verdict = verdict if nulls else None  # nothing to beat is nothing beaten
         L = self.about["encoder"]["layers"]
         text = (
             f"layer by layer, on the encoder's own states, the closure explains {by_layer(explained.mean)} of the "
-            f"variance of attention outputs (the mean output explains 0): above 0 and above every null in "
-            f"{layers_named(holds, L)}"
+            f"variance of attention outputs (the mean output explains 0): above 0 "
+            f"{'and above every null ' if nulls else ''}in {layers_named(holds, L)}"
         )
-        if nulls:
+        if not nulls:
+            text += "; without nulls there is no verdict"
+        else:
             best = max(nulls, key=lambda n: float(nulls[n].mean.mean()))
             text += f"; the strongest null or control ({words[best]}) explains {by_layer(nulls[best].mean)}"
         if "cross_fitted_closure" in self.closures:

@@ -66,6 +66,13 @@ def test_one_layer_fired_twice_has_no_other_layer() -> None:
     assert "another_layer" not in probe(stack(shared=True), ids(2), nulls=["another_layer", "rotated"]).about["nulls"]
 
 
+def test_without_nulls_there_is_no_verdict() -> None:
+    through_depth, by_layer, *_ = probe(stack(depth=1), ids(), nulls=[]).findings()
+    assert through_depth.verdict is None
+    assert by_layer.verdict is None
+    assert "without nulls there is no verdict" in by_layer.text
+
+
 def test_the_twin_of_a_stack_has_other_weights() -> None:
     model = stack()
     twin = untrained_twin(model, 5)
