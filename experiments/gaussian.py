@@ -124,7 +124,7 @@ def case(name: str, v: float, G: np.ndarray, n: int, generator: torch.Generator)
 
 
 def plot(numbers: dict[str, Any]) -> Figure:
-    figure, axes = panels(3, title="Gaussian closure of attention in R^2")
+    figure, axes = panels(3, title=r"Gaussian closure of attention in $\mathbb{R}^2$")
     for axis, run, colour in zip(axes, numbers["runs"], COLOURS):
         t = np.array(run["t"])
         axis.semilogy(t, run["particles"], "o", color=colour, markersize=3, label="particles, |S|")

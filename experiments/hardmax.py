@@ -146,7 +146,7 @@ def leaving(x0: torch.Tensor, betas: tuple[float, ...], marks: np.ndarray) -> di
 
 
 def plot(numbers: dict[str, Any]) -> Figure:
-    figure, (a, b, c, d) = panels(4, title="Hardmax attention in R^d")
+    figure, (a, b, c, d) = panels(4, title=r"Hardmax attention in $\mathbb{R}^d$")
     cells = numbers["cells"]
     path = np.array(cells["path"])
     colours = dict(zip(sorted(set(cells["final"])), COLOURS * 3))

@@ -122,7 +122,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     c.set_ylim(0, 2)
     label(a, "decay (dashed: reduced ODE)", "time t (layers)", r"$1-\rho$")
     label(b, "the same, log-log", "time t (layers)", r"$1-\rho$", legend=False)
-    label(c, "local exponent over its law", "t / T", "d log(1-rho) / d law")
+    label(c, "local exponent over its law", "t / T", r"$d\,\log(1-\rho)\,/\,d\,$law")
     caption(
         figure,
         f"n={numbers['n']} equiangular tokens from rho={numbers['rho0']}, softmax beta={numbers['beta']:g}, V=I, "
