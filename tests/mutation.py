@@ -70,12 +70,12 @@ class Mutant:
 
 NAMED = [
     ("averages/patches.py", "norm(dim=-1).amax(1))", "norm(dim=-1).amax(1) / 2)"),
-    ("averages/patches.py", "compute_mode=EXACT) + keys.radius", "compute_mode=EXACT)"),
-    ("averages/patches.py", "logit[:, None] + scale * spread", "logit[:, None] + scale * spread / 2"),
-    ("averages/patches.py", "math.log(bias.shape[1] / tolerance)", "math.log(1 / tolerance)"),
-    ("averages/patches.py", "+ 32 * torch.finfo(torch.float32).eps * size", ""),
-    ("averages/patches.py", "left_out = tolerance * share", "left_out = 0.5 * tolerance * share"),
-    ("averages/patches.py", "share, 0.0).sum(-1) <= 1", "share, 0.0).sum(-1) <= 2"),
+    ("averages/patches.py", "compute_mode=EXACT) + keys.radius.float()", "compute_mode=EXACT)"),
+    ("averages/patches.py", "away, scale * r[:, None])", "away, scale * r[:, None] / 2)"),
+    ("averages/patches.py", "+ math.log(bias.shape[1] / tolerance)", "+ math.log(1 / tolerance)"),
+    ("averages/patches.py", "torch.cat(parts) + 32 * EPS * size", "torch.cat(parts)"),
+    ("averages/patches.py", "left_out = tolerance * (left_out", "left_out = tolerance * (0.5 * left_out"),
+    ("averages/patches.py", "below.double()) <= 1", "below.double()) <= 2"),
     ("averages/near.py", "math.log(len(k) / (UNSEEN * tolerance))", "math.log(1 / (UNSEEN * tolerance))"),
     ("averages/near.py", "B, scale, (1 - UNSEEN) * tolerance)", "B, scale, tolerance)"),
     ("averages/near.py", "* (-log_sum).exp()).flatten() + UNSEEN * tolerance", "* (-log_sum).exp()).flatten()"),

@@ -12,20 +12,25 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attn_flow.averages import dense
-from attn_flow.averages.patches import Patches, Selection
 from attn_flow.base.files import writing_in_turn
 
+if TYPE_CHECKING:
+    from attn_flow.averages.patches import Patches, Selection
+
+SOURCE = Path(__file__).with_name("near.cpp")
 WIDTH = 8
-LOWEST = -1e300
+LOWEST, FLOOR = -1e300, -1e30  # of numbers in double and in float
 INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mfma")}
 _used = False
 
@@ -55,6 +60,11 @@ def _loaded() -> bool:
     return hasattr(torch.ops.attn_flow, "near_softmax")
 
 
+def _edition() -> str:
+    """Of the source: torch's cache keeps a library by its name."""
+    return f"{zlib.crc32(SOURCE.read_bytes()):08x}"
+
+
 def _load(verbose: bool) -> None:
     if _loaded():
         return
@@ -62,7 +72,7 @@ def _load(verbose: bool) -> None:
 
     capability = torch.backends.cpu.get_cpu_capability()
     # torch's cache may be shared by different machines and versions.
-    name = f"attn_flow_near_{capability.lower()}"
+    name = f"attn_flow_near_{_edition()}_{capability.lower()}"
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     folder = Path(root) / f"{name}_{sys.implementation.cache_tag}_torch_{torch.__version__}"
     path = os.environ.get("PATH", "")
@@ -74,8 +84,8 @@ def _load(verbose: bool) -> None:
             (folder / "lock").unlink(missing_ok=True)
             load(
                 name,
-                [str(Path(__file__).with_name("near.cpp"))],
-                extra_cflags=["-O3", "-ffast-math", "-fopenmp", *INSTRUCTIONS.get(capability, ())],
+                [str(SOURCE)],
+                extra_cflags=["-O3", "-ffast-math", "-fopenmp", "-Wno-psabi", *INSTRUCTIONS.get(capability, ())],
                 build_directory=str(folder),
                 is_python_module=False,
                 verbose=verbose,
@@ -91,13 +101,28 @@ def serves(width: int, dtype: torch.dtype, device: torch.device) -> bool:
     return _used and width <= WIDTH and dtype == torch.float32 and device.type == "cpu"
 
 
+def orders(x: Tensor) -> bool:
+    """Whether patches of x are made and bounded here, too."""
+    return _used and x.shape[-1] <= WIDTH and x.device.type == "cpu"
+
+
+def halved(x: Tensor, levels: int) -> Tensor:
+    """Indices (2^levels, s) of the rows of x (n, k), float32: halved across the widest axis of each half."""
+    return torch.ops.attn_flow.near_halved(x.contiguous(), levels)
+
+
+def highest(rows: Tensor, points: Tensor) -> Tensor:
+    """The largest <row, point> of rows (A, k + 1) over the points (B, s, k + 1) of each patch, in float32: (A, B)."""
+    return torch.ops.attn_flow.near_highest(rows.contiguous(), points.clamp_min(FLOOR).contiguous())
+
+
 def softmax(
     queries: Patches,
     keys: Patches,
     bias: Tensor,
     values: Tensor,
     chosen: Selection,
-    star: tuple[Tensor, Tensor, Tensor],
+    origin: Tensor,
     *,
     first: int,
     causal: bool,
@@ -106,18 +131,17 @@ def softmax(
 ) -> tuple[Tensor, Tensor]:
     """Averages (A, s, v), and log-sum-exps over the reference (A, s), of patches of queries over their chosen keys.
 
-    star: key (A, k), value (A, v) and bias (A,) of each reference. gap: how far below the highest logit so far all keys
-    of a patch must be for a query to leave them out.
+    origin (A, v): from which values are measured. gap: how far below the highest logit so far all keys of a patch must
+    be, for every query of a patch, to be left out.
     """
     width = max(queries.points.shape[-1], values.shape[-1])
     q, c, k, v, k_star, v_star = (
         F.pad(z, (0, width - z.shape[-1])).contiguous()
-        for z in (queries.points, queries.centre, keys.points, values, *star[:2])
+        for z in (queries.points, queries.centre, keys.points, values, chosen.k_star, origin)
     )
-    b, b_star = bias.clamp_min(LOWEST), star[2].contiguous()  # the kernel is compiled for finite numbers
-    start = F.pad(chosen.kept.sum(-1).cumsum(0), (1, 0))
-    listed = chosen.kept.nonzero()[:, 1].contiguous()
-    precise = scale * chosen.spread > dense.LOGIT_RANGE
+    b, b_star = bias.clamp_min(LOWEST), chosen.bias_star.contiguous()  # the kernel is compiled for finite numbers
+    listed, start = chosen.listed.contiguous(), chosen.start
+    precise = scale * float(chosen.spread.max()) > dense.LOGIT_RANGE
     of_patches = q, c, k, v, b, k_star, v_star, b_star, start, listed, queries.index + first, keys.index
     average, log_sum = torch.ops.attn_flow.near_softmax(*of_patches, causal, scale, gap, precise)
     return average[..., : values.shape[-1]], log_sum

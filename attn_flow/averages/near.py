@@ -1,7 +1,7 @@
 """Averages over the keys that matter: at low temperature a query sees the keys nearest to it, and the rest is skipped.
 
 Queries and keys are put into patches of neighbours. For queries i of a patch with centre c and radius r, and any key
-k* as reference, the logit of key j over that of k* is
+k* as reference, or a point that stands for several (`patches.select`), the logit of key j over that of k* is
 
     l_ij = scale <q_i, k_j - k*> + bias_j - bias*  <=  scale <c, k_j - k*> + bias_j - bias* + scale r |k_j - k*|,
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attn_flow.averages import compiled, dense
@@ -26,8 +27,8 @@ from attn_flow.averages.patches import Patches, Selection, select
 PAIRS = 2**26  # pairs of queries and keys below which putting them in order costs more than 5% of the average itself
 WIDTH = 16  # width of keys beyond which patches of neighbours are as wide as the cloud
 WORTH, MASKED_WORTH = 0.4, 0.06  # share of pairs above which the dense kernel is faster, without and with a mask
-BOUNDS = 2**20  # bounds held at once
-ENTRIES, MASKED_ENTRIES = 2**17, 2**14  # keys gathered at once; a mask makes a matrix of each patch
+BOUNDS = 2**21  # bounds held at once
+ENTRIES, MASKED_ENTRIES = 2**16, 2**14  # keys gathered at once; a mask makes a matrix of each patch
 UNSEEN = 0.1  # part of the tolerance for what the compiled kernel leaves out query by query
 
 
@@ -61,19 +62,22 @@ def softmax(
     bias = k.new_zeros(len(k)) if key_bias is None else key_bias.double()
     if not bool(bias.isfinite().any()):
         return None
+    kernel = compiled.serves(max(k.shape[-1], v.shape[-1]), v.dtype, v.device) and not exclude_self
     keys = Patches.of(k)
     queries = keys if q is k else Patches.of(q)
+    if not kernel:  # torch gathers keys for every patch of queries: the fewer the better, while float32 will do
+        wide = queries.paired()
+        queries = wide if _range_of_logits(wide, len(k), tolerance, scale) <= dense.LOGIT_RANGE else queries
     B, V = keys.gather(bias, -math.inf), keys.gather(v)
     average, left_out = v.new_empty(queries.index.numel(), v.shape[-1]), q.new_empty(queries.index.numel())
     pairs = 0.0
     for part in queries.parts(max(1, BOUNDS // len(B))):
         chosen = select(part, keys, B, scale, (1 - UNSEEN) * tolerance)
-        if float(chosen.kept.float().mean()) > most:
+        if len(chosen.listed) > most * len(part.index) * len(B):
             return None
-        pairs += float(chosen.kept.sum()) / (len(queries.index) * len(B))
-        star = k[chosen.reference], v[chosen.reference], bias[chosen.reference]
-        patches, rows = (part, keys, B, V, chosen, star), part.index.flatten()
-        if compiled.serves(max(k.shape[-1], v.shape[-1]), v.dtype, v.device) and not exclude_self:
+        pairs += len(chosen.listed) / (len(queries.index) * len(B))
+        patches, rows = (part, keys, B, V, chosen, v[chosen.nearest]), part.index.flatten()
+        if kernel:
             gap = math.log(len(k) / (UNSEEN * tolerance))
             mean, log_sum = compiled.softmax(*patches, first=first, causal=causal, scale=scale, gap=gap)
         else:
@@ -85,6 +89,12 @@ def softmax(
         average[rows] = over_all(q[rows], k, v, key_bias, rows + first, causal, exclude_self, scale)
         left_out[rows] = 0.0
     return Near(average, left_out, pairs)
+
+
+def _range_of_logits(queries: Patches, n: int, tolerance: float, scale: float) -> float:
+    """scale |q_i - c| |k_j - k*|, about, for the farthest key that matters to a patch on a sphere of its own radius."""
+    r = float(queries.radius.mean())
+    return scale * r * (2 * r + math.sqrt(r**2 + 2 * math.log(n / tolerance) / scale))
 
 
 def hardmax(q: Tensor, k: Tensor, v: Tensor, *, key_bias: Tensor | None = None, most: float = 1.0) -> Near | None:
@@ -99,9 +109,9 @@ def hardmax(q: Tensor, k: Tensor, v: Tensor, *, key_bias: Tensor | None = None, 
     pairs = 0.0
     for part in queries.parts(max(1, BOUNDS // len(B))):
         chosen = select(part, keys, torch.where(B.isneginf(), B, 0.0), 1.0, None)
-        if float(chosen.kept.float().mean()) > most:
+        if len(chosen.listed) > most * len(part.index) * len(B):
             return None
-        pairs += float(chosen.kept.sum()) / (len(queries.index) * len(B))
+        pairs += len(chosen.listed) / (len(queries.index) * len(B))
         for group, near, filling in chosen.groups(ENTRIES, B.shape[1]):
             seen = B[near].masked_fill(filling[..., None], -math.inf).flatten(1)
             K, values = keys.points[near].flatten(1, 2), V[near].flatten(1, 2)
@@ -116,7 +126,7 @@ def _fused(
     bias: Tensor,
     values: Tensor,
     chosen: Selection,
-    star: tuple[Tensor, Tensor, Tensor],
+    origin: Tensor,
     *,
     first: int,
     causal: bool,
@@ -127,16 +137,32 @@ def _fused(
     masked = causal or exclude_self
     average = values.new_empty(*queries.index.shape, values.shape[-1])
     log_sums = bias.new_empty(queries.index.shape)
-    for group, near, filling in chosen.groups(MASKED_ENTRIES if masked else ENTRIES, bias.shape[1]):
-        k_star, v_star, bias_star = (z[group, None] for z in star)
-        c = queries.centre[group]
-        q, k = queries.points[group] - c[:, None], keys.points[near].flatten(1, 2) - k_star
-        shift = bias[near].masked_fill(filling[..., None], -math.inf).flatten(1) - bias_star
-        shift += scale * (k @ c[..., None])[..., 0]
-        v = values[near].flatten(1, 2) - v_star
-        if dense.loses_digits(q.to(v.dtype), k.to(v.dtype), scale):
-            v = v.double()
-        q, k, shift = (z.to(v.dtype) for z in (q, k, shift))
+    width, of_patch = keys.points.shape[-1], bias.shape[1]
+    # One more patch, of which nothing is seen, fills up; rows of a patch are copied as one.
+    weighed = F.pad(torch.cat([keys.points, bias[..., None]], -1), (0, 0, 0, 0, 0, 1))
+    weighed[-1, :, -1] = -math.inf
+    inside = torch.cat([(keys.points - keys.centre[:, None]).to(values.dtype), values], -1)
+    weighed, inside, centre = (
+        weighed.flatten(1),
+        F.pad(inside.flatten(1), (0, 0, 0, 1)),
+        F.pad(keys.centre, (0, 0, 0, 1)),
+    )
+    for group, near, filling in chosen.groups(MASKED_ENTRIES if masked else ENTRIES, of_patch):
+        listed = near.masked_fill(filling, len(bias)).flatten()
+        k_star, v_star, c = chosen.k_star[group], origin[group, None], queries.centre[group]
+        seen = weighed[listed].view(len(group), -1, width + 1)
+        shift = (seen @ torch.cat([scale * c, torch.ones_like(c[:, :1])], -1)[..., None])[..., 0]
+        shift -= (chosen.bias_star[group] + scale * (k_star * c).sum(-1))[:, None]
+        q = queries.points[group] - c[:, None]
+        if values.dtype == torch.float32 and scale * float(chosen.spread[group].max()) > dense.LOGIT_RANGE:
+            k = seen[..., :width] - k_star[:, None]
+            v = inside[listed].view(len(group), -1, inside.shape[1] // of_patch)[..., width:].double() - v_star
+        else:
+            moved = (centre[listed].view(*near.shape, width) - k_star[:, None]).to(values.dtype)
+            moved = torch.cat([moved, -v_star.expand(-1, near.shape[1], -1)], -1)[..., None, :]
+            both = inside[listed].view(*near.shape, of_patch, -1).add_(moved).flatten(1, 2)
+            k, v = both[..., :width], both[..., width:]
+        q, shift = (z.to(v.dtype) for z in (q, shift))
         if masked:
             i, j = (z.int() for z in (queries.index[group] + first, keys.index[near].flatten(1)))
             mean, log_sum = _masked(q, k, v, shift, i, j, causal, exclude_self, scale)

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from attn_flow.averages import dense
+from attn_flow.averages import compiled, dense
 
-SIZE = 64  # points in a patch: fewer bound better, more are faster
+SIZE = 32  # points in a patch: fewer bound better, more are faster
 SAMPLED = 8  # queries asked, before anything is put in order, how many keys they see
+UNCOUNTED = 12.0  # how far below their part of the tolerance patches are not even listed
+SET_ASIDE = math.exp(-UNCOUNTED)  # part of the tolerance for all of them
 HALVINGS = 3  # of the interval of thresholds
+EPS = torch.finfo(torch.float32).eps  # of the bounds
 EXACT = "donot_use_mm_for_euclid_dist"  # the other way cancels for near points
 
 
@@ -31,18 +35,33 @@ class Patches:
 
     @classmethod
     def of(cls, x: Tensor) -> Patches:
-        """The cloud x (n, k) halved along the widest axis of each half, until there are at most SIZE points in each."""
+        """The cloud x (n, k) cut across the widest axis of each part, until there are at most SIZE points in each."""
         n = len(x)
         levels = max(0, math.ceil(math.log2(n / SIZE)))
         full = -(-n // 2**levels) * 2**levels
-        index = torch.arange(full, device=x.device)[None]
         rough = _padded(x.float(), full)
-        for _ in range(levels):
-            z = rough[index]
-            axis = (z.amax(1) - z.amin(1)).argmax(-1)
-            along = z.gather(2, axis[:, None, None].expand(-1, z.shape[1], 1))[..., 0]
-            index = index.gather(1, along.argsort(1)).reshape(2 * len(index), -1)
-        points = _padded(x, full)[index]
+        if compiled.orders(x):
+            index = compiled.halved(rough, levels)
+        else:
+            index = torch.arange(full, device=x.device)[None]
+            while levels:
+                cut = 2 - levels % 2  # into four where that is possible: sorting is what takes time
+                z = rough[index]
+                axis = (z.amax(1) - z.amin(1)).argmax(-1)
+                along = z.gather(2, axis[:, None, None].expand(-1, z.shape[1], 1))[..., 0]
+                index = index.gather(1, along.argsort(1)).reshape(2**cut * len(index), -1)
+                levels -= cut
+        return cls.around(index, _padded(x, full)[index])
+
+    def paired(self) -> Patches:
+        """Two neighbours as one."""
+        if len(self.index) == 1:
+            return self
+        return Patches.around(*(z.reshape(len(z) // 2, -1, *z.shape[2:]) for z in (self.index, self.points)))
+
+    @classmethod
+    def around(cls, index: Tensor, points: Tensor) -> Patches:
+        """With the balls around the means."""
         centre = points.mean(1)
         return cls(index, points, centre, (points - centre[:, None]).norm(dim=-1).amax(1))
 
@@ -58,30 +77,33 @@ class Patches:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The patches of keys that each of A patches of queries looks at: kept (A, B).
+    """The patches of keys that each of A patches of queries looks at, row by row (l,), and where rows begin (A + 1,).
 
-    reference (A,): the index of k*. left_out (A,): a bound on the mass of what is not kept, over that of k*.
-    spread: a bound on |q_i - c| |k_j - k*| of what is.
+    k_star (A, k), bias_star (A,): a point that stands for a key, and its bias. left_out (A,): a bound on the mass of
+    what is not kept, over that of k*. spread (A,): a bound on |q_i - c| |k_j - k*| of what is. nearest (A,): a key.
     """
 
-    kept: Tensor
-    reference: Tensor
+    listed: Tensor
+    start: Tensor
+    k_star: Tensor
+    bias_star: Tensor
     left_out: Tensor
-    spread: float
+    spread: Tensor
+    nearest: Tensor
 
     def groups(self, entries: int, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Patches of queries (g,), of their keys (g, w), and which of these only fill up the rectangle (g, w)."""
-        count = self.kept.sum(-1)
+        listed, count = self.listed, self.start.diff()
         order = count.argsort()
-        kept_first = torch.argsort(self.kept.to(torch.uint8), dim=-1, descending=True, stable=True)
         widths = count[order].tolist()
-        start = 0
+        begun = 0
         for end in range(1, len(widths) + 1):
-            alike = end < len(widths) and widths[end] <= 1.15 * widths[start] + 1
-            if not alike or (end + 1 - start) * widths[end] * size > entries:
-                group, width = order[start:end], widths[end - 1]
-                yield group, kept_first[group, :width], torch.arange(width, device=group.device) >= count[group, None]
-                start = end
+            alike = end < len(widths) and widths[end] <= 1.15 * widths[begun] + 1
+            if not alike or (end + 1 - begun) * widths[end] * size > entries:
+                group, place = order[begun:end], torch.arange(widths[end - 1], device=order.device)
+                at = (self.start[group, None] + place).clamp_max(len(listed) - 1)
+                yield group, listed[at], place >= count[group, None]
+                begun = end
 
 
 def worth(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, window: float, most: float) -> bool:
@@ -100,39 +122,63 @@ def worth(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, window: float
 
 
 def select(queries: Patches, keys: Patches, bias: Tensor, scale: float, tolerance: float | None) -> Selection:
-    """What to keep so that less than `tolerance` of any query's weights is left out; None: whatever can be maximal."""
+    """What to keep so that less than `tolerance` of any query's weights is left out; None: whatever can be maximal.
+
+    The log-sum-exp L is convex in the query, L(q) >= L(c) + scale <q - c, m>, with m the mean of the keys as c sees
+    them; so m is a reference, with the weight of all of them. Those of the patch that is nearest to c are enough.
+    """
     highest = _highest_logits(queries.centre, keys.points, bias, scale)
     nearest = highest.argmax(-1)
-    logit, at = ((keys.points[nearest] @ queries.centre[..., None])[..., 0] * scale + bias[nearest]).max(-1)
-    reference = keys.index[nearest, at]
-    away = torch.cdist(keys.points[nearest, at], keys.centre, compute_mode=EXACT) + keys.radius
-    spread = queries.radius[:, None] * away
-    bound = highest - logit[:, None] + scale * spread
+    near_points = keys.points[nearest]
+    logits = (near_points @ queries.centre[..., None])[..., 0] * scale + bias[nearest]
+    logit, at = logits.max(-1)
     if tolerance is None:
-        return Selection(bound >= 0, reference, torch.zeros_like(logit), 0.0)
-    bound += math.log(bias.shape[1] / tolerance)
-    share = bound.float().exp()  # of the tolerance
-    kept = bound > _threshold(bound, share)[:, None]
-    left_out = tolerance * share.masked_fill_(kept, 0.0).sum(-1).double()
-    return Selection(kept, reference, left_out, float(spread.masked_fill_(~kept, 0.0).max()))
+        k_star = near_points[torch.arange(len(at), device=at.device), at]
+    else:
+        logit = torch.logsumexp(logits, -1)
+        k_star = ((logits - logit[:, None]).exp()[:, None] @ near_points)[:, 0]
+    longest = float(keys.points.abs().max())
+    away = torch.cdist(k_star.float(), keys.centre.float(), compute_mode=EXACT) + keys.radius.float()
+    away += 8 * EPS * longest  # what was rounded
+    r = queries.radius.float()
+    bound = torch.addcmul(highest, away, scale * r[:, None]).sub_(logit.float()[:, None])
+    columns = bias.shape[0]
+    floor = 0.0 if tolerance is None else math.log(tolerance / (bias.shape[1] * columns)) - UNCOUNTED
+    row, column = (bound >= floor).nonzero().unbind(-1)
+    left_out = torch.zeros_like(logit)
+    if tolerance is not None:
+        bound = bound[row, column] + math.log(bias.shape[1] / tolerance)
+        share = bound.exp()  # of the tolerance
+        above = bound > _threshold(bound, share, row, len(logit), columns)[row]
+        left_out.index_add_(0, row, share.masked_fill(above, 0.0).double())
+        left_out = tolerance * (left_out + SET_ASIDE)
+        row, column = row[above], column[above]
+    start = F.pad(torch.bincount(row, minlength=len(logit)).cumsum(0), (1, 0))
+    spread = r * torch.zeros_like(away).index_put_((row, column), away[row, column]).amax(-1)
+    bias_star = logit - scale * (k_star * queries.centre).sum(-1)
+    return Selection(column, start, k_star, bias_star, left_out, spread, keys.index[nearest, at])
 
 
 def _highest_logits(c: Tensor, K: Tensor, bias: Tensor, scale: float) -> Tensor:
     """max_j scale <c_a, k_j> + bias_j over each patch of keys, (A, B), raised by all that float32 may lose."""
-    keys = torch.cat([K, bias[..., None]], dim=-1).flatten(0, 1).float().T.contiguous()
+    points = torch.cat([K, bias[..., None]], dim=-1).float()
     rows = torch.cat([scale * c, torch.ones_like(c[:, :1])], dim=-1).float()
+    size = scale * float(c.norm(dim=-1).max() * K.norm(dim=-1).max()) + float(bias[bias.isfinite()].abs().max())
+    if compiled.orders(K):
+        return compiled.highest(rows, points) + 32 * EPS * size
+    keys = points.flatten(0, 1).T.contiguous()
     parts = [
         (some @ keys).unflatten(-1, bias.shape).amax(-1) for some in rows.split(max(1, dense.BLOCK // keys.shape[1]))
     ]
-    size = scale * float(c.norm(dim=-1).max() * K.norm(dim=-1).max()) + float(bias[bias.isfinite()].abs().max())
-    return torch.cat(parts).double() + 32 * torch.finfo(torch.float32).eps * size
+    return torch.cat(parts) + 32 * EPS * size
 
 
-def _threshold(bound: Tensor, share: Tensor) -> Tensor:
+def _threshold(bound: Tensor, share: Tensor, row: Tensor, rows: int, columns: int) -> Tensor:
     """Per row a threshold below which share = e^bound sums to one or less: -log(columns), or higher by halving."""
-    found, step = torch.full_like(bound[:, 0], -math.log(bound.shape[1])), math.log(bound.shape[1]) / 2
+    found, step = bound.new_full((rows,), -math.log(columns) - 2 * SET_ASIDE), math.log(columns) / 2
     for _ in range(HALVINGS):
-        small = torch.where(bound <= (found + step)[:, None], share, 0.0).sum(-1) <= 1
+        below = share.masked_fill(bound > (found + step)[row], 0.0)
+        small = torch.zeros_like(found, dtype=torch.float64).index_add_(0, row, below.double()) <= 1 - SET_ASIDE
         found, step = torch.where(small, found + step, found), step / 2
     return found
 

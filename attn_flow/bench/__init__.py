@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attn_flow.base.progress import progress_bar
+from attn_flow.bench.choices import choice_ratios
 from attn_flow.bench.cold_drifts import circle_ratios, cold_ratios, kernel_ratios, precision_ratios
 from attn_flow.bench.compiling import compile_ratios
 from attn_flow.bench.dense_drifts import drift_ratios, memory_ratios
@@ -31,6 +32,7 @@ CASES: dict[str, Callable[[bool], Iterator[Ratio]]] = {
     "cold": cold_ratios,
     "circle": circle_ratios,
     "kernel": kernel_ratios,
+    "choice": choice_ratios,
     "precision": precision_ratios,
     "memory": memory_ratios,
     "sweep": sweep_ratios,

@@ -1,4 +1,7 @@
-"""One process, or the several that torchrun started; and one cloud over them: each moves its own tokens, sees all."""
+"""One process, or the several that torchrun started; and one cloud over them: each moves its own tokens, sees all.
+
+The cloud is gathered for every drift (`Shard`), or, where it does not fit, passes by in a ring (`RingAttention`).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from attn_flow.attention import Attention, Field
+from attn_flow.attention.fields import Function, View
+from attn_flow.attention.projections import Projections
+from attn_flow.averages import dense
+from attn_flow.measures import Cloud, Measure
 
 T = TypeVar("T")
 
@@ -182,3 +191,119 @@ def check_shared(
         torchs_own = torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
         tensors["the state of the generator"] = torchs_own if generator is None else generator.get_state()
     world.same(tensors)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RingAttention(Field):
+    """An attention over a cloud that no process holds: each has its own tokens, and those of the others pass by.
+
+    A flow of it is given this process's tokens and moves them alone (leave out `world`); a drift sends them round the
+    ring, one part at a time, and joins the averages over the parts by their log-sum-exps. Memory is that of n / P
+    tokens, and the numbers sent are those that a gather would send. The result is that of one process to rounding.
+
+    Args:
+        attention: softmax at a finite beta, or unnormalised; causal masks take the tokens in the order of the ranks.
+        world: `processes()`. Every process takes the same fixed steps: an adaptive one is told by its time.
+
+    Example:
+        >>> from attn_flow import flow
+        >>> ring = RingAttention(Attention.identity(2, beta=4.0), processes())
+        >>> ring
+        RingAttention(Attention(heads=1, dim=2, k=2, v=2, beta=4, softmax, float32), 1 process)
+        >>> flow(ring, torch.eye(2), [0.0, 1.0]).x.shape
+        torch.Size([2, 2, 2])
+    """
+
+    attention: Attention
+    world: Processes
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.attention, Attention):
+            raise ValueError(f"attention is a {type(self.attention).__name__}, expected an Attention.")
+        if self.attention.kind not in ("softmax", "unnormalised") or self.attention.cold:
+            kind = "hardmax" if self.attention.cold else self.attention.kind
+            raise ValueError(f"kind = {kind!r}, expected 'softmax' or 'unnormalised': their sums join by parts.")
+
+    def __repr__(self) -> str:
+        return f"RingAttention({self.attention!r}, {self.world.count} process{'es' * (self.world.count > 1)})"
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.attention.tensors
+
+    @property
+    def tells_apart(self) -> tuple[str, ...]:
+        return ("tokens of other processes",)
+
+    def admit(self, cloud: Cloud, context: Measure | None = None) -> torch.Size:
+        if context is not None:
+            raise ValueError("a ring attends to the tokens of all processes, expected context=None.")
+        if cloud.log_weights is not None:
+            raise ValueError("a ring gives every token the same weight, expected weights=None and mask=None.")
+        if torch.is_grad_enabled() and any(z.requires_grad for z in (cloud.x, *self.tensors.values())):
+            raise ValueError("gradients do not pass between processes; use torch.no_grad(), or one process.")
+        self.attention.check_tokens(cloud.x)
+        return self.attention.batch_shape(cloud.x.shape[:-2], cloud.probabilities.shape[:-1])
+
+    def needs_float64(self, radius: float) -> bool:
+        return self.attention.needs_float64(radius)
+
+    def summary(self) -> dict[str, Any]:
+        return {**self.attention.summary(), "ring": self.world.count}
+
+    def seen(self, view: View) -> Function:
+        """(t, x) -> the drift of this process's tokens."""
+        radius, p = view.longest, self.attention.prepared(view.longest)
+
+        def F(t: float, x: Tensor) -> Tensor:
+            nonlocal radius, p
+            if view.longest != radius:
+                radius, p = view.longest, self.attention.prepared(view.longest)
+            return self._drift(p, t, x)
+
+        return F
+
+    def _drift(self, p: Projections, t: float, x: Tensor) -> Tensor:
+        count, rank = self.world.count, self.world.rank
+        here = torch.tensor([float(x.shape[-2]), t], dtype=torch.float64, device=x.device)
+        sizes, times = self.world.gathered(here).unbind(-1)
+        if bool((times != t).any()):
+            raise ValueError(f"processes are at the times {times.tolist()}; expected the same fixed steps.")
+        parts = [int(size) for size in sizes.tolist()]
+        block = F.pad(x, (0, 0, 0, max(parts) - x.shape[-2])).contiguous()
+        average = log_sum = None
+        for turn in range(count):
+            passed, requests = torch.empty_like(block), []
+            if turn + 1 < count:
+                requests = dist.batch_isend_irecv(
+                    [
+                        dist.P2POp(dist.isend, block, (rank + 1) % count),
+                        dist.P2POp(dist.irecv, passed, (rank - 1) % count),
+                    ]
+                )
+            source = (rank - turn) % count
+            if not p.causal or source <= rank:
+                mean, sums = _average(p, x, block[..., : parts[source], :], source == rank)
+                if average is None or log_sum is None:
+                    average, log_sum = mean, sums
+                else:
+                    shares, log_sum = dense.probabilities(torch.stack(torch.broadcast_tensors(log_sum, sums), -1))
+                    average = average * shares[..., :1] + mean * shares[..., 1:]
+            for request in requests:
+                request.wait()
+            block = passed
+        assert average is not None  # a part sees at least its own tokens
+        assert log_sum is not None
+        if p.kind == "unnormalised":
+            average = average * (log_sum - math.log(sum(parts))).exp()[..., None]
+        exact = p.double if average.dtype != x.dtype else p
+        return exact.with_constant(exact.summed(average)).to(x.dtype)
+
+
+def _average(p: Projections, x: Tensor, y: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+    """Softmax averages (..., heads, m, v) and log-sum-exps of tokens x over tokens y; masks hide among their own."""
+    q, k = p.queries(x), p.keys(y)
+    if p.loses_digits(q, k, p.scale):
+        return _average(p.double, x.double(), y.double(), own)
+    masks: dict[str, Any] = {"causal": own and p.causal, "exclude_self": own and not p.self_attention}
+    return dense.softmax_and_log_sum(q, k, p.values(y), scale=p.scale, **masks)

@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_flow import Attention
 from attn_flow.attention import truncated
 from attn_flow.averages import compiled, dense, fourier, near, sinkhorn
-from attn_flow.averages.patches import SIZE, Patches, _highest_logits, _threshold, select
+from attn_flow.averages.patches import SET_ASIDE, SIZE, Patches, _highest_logits, _threshold, select
 
 F64 = torch.float64
 EPS32 = torch.finfo(torch.float32).eps
@@ -49,12 +49,12 @@ def test_the_share_of_a_patch_is_attained() -> None:
     far_keys = one_patch((away * e).repeat(size, 1), (away - rho) * e, rho)
     keys = joined(near_keys, far_keys)
     found = select(queries, keys, torch.zeros(2, size, dtype=F64), scale, tolerance)
-    assert found.kept.tolist() == [[True, False]]
-    exact = size * math.exp(scale * (-1.0 + r) * away)
+    assert found.listed.tolist() == [0]
+    exact = math.exp(scale * (-1.0 + r) * away)  # over the weight of as many keys at 0
     rounding = 64 * EPS32 * scale * away
-    assert exact <= float(found.left_out) <= exact * math.exp(rounding)
+    assert exact <= float(found.left_out) <= exact * math.exp(rounding) + tolerance * SET_ASIDE
     # A tolerance just below keeps the patch.
-    assert bool(select(queries, keys, torch.zeros(2, size, dtype=F64), scale, exact).kept.all())
+    assert select(queries, keys, torch.zeros(2, size, dtype=F64), scale, exact).listed.tolist() == [0, 1]
 
 
 def test_highest_logits_are_no_lower_than_exact_ones() -> None:
@@ -69,9 +69,26 @@ def test_highest_logits_are_no_lower_than_exact_ones() -> None:
 
 @pytest.mark.parametrize("shares", [[0.45] * 3 + [9.0], [0.3] * 4 + [0.9] * 4, [0.24] * 4, [2.0, 2.0, 2.0]])
 def test_what_is_below_the_threshold_sums_to_one_or_less(shares: list[float]) -> None:
-    share = torch.tensor([shares], dtype=F64)
-    below = share.log() <= _threshold(share.log(), share)[:, None]
+    share = torch.tensor(shares, dtype=F64)
+    row = torch.zeros(len(share), dtype=torch.long)
+    below = share.log() <= _threshold(share.log(), share, row, 1, len(share))
     assert float(share[below].sum()) <= 1
+
+
+def test_the_reference_weighs_no_more_than_all_keys() -> None:
+    """And for the centre of a patch as much as the patch of keys that is nearest to it."""
+    x = torch.randn(8 * SIZE, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+    found = Patches.of(x)
+    bias = found.gather(torch.linspace(-1, 1, len(x), dtype=F64))
+    for scale in (1.0, 30.0):
+        chosen = select(found, found, bias, scale, 1e-6)
+        of_all = torch.logsumexp(scale * x @ x.mT + torch.linspace(-1, 1, len(x), dtype=F64), -1)[found.index]
+        reference = lambda q, chosen=chosen, scale=scale: scale * (q * chosen.k_star[:, None]).sum(-1)
+        assert bool((reference(found.points) + chosen.bias_star[:, None] <= of_all + 1e-12 * scale * 30).all())
+        own = (found.index[:, :, None] == chosen.nearest).any(1).long().argmax(0)  # the patch of each nearest key
+        logits = scale * (found.points[own] @ found.centre[..., None])[..., 0] + bias[own]
+        at_centre = reference(found.centre[:, None])[:, 0] + chosen.bias_star
+        torch.testing.assert_close(at_centre, torch.logsumexp(logits, -1), rtol=0, atol=1e-12 * scale * 30)
 
 
 # --- the error of an average and of a drift --------------------------------------------------------------------------
@@ -127,10 +144,13 @@ def test_a_patch_above_its_part_of_the_tolerance_is_kept() -> None:
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(("part", "attained"), [(0.99, True), (0.6 * 16 * SIZE, False)])
 def test_what_the_compiled_kernel_leaves_out_is_counted(part: float, attained: bool) -> None:
-    """Fifteen patches just below its gap make up its part of the tolerance; one that is above, times n, is not left."""
+    """Fifteen patches just below its gap make up its part of the tolerance; one that is above, times n, is not left.
+
+    Queries are apart where no key is: the bound does not know it, and keeps the patches.
+    """
     n, unseen = 16 * SIZE, near.UNSEEN * TOLERANCE
     depth = -math.log(part * unseen / n)
-    x = torch.cat([row(0.0, 0.0).repeat(SIZE // 2, 1), row(-depth, 0.0).repeat(SIZE // 2, 1)])
+    x = torch.cat([row(-depth, depth).repeat(SIZE // 2, 1), row(-depth, -depth).repeat(SIZE // 2, 1)])
     y = torch.cat([row(0.0, 0.0).repeat(SIZE, 1), row(1.0, 0.0).repeat(15 * SIZE, 1)])
     bias = torch.zeros(n, dtype=F64)
     bias[1:SIZE] = -math.inf

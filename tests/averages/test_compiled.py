@@ -50,7 +50,6 @@ def test_equals_the_other_path(masks, beta):
         slack = rounding(exact, 4 * 26, torch.float32)
         assert bool(((ours.drift - exact).norm(dim=-1) <= ours.error + slack).all())
         assert float((ours.drift - theirs.drift).abs().max()) < slack
-        assert ours.pairs == theirs.pairs
 
 
 @pytest.mark.parametrize(("d", "k"), [(1, 1), (2, 2), (5, 3), (8, 8), (8, 2), (7, 4)])

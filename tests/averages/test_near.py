@@ -13,6 +13,7 @@ from attn_flow import Attention, Sphere, flow
 from attn_flow.attention.truncated import TRUNCATION
 from attn_flow.averages import near, patches
 from attn_flow.base.memory import peak_memory
+from attn_flow.bench.choices import ways_of
 
 F64 = torch.float64
 
@@ -57,7 +58,7 @@ def test_error_is_within_the_bound(masks, heads, beta):
 
 
 def test_cold_clouds_skip_and_hot_ones_do_not():
-    x = sphere(4000, 3)
+    x = sphere(4096, 3)
     shares = [Attention.identity(3, beta, dtype=F64).truncated_drift(x).pairs for beta in (1.0, 1e3, 1e5)]
     assert shares[0] == 1
     assert shares[0] > 2 * shares[1]
@@ -121,6 +122,19 @@ def test_large_cold_drift_takes_this_path_by_itself(monkeypatch):
     dense = flow(replace(cold, truncation=0.0), x, [0, 0.1], h=0.05)
     assert calls
     assert float((path.x - dense.x).abs().max()) < 1e-11
+
+
+@pytest.mark.parametrize("d", [2, 3])
+def test_every_way_of_a_drift_is_the_same(d):
+    """Whichever is chosen: all within the truncation and float32's sums over 500 keys of the exact one."""
+    x, attention = sphere(500, d, dtype=torch.float32), Attention.identity(d, 60.0)
+    exact = literal(attention.to(F64), x.double())
+    ways = ways_of(attention, x)
+    assert set(ways) == ({"dense", "near", "fourier"} if d == 2 else {"dense", "near"})
+    for name, way in ways.items():
+        # Logits of 60 are rounded to 60 eps, which changes weights as much.
+        error = float((way() - exact).norm(dim=-1).max())
+        assert error < 2 * TRUNCATION[torch.float32] + 4 * 60 * torch.finfo(torch.float32).eps, name
 
 
 def test_batches_and_betas_of_their_own(monkeypatch):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attn_flow import Trajectory
+from attn_flow import Attention, Trajectory, UniformSphere, flow
 from attn_flow.bench.shards import fit
 from attn_flow.cli.entry import app
-from attn_flow.dynamics.distributed import ALONE, Processes, Shard
+from attn_flow.dynamics.distributed import ALONE, Processes, RingAttention, Shard
 
 F64 = torch.float64
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -86,6 +86,30 @@ def test_parts_are_even_and_cover_the_cloud(n: int, count: int) -> None:
     for shard, part in zip(shards, parts):
         assert torch.equal(part[:, 0], x[:, shard.first])
         assert torch.equal(shard.own(x[..., 0], -1), part[..., 0])
+
+
+def test_a_ring_of_one_is_the_attention() -> None:
+    x = torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+    attention = Attention.random(3, 2, beta=3.0, generator=torch.Generator().manual_seed(1), dtype=F64)
+    path, alone = (flow(field, x, [0.0, 0.5]) for field in (RingAttention(attention, ALONE), attention))
+    torch.testing.assert_close(path.x, alone.x, rtol=0, atol=9 * 40 * torch.finfo(F64).eps)
+    assert path.about["attention"]["ring"] == 1
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "says"),
+    [
+        (Attention.identity(3, kind="sinkhorn"), {}, "kind = 'sinkhorn', expected 'softmax' or 'unnormalised'"),
+        (Attention.identity(3, kind="hardmax"), {}, "kind = 'hardmax', expected"),
+        (torch.eye(3), {}, "attention is a Tensor, expected an Attention"),
+        (Attention.identity(3), {"weights": torch.ones(4)}, "expected weights=None and mask=None"),
+        (Attention.identity(3), {"context": UniformSphere(3)}, "expected context=None"),
+        (Attention(torch.eye(3).requires_grad_()), {}, "gradients do not pass between processes"),
+    ],
+)
+def test_what_a_ring_refuses(attention: Attention, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        flow(RingAttention(attention, ALONE), torch.ones(4, 3), [0.0, 1.0], **options)
 
 
 def test_constants_of_a_cost_model_are_found() -> None:

@@ -34,7 +34,7 @@ from attn_flow import (
     flow,
 )
 from attn_flow.dynamics import kicks, placement
-from attn_flow.dynamics.distributed import Processes, processes
+from attn_flow.dynamics.distributed import Processes, RingAttention, Shard, processes
 from attn_flow.dynamics.steppers import Step
 
 F64 = torch.float64
@@ -62,6 +62,14 @@ def identity(beta: float | Tensor, **options) -> Attention:
 
 def centring(t: float, x: Tensor) -> Tensor:
     return (1 + t) * (x.mean(-2, keepdim=True) - x.cumsum(-2))
+
+
+def ring(w: Processes, attention: Attention, x: Tensor, **options) -> Trajectory:
+    """The path of all tokens, of processes that hold their own alone."""
+    part = Shard(w, x.shape[-2])
+    own = flow(RingAttention(attention, w), part.own(x), T, **options)
+    about = {**own.about, "attention": attention.summary(), "processes": w.count}
+    return Trajectory(own.t, part.everyone(own.x), about=about)
 
 
 MASK = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
@@ -106,6 +114,11 @@ CASES: dict[str, Callable[[Processes], Trajectory]] = {
     "a stop that the last process wants": lambda w: flow(
         identity(1.0), tokens(7), [0, 50], stop=lambda t, cloud: t > 0.9 and w.rank == w.count - 1, world=w
     ),
+    "a ring": lambda w: ring(w, random(), tokens((2, 50))),
+    "a cold causal ring": lambda w: ring(w, random(causal=True, beta=400.0), tokens(50)),
+    "an unnormalised ring without self": lambda w: ring(
+        w, random(kind="unnormalised", self_attention=False), tokens(7), step=euler
+    ),
     "independent kicks": lambda w: flow(
         random(), tokens((2, 7)), T, mask=MASK, noise=kicks.independent(0.3), generator=seeded(), world=w
     ),
@@ -129,6 +142,12 @@ ERRORS: dict[str, tuple[Callable[[Processes], Trajectory], str]] = {
         "the state of the generator is not the same",
     ),
     "gradients": (lambda w: flow(random(), tokens(7).requires_grad_(), T, world=w), "gradients do not pass between"),
+    "a ring of adaptive steps": (
+        lambda w: flow(
+            RingAttention(identity(4.0), w), tokens(8)[4 * w.rank : 4 * w.rank + 4], T, step=Adaptive(1e-9, merge=False)
+        ),
+        "expected the same fixed steps",
+    ),
     "a token that leaves": (
         lambda w: flow(random(), tokens(7), T, step=lost_on_the_last(w), world=w),
         "tokens left the range of torch.float64",
