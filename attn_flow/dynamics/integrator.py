@@ -17,6 +17,7 @@ from attn_flow.base import checks
 from attn_flow.dynamics.distributed import Shard
 from attn_flow.dynamics.kicks import Kick
 from attn_flow.dynamics.merging import Merged
+from attn_flow.dynamics.pacing import Pace
 from attn_flow.dynamics.placement import Placement
 from attn_flow.dynamics.steppers import Adaptive, Step, Velocity
 from attn_flow.geometry import Geometry
@@ -24,9 +25,6 @@ from attn_flow.measures import Cloud, Measure
 
 Schedule = Callable[[float], Field]
 Stop = Callable[[float, Cloud], bool | Tensor]
-
-
-LOCAL_ERROR = 0.1  # of a fixed step, relative to the length of a token: beyond it the step is too long
 
 
 class StepWarning(UserWarning):
@@ -59,7 +57,6 @@ class Integrator:
         # The longest token that a field sees, where that is known; flat placements show it unit tokens.
         self.view = View(None, shard, context, 1.0 if placement.flat else geometry.longest)
         self._precise = False
-        self._farthest: Tensor | None = None
         self._warned = False
         self.evaluations = 0
         self.stopped: str | None = None
@@ -102,12 +99,6 @@ class Integrator:
         """v, zero for padding."""
         return v if self.mask is None else torch.where(self.shard.own(self.mask, -1)[..., None], v, 0.0)
 
-    def watch_step(self, v: Tensor, x: Tensor, h: float) -> None:
-        """Remember the farthest that a step of size h carries a token, |h v| / max(1, |x|); read at the kept times."""
-        if checks.can_look(v):
-            far = h * (v.detach().norm(dim=-1) / x.detach().norm(dim=-1).clamp_min(1.0)).amax()
-            self._farthest = far if self._farthest is None else torch.maximum(self._farthest, far)
-
     def lengths_seen(self, x: Tensor) -> bool:
         """Whether every drift looks itself how long tokens are, or none is longer than they are told."""
         return x.device.type == "cpu" or self.placement.flat or self.geometry.longest is not None
@@ -125,51 +116,38 @@ class Integrator:
             )
         self._precise = precise
 
-    def arrive(self, x: Tensor, step: Step, h: float, t: float) -> None:
-        """At a kept time, in one read: raise if tokens are not finite, warn once of steps that they outran.
-
-        A step is too long once its error u^(p+1)/(p+1)! is no longer small; u = |h v| / max(1, |x|).
-        """
-        if not checks.can_look(x) or self._farthest is None:
+    def arrive(self, x: Tensor, pace: Pace, h: float, t: float) -> None:
+        """At a kept time, in one read: raise if tokens are not finite, warn once of steps that they outran."""
+        seen = pace.seen()
+        if not checks.can_look(x) or not seen:
             return
-        total, far, longest = checks.read(x.sum(), self._farthest, _longest(x))
+        total, longest, *numbers = checks.read(x.sum(), _longest(x), *seen)
         if not self.lengths_seen(x):
             self.choose_precision(longest, t)
         if not math.isfinite(total) or self.shard.world.count > 1:
             self.check(x, t)
-        order = getattr(step, "order", 1)
-        most = (LOCAL_ERROR * math.factorial(order + 1)) ** (1 / (order + 1))
-        far = self.shard.world.largest(far)
-        if not self._warned and far > most:
+        farthest, error = (self.shard.world.largest(number) for number in numbers)
+        message = pace.too_long(farthest, error, h, t)
+        if message is not None and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"steps of {h:.3g} carry tokens {far:.3g} times their length by t = {t:.4g}: too far to be followed; "
-                f"use h <= {h * most / far / 4:.2g}, or step='adaptive'.",
-                StepWarning,
-                stacklevel=4,
-            )
+            warnings.warn(message, StepWarning, stacklevel=4)
 
     def fixed(self, x: Tensor, times: list[float], step: Step, h: float) -> Iterator[tuple[float, Tensor]]:
         """Equal steps of at most h between consecutive times; yields (t, x) at each of them."""
         self.view.log_weights = self.begin(x, times[0]).log_weights
         x = self.shard.own(x)
-        size, begins = h, True
-
-        def velocity(t: float, y: Tensor) -> Tensor:
-            nonlocal begins
-            v = inner(t, y)
-            if begins:
-                self.watch_step(v, y, size)
-                begins = False
-            return v
-
-        for start, end, smooth, kept in self.velocities(times):
-            inner = smooth
+        pace, before = Pace(step), None
+        for start, end, velocity, kept in self.velocities(times):
+            if velocity is not before:
+                pace.forget()
+            before = velocity
             steps = max(1, math.ceil((end - start) / h - 1e-9))
             size = (end - start) / steps
             for i in range(steps):
-                begins = True
-                x = self.kicked(step(velocity, start + i * size, x, size, self.geometry), size)
+                x = pace.take(velocity, start + i * size, x, size, self.geometry)
+                if self.noise is not None:
+                    x = self.kicked(x, size)
+                    pace.forget()
                 now = start + (i + 1) * size if i + 1 < steps else end
                 if x.device.type == "cpu":  # an accelerator would have to wait for every step
                     self.check(x, now)
@@ -177,7 +155,7 @@ class Integrator:
                     yield now, self.everyone(x)
                     return
             if kept:
-                self.arrive(x, step, size, end)
+                self.arrive(x, pace, size, end)
                 yield end, self.everyone(x)
 
     def begin(self, x: Tensor, t: float) -> Cloud:

@@ -37,6 +37,8 @@ class RungeKutta:
         a: rows of weights of the earlier stages, from the second stage on.
         b: weights of the stages in the step.
         embedded: those of a second, lower-order result: the difference estimates the local error.
+        closing: where there is none, what the next step's first velocity weighs in place of the last stage's, in a
+            result of another order; 0 if it gives none.
 
     Example:
         >>> from attn_flow import Attention, Euclidean, flow
@@ -53,6 +55,7 @@ class RungeKutta:
     a: tuple[tuple[float, ...], ...]
     b: tuple[float, ...]
     embedded: tuple[float, ...] | None = None
+    closing: float = 0.0
 
     def __repr__(self) -> str:
         return self.name
@@ -88,8 +91,8 @@ def _along(x: Tensor, h: float, weights: tuple[float, ...], k: list[Tensor]) -> 
 
 
 # Steps of order 1, 4 and 5: step=euler or step="euler" in `flow`, one, four and six evaluations of the drift a step.
-euler = RungeKutta("euler", 1, a=(), b=(1.0,))
-rk4 = RungeKutta("rk4", 4, a=((1 / 2,), (0, 1 / 2), (0, 0, 1)), b=(1 / 6, 1 / 3, 1 / 3, 1 / 6))
+euler = RungeKutta("euler", 1, a=(), b=(1.0,), closing=1 / 2)
+rk4 = RungeKutta("rk4", 4, a=((1 / 2,), (0, 1 / 2), (0, 0, 1)), b=(1 / 6, 1 / 3, 1 / 3, 1 / 6), closing=1 / 6)
 # Dormand and Prince (1980), order 5 with an embedded order 4.
 dopri5 = RungeKutta(
     "dopri5",

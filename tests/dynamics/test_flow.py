@@ -29,6 +29,7 @@ from attn_flow import (
 )
 from attn_flow.dynamics import kicks, placement
 from attn_flow.dynamics.integrator import StepWarning
+from attn_flow.dynamics.pacing import Pace
 from attn_flow.dynamics.steppers import Velocity
 from attn_flow.geometry import Geometry
 from attn_flow.measures.quadrature import circle
@@ -522,7 +523,10 @@ def test_a_step_that_tokens_outrun_warns_with_one_that_they_do_not(step: str, V:
 @pytest.mark.parametrize("step", [euler, rk4, dopri5])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 def test_a_step_warns_from_its_local_error_on(step, size: float) -> None:
-    """x' = c x, one step: u = |h v| / max(1, |x|) with u^(p+1)/(p+1)! = .1 at the border."""
+    """x' = c x, one step: u = |h v| / max(1, |x|) with u^(p+1)/(p+1)! = .1 at the border.
+
+    A tiny token grows a thousandfold in that step, which an embedded result notices before the border.
+    """
     order = {euler: 1, rk4: 4, dopri5: 5}[step]
     border = (0.1 * math.factorial(order + 1)) ** (1 / (order + 1)) * max(1.0, size) / size
     for c, warns in ((0.99 * border, False), (1.01 * border, True)):
@@ -530,7 +534,46 @@ def test_a_step_warns_from_its_local_error_on(step, size: float) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             flow(growing, torch.full((1, 1), size, dtype=F64), [0.0, 1.0], geometry=Euclidean(), step=step, h=1.0)
-        assert any(issubclass(w.category, StepWarning) for w in caught) is warns
+        noticed = step is dopri5 and size < 1
+        assert any(issubclass(w.category, StepWarning) for w in caught) is (warns or noticed)
+
+
+@pytest.mark.parametrize("step", ["euler", "rk4", "dopri5"])
+@pytest.mark.parametrize("beta", [1.0, 5.0, 20.0])
+def test_values_too_large_for_the_default_step_warn(step: str, beta: float) -> None:
+    """Tokens here are no faster than a step can carry them, but their velocity turns within it."""
+    x0 = Sphere().uniform(5, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+    for V in (20.0, 50.0, 100.0, 200.0, 300.0, 400.0, 800.0):
+        attention = Attention.from_matrices(torch.eye(3, dtype=F64), V * torch.eye(3, dtype=F64), beta)
+        exact = flow(attention, x0, [0, 1.0], step=Adaptive(1e-9, merge=False)).x[-1]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", StepWarning)
+            error = float((flow(attention, x0, [0, 1.0], step=step, h=0.01).x[-1] - exact).norm(dim=-1).max())
+        assert caught or error < 0.015
+
+
+@pytest.mark.parametrize("z", [0.1, 0.5, 1.0])
+def test_the_error_of_a_step_is_estimated(z: float) -> None:
+    """Two steps of x' = z x from 1, whose stages are polynomials of z: Euler against the trapezoidal rule, rk4 with the
+    next velocity in place of its last stage's, dopri5 against its embedded result."""
+    P = 1 + z + z**2 / 2 + z**3 / 6 + z**4 / 24
+    P5 = P + z**5 / 120 + z**6 / 600
+    embedded = P + 1097 / 120000 * z**5 + 161 / 120000 * z**6 + z**7 / 24000
+    estimates = {
+        euler: z / 2 * z / (1 + z),
+        rk4: z / 6 * abs(P - (1 + z + z**2 / 2 + z**3 / 4)) / P,
+        dopri5: abs(P5 - embedded) / P5,
+    }
+    for step, estimate in estimates.items():
+        pace, x = Pace(step), torch.ones(1, 1, dtype=F64)
+        for _ in range(2):
+            x = pace.take(lambda t, y: z * y, 0.0, x, 1.0, Euclidean())
+        farthest, error = pace.seen()
+        assert float(farthest) == pytest.approx(z, rel=1e-12)
+        assert float(error) == pytest.approx(estimate, rel=1e-9)
+        pace.forget()
+        pace.take(lambda t, y: -z * y, 0.0, x, 1.0, Euclidean())  # a jump of the field is no error
+        assert float(pace.seen()[1]) == pytest.approx(estimate, rel=1e-9) or step is dopri5
 
 
 def test_the_default_step_does_not_warn() -> None:
