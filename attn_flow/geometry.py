@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -51,8 +52,8 @@ class Geometry(Protocol):
 
 
 def _shape(n: int | tuple[int, ...], d: int) -> tuple[int, ...]:
-    shape = (n,) if isinstance(n, int) else tuple(n)
-    if min(shape, default=0) < 1 or d < 1:
+    shape = n if isinstance(n, tuple | list) else (n,)
+    if not shape or any(isinstance(k, bool) or not isinstance(k, Integral) or k < 1 for k in (*shape, d)):
         raise ValueError(f"n = {n}, d = {d}: expected at least one token of dimension at least one.")
     return (*shape, d)
 

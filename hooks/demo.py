@@ -13,6 +13,7 @@ from torch import nn
 
 from attn_flow.base.texts import lines
 from attn_flow.hooks.loading import load_folder
+from attn_flow.hooks.pretrained import pretrained_model
 
 # One alternative per token of a SMILES string: bracket atoms, elements, aromatic atoms, bonds, rings and branches.
 SMILES = r"\[[^\]]+\]|Br|Cl|>>|%\d\d|[BCNOSPFIbcnosp]|[0-9]|[().=#+\-\\/:~@?*$>]"
@@ -71,7 +72,7 @@ def rxnmapper() -> tuple[nn.Module, Any]:
 
     inside = "models/transformers/albert_heads_8_uspto_all_1310k"
     folder = _folder("rxnmapper", inside, "--no-deps rxnmapper")
-    model = AlbertModel.from_pretrained(folder, use_safetensors=False, add_pooling_layer=False)
+    model = pretrained_model(AlbertModel, folder, use_safetensors=False, add_pooling_layer=False)
     return model.float().eval(), smiles_tokenizer(folder / "vocab.txt")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.base.texts import csv_rows, lines, parse_json, read_standard_input, read_text
+from attn_flow.hooks.pretrained import pretrained, pretrained_model
 from attn_flow.hooks.replacing import ENTRY, restored
 
 PLAIN = ("", ".txt", ".text", ".md", ".rst", ".log")
@@ -35,11 +36,11 @@ def load_folder(
                 "this folder, pass pickle=True (--pickle), or save the model again with safe_serialization."
             )
     # from_pretrained renamed torch_dtype to dtype in 4.56; a cast after loading means the same in every version.
-    config = _pretrained(AutoConfig, path, remote_code)
+    config = pretrained(AutoConfig, path, remote_code)
     if getattr(config, ENTRY, None):
         model = restored(MODEL_MAPPING[type(config)], config, path, use_safetensors=not pickle).to(dtype)
     else:
-        model = _pretrained(AutoModel, path, remote_code, use_safetensors=not pickle).to(dtype).eval()
+        model = pretrained_model(AutoModel, path, remote_code, use_safetensors=not pickle).to(dtype).eval()
     sees = getattr(model, "main_input_name", "input_ids") == "pixel_values"
     return model, None if sees else load_tokenizer(path, remote_code=remote_code)
 
@@ -48,7 +49,7 @@ def load_tokenizer(path: str | Path, *, remote_code: bool = False) -> Any:
     """The tokenizer of a folder or name; `remote_code` as in `load_encoder`."""
     from transformers import AutoTokenizer
 
-    return _pretrained(AutoTokenizer, path, remote_code)
+    return pretrained(AutoTokenizer, path, remote_code)
 
 
 @contextmanager
@@ -77,7 +78,7 @@ def load_images(folder: str | Path, path: str | Path, *, remote_code: bool = Fal
     files = sorted(p for p in folder.glob("*") if p.suffix.lower() in IMAGES)
     if not files:
         raise ValueError(f"{folder} holds no image ({', '.join(IMAGES)}).")
-    processor = _pretrained(AutoImageProcessor, path, remote_code)
+    processor = pretrained(AutoImageProcessor, path, remote_code)
     pictures = []
     for file in files:
         try:
@@ -86,19 +87,6 @@ def load_images(folder: str | Path, path: str | Path, *, remote_code: bool = Fal
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(f"{file} is no image that can be read ({error}); move it away.") from None
     return dict(processor(pictures, return_tensors="pt"))
-
-
-def _pretrained(auto: Any, path: str | Path, remote_code: bool, **options: Any) -> Any:
-    """from_pretrained, which never asks on the terminal whether to run a stranger's code."""
-    try:
-        return auto.from_pretrained(path, trust_remote_code=remote_code, **options)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"{path} brings Python code of its own, which was not run; if you trust it, pass remote_code=True to "
-            "attn_flow.hooks.load_encoder."
-        ) from None
 
 
 def load_texts(path: str | Path, field: str = "text") -> list[str]:

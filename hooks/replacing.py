@@ -19,6 +19,7 @@ from attn_flow.base import checks
 from attn_flow.dynamics.steppers import STEPS
 from attn_flow.hooks.attach import padded
 from attn_flow.hooks.layout import Block, blocks, inside, refuse_to_change
+from attn_flow.hooks.pretrained import pretrained, pretrained_model
 from attn_flow.hooks.temperature import chosen_layers, factor_of, scale_queries
 from attn_flow.hooks.wrapping import WrappedAttention, fixed_step
 
@@ -204,19 +205,26 @@ def load(path: str | Path, *, dtype: torch.dtype | str = "auto", remote_code: bo
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=remote_code)
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(f"{path} has no config.json; expected a folder written by save_pretrained.")
+    config = pretrained(transformers.AutoConfig, path, remote_code)
     if not getattr(config, ENTRY, None):
         raise ValueError(f"{path}: its config has no entry {ENTRY!r}; it is a plain model, load it by from_pretrained.")
-    name = (config.architectures or [""])[0]
+    name = str((config.architectures or [""])[0])
     kind = getattr(transformers, name, None)
-    if kind is None:
-        raise ValueError(f"{path} holds a {name or 'model of no name'}, which transformers does not know.")
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ValueError(f"{path} holds a {name or 'model of no name'}, which is no model that transformers knows.")
+    if kind.config_class is not type(config):
+        raise ValueError(f"{path} holds a {name} with a {type(config).__name__}, which do not go together.")
     return restored(kind, config, path, dtype=dtype)
 
 
 def restored(kind: Any, config: Any, path: str | Path, **options: Any) -> Any:
     """kind.from_pretrained(path) with the flows of the config in place before the weights are read."""
     entries = getattr(config, ENTRY)
+    known = {"layers", "horizon", "steps", "step", "train_beta"}
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and set(entry) <= known for entry in entries):
+        raise ValueError(f"{path}: the entry {ENTRY!r} of its config is not one that replace_attention wrote.")
 
     class WithFlows(kind):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -228,10 +236,7 @@ def restored(kind: Any, config: Any, path: str | Path, **options: Any) -> Any:
             self.__class__ = kind  # how weights are renamed on loading depends on it
 
     WithFlows.__name__ = kind.__name__
-    model, report = WithFlows.from_pretrained(path, config=config, output_loading_info=True, **options)
-    missing = [key for key in report["missing_keys"] if f".{ENTRY}." in key]
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}, which its config promises.")
+    model = pretrained_model(WithFlows, path, config=config, **{"use_safetensors": True, **options})
     # Weights mapped from a file begin at any address, and matrix products then round otherwise: another last bit.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()

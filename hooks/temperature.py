@@ -81,7 +81,10 @@ def scale_beta(
 def as_factors(beta_factor: float | Tensor | Sequence[Any]) -> Tensor:
     if isinstance(beta_factor, Tensor):
         return beta_factor
-    return torch.tensor(beta_factor, dtype=torch.get_default_dtype())
+    try:
+        return torch.tensor(beta_factor, dtype=torch.get_default_dtype())
+    except (TypeError, ValueError):
+        raise ValueError(f"beta is a {type(beta_factor).__name__}, expected numbers.") from None
 
 
 def _per_head(values: Tensor, block: Block, name: str) -> Tensor:
@@ -100,7 +103,7 @@ def factor_of(block: Block, beta: float | Tensor | None, beta_factor: float | Te
     if beta_factor is not None:
         return _per_head(as_factors(beta_factor), block, "beta_factor")
     assert beta is not None  # one of the two is
-    wanted = _per_head(torch.as_tensor(beta, dtype=torch.get_default_dtype()), block, "beta")
+    wanted = _per_head(as_factors(beta), block, "beta")
     return wanted / block.beta(projections(block)["q"][0].shape[-2])
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_flow.base import checks
 from attn_flow.dynamics.steppers import Adaptive, Step, euler, named_step
 from attn_flow.geometry import Euclidean, Geometry
 from attn_flow.hooks.attach import (
@@ -110,10 +111,10 @@ def fixed_step(step: Step | str, steps: int, horizon: float) -> Step:
     stepper = named_step(step)
     if isinstance(stepper, Adaptive):
         raise ValueError("step is adaptive, expected one of fixed size: euler, rk4, dopri5 or your own, and `steps`.")
-    if int(steps) != steps or steps < 1:
-        raise ValueError(f"steps = {steps}, expected a whole number of at least 1.")
-    if not 0 < horizon < math.inf:
-        raise ValueError(f"horizon = {horizon}, expected a positive, finite time.")
+    checks.whole("steps", steps)
+    checks.positive("horizon", horizon)
+    if math.isinf(horizon):
+        raise ValueError("horizon = inf, expected a positive, finite time.")
     return stepper
 
 

@@ -20,6 +20,7 @@ from attn_flow.base.files import versions, write_json, writing_alone
 from attn_flow.base.texts import lines, parse_json
 from attn_flow.hooks import recipes
 from attn_flow.hooks.packages import Archive, download
+from attn_flow.hooks.pretrained import pretrained, pretrained_model
 from attn_flow.hooks.recipes import HEAVY, INPUTS, LIGHT, Recipe
 
 CACHE = "ATTN_FLOW_CACHE"  # the environment variable that names the cache folder
@@ -50,8 +51,8 @@ class Entry:
 def _text_encoder(folder: Path, **options: Any) -> tuple[nn.Module, Any]:
     from transformers import AutoModel, AutoTokenizer
 
-    model = AutoModel.from_pretrained(folder, use_safetensors=True, **options).float().eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    model = pretrained_model(AutoModel, folder, use_safetensors=True, **options).float().eval()
+    return model, pretrained(AutoTokenizer, folder)
 
 
 def _without_pooler(folder: Path) -> tuple[nn.Module, Any]:

@@ -1,10 +1,13 @@
 """What is refused, and in which words: what was got, what is expected, what to do."""
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attn_flow import (
@@ -19,16 +22,25 @@ from attn_flow import (
     Layers,
     Mixture,
     Sphere,
+    Trajectory,
     UniformSphere,
     VonMisesFisher,
     consensus,
     density_flow,
     euler,
     flow,
+    limit,
     linearise,
     lyapunov,
+    phases,
     push_forward,
+    zero_temperature_flow,
 )
+from attn_flow.hooks import flows, load, load_encoder, replace_attention
+from attn_flow.hooks.demo import tiny_bert
+from attn_flow.observe.quantities import close_pairs, clusters, energy, pairwise_cosines
+from attn_flow.observe.tracking import track
+from attn_flow.prediction import fit_bound, phases_over_seeds, propagation_of_chaos, settle
 
 F64 = torch.float64
 X = Sphere().uniform(5, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
@@ -204,7 +216,7 @@ ATTENTION: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Attention.random(3, law="uniform"),  # type: ignore[arg-type]
         r"law = 'uniform', expected one of 'gaussian', 'symmetric', 'orthogonal', 'goe'",
     ),
-    "no heads": (lambda: Attention.random(3, 0), r"heads = 0, d = 3: expected at least one of each"),
+    "no heads": (lambda: Attention.random(3, 0), r"heads = 0, expected a whole number of at least 1"),
     "cold and unnormalised": (
         lambda: Attention(EYE, kind="unnormalised", beta=math.inf),
         r"beta = inf with kind = 'unnormalised'; only softmax has a zero-temperature limit \(hardmax\)",
@@ -213,6 +225,22 @@ ATTENTION: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Attention(EYE, kind="sinkhorn", causal=True),
         r"kind = 'sinkhorn' needs every pair; expected causal=False and self_attention=True",
     ),
+    "beta complex": (
+        lambda: Attention(EYE, beta=torch.tensor(1j)),
+        r"beta is torch.complex64 of shape \(\), expected real",
+    ),
+    "no betas": (lambda: Attention(EYE, beta=torch.ones(0)), r"beta is torch.float32 of shape \(0,\), expected real"),
+    "causal a word": (lambda: Attention(EYE, causal="no"), r"causal = no, expected True or False"),  # type: ignore[arg-type]
+    "half a dimension": (lambda: Attention.identity(1.5), r"d = 1.5, expected a whole number of at least 1"),  # type: ignore[arg-type]
+    "no dimension": (lambda: Attention.identity(0), r"d = 0, expected a whole number of at least 1"),
+    "head of width -1": (
+        lambda: Attention.random(3, head_dim=-1),
+        r"head_dim = -1, expected a whole number of at least 1",
+    ),
+    "context a number": (
+        lambda: A.drift(X, 3.0),
+        r"context is a float, expected a measure, such as Cloud\(y\), or tokens",
+    ),  # type: ignore[arg-type]
     "context and weights": (
         lambda: A.drift(X, UniformSphere(3), weights=torch.ones(5)),
         r"weights and mask describe the cloud x; with context= put them into Cloud\(y, weights, mask\)",
@@ -227,6 +255,28 @@ ATTENTION: dict[str, tuple[Callable[[], object], str]] = {
     ),
 }
 FLOWS: dict[str, tuple[Callable[[], object], str]] = {
+    "a word for a step": (lambda: flow(A, X, 1.0, h="x"), r"h is a str, expected a positive number"),  # type: ignore[arg-type]
+    "endless steps": (
+        lambda: flow(A, X, 1e300),
+        r"t = 1e\+300 in steps of h = 0.05 are more than 1e\+09 steps; use a larger h",
+    ),
+    "a word for a time": (lambda: flow(A, X, "x"), r"t is a str, expected a time or times"),  # type: ignore[arg-type]
+    "complex times": (lambda: flow(A, X, torch.tensor([0, 1j])), r"t has dtype torch.complex64, expected real times"),
+    "geometry a number": (
+        lambda: flow(A, X, 1.0, geometry=2.0),
+        r"geometry is a float, expected Sphere\(\), Euclidean\(\)",
+    ),  # type: ignore[arg-type]
+    "path of a list": (lambda: Trajectory([0.0], X[None]), r"t is a list, expected a torch.Tensor of shape \(T,\)"),  # type: ignore[arg-type]
+    "path backwards": (
+        lambda: Trajectory(torch.tensor([1.0, 0.0]), X.expand(2, 5, 3)),
+        r"t must increase strictly, got",
+    ),
+    "path twice": (lambda: Trajectory(torch.zeros(2), X.expand(2, 5, 3)), r"t must increase strictly, got"),
+    "path of NaN times": (lambda: Trajectory(torch.tensor([math.nan]), X[None]), r"t has NaN or infinite times"),
+    "path of whole numbers": (
+        lambda: Trajectory(torch.zeros(1), X[None].long()),
+        r"x has dtype torch.int64, expected a floating",
+    ),
     "no step": (lambda: flow(A, X, 1.0, h=0.0), r"h = 0.0, expected a positive number"),
     "negative step": (lambda: flow(A, X, 1.0, h=-0.1), r"h = -0.1, expected a positive number"),
     "NaN step": (lambda: flow(A, X, 1.0, h=math.nan), r"h = nan, expected a positive number"),
@@ -260,13 +310,18 @@ GEOMETRY: dict[str, tuple[Callable[[], object], str]] = {
         r"axes are linearly dependent \(a semi-axis is zero\); drop the flat directions",
     ),
     "NaN axis": (lambda: Ellipsoid(torch.zeros(3), torch.full((3,), math.nan)), r"axes has 3 NaN or infinite entries"),
+    "half a token": (lambda: Sphere().uniform(1.5, 3), r"n = 1.5, d = 3: expected at least one token"),  # type: ignore[arg-type]
+    "radius a word": (lambda: Sphere("x"), r"radius is a str, expected a positive number"),  # type: ignore[arg-type]
     "ellipsoid dimension": (
         lambda: Ellipsoid(torch.zeros(3), torch.ones(3)).uniform(5, 4),
         r"d = 4, expected 3, the dimension of this ellipsoid",
     ),
 }
 MEASURES: dict[str, tuple[Callable[[], object], str]] = {
-    "dimension": (lambda: UniformSphere(0), r"d = 0, expected a dimension of at least 1"),
+    "dimension": (lambda: UniformSphere(0), r"d = 0, expected a whole number of at least 1"),
+    "dimension NaN": (lambda: UniformSphere(math.nan), r"d = nan, expected a whole number of at least 1"),  # type: ignore[arg-type]
+    "fit of tokens": (lambda: Gaussian.fit(X), r"cloud is a Tensor, expected a Cloud; use Cloud\(x\)"),  # type: ignore[arg-type]
+    "mixture of words": (lambda: Mixture("x", torch.ones(1)), r"components hold a str, expected measures"),  # type: ignore[arg-type]
     "cov shape": (
         lambda: Gaussian(torch.zeros(3), torch.eye(2)),
         r"cov has shape \(2, 2\), expected \(..., d, d\) to match a mean of shape \(3,\)",
@@ -328,6 +383,7 @@ DENSITIES: dict[str, tuple[Callable[[], object], str]] = {
         for name in ("tol", "tail")
         for value in (math.nan, -1.0, math.inf)
     },
+    "steps NaN": (lambda: solved(max_steps=math.nan), r"max_steps = nan, expected .* at least one step"),
     "half a degree": (lambda: solved(bandwidth=8.5), r"bandwidth = 8.5, expected at least 4 degrees"),
     "diffusion NaN": (lambda: solved(diffusion=math.nan), r"diffusion = nan, expected a finite D >= 0"),
     "time a word": (lambda: solved(t="x"), r"t is a str, expected a time or times"),
@@ -344,11 +400,140 @@ FIELDS: dict[str, tuple[Callable[[], object], str]] = {
     "a field that is none": (lambda: Layers([A, 1.0], [0.0, 1.0, 2.0]), "field 1 is a float, expected Attention"),
     "a width": (lambda: linearise(A, X[:, :2]), r"x has shape \(5, 2\), expected \(..., n, 3\)"),
     "a moment": (lambda: linearise(A, X, t=math.nan), "t = nan, expected a finite time"),
-    "no exponents": (lambda: lyapunov(A, X, 1.0, k=0), "k = 0, expected a whole number, 1 to 10"),
+    "no exponents": (lambda: lyapunov(A, X, 1.0, k=0), "k = 0, expected a whole number of at least 1"),
     "half an exponent": (lambda: lyapunov(A, X, 1.0, k=1.5), "k = 1.5, expected a whole number"),
-    "no time": (lambda: lyapunov(A, X, math.nan), "t = nan, expected a positive, finite time"),
+    "no time": (lambda: lyapunov(A, X, math.nan), "t = nan, expected a positive number"),
     "no step": (lambda: lyapunov(A, X, 1.0, h=0.0), "h = 0.0, expected a positive"),
     "all transient": (lambda: lyapunov(A, X, 1.0, transient=1.0), "transient = 1.0, expected 0 <= transient < t"),
+}
+OBSERVED: dict[str, tuple[Callable[[], object], str]] = {
+    "energy of G complex": (lambda: energy(X, 2.0, EYE * 1j), r"G has dtype torch.complex128, expected real numbers"),
+    "energy of G NaN": (lambda: energy(X, 2.0, EYE * math.nan), r"G has 9 NaN or infinite entries of 9"),
+    "energy of a narrow G": (lambda: energy(X, 2.0, EYE[:2, :2]), r"G has shape \(2, 2\), expected \(d, d\) or"),
+    "energy at a word": (lambda: energy(X, "2"), r"beta is a str, expected a number"),  # type: ignore[arg-type]
+    "cosine NaN": (lambda: close_pairs(X, math.nan), r"cosine = nan, expected a number from -1 to 1"),
+    "cosine 2": (lambda: close_pairs(X, 2.0), r"cosine = 2.0, expected a number from -1 to 1"),
+    "half a bin": (lambda: pairwise_cosines(X, 1.5), r"bins = 1.5, expected a whole number of at least 1"),  # type: ignore[arg-type]
+    "cosines of a list": (lambda: pairwise_cosines([[1.0]]), r"x is a list, expected a torch.Tensor"),  # type: ignore[arg-type]
+    "velocity of others": (
+        lambda: clusters(X, velocity=X[:2]),
+        r"velocity has shape \(2, 3\), expected that of x, \(5, 3\)",
+    ),
+    "a track of nothing": (lambda: track(None, 0.5), r"path is a NoneType, expected a Trajectory"),  # type: ignore[arg-type]
+}
+PATH = flow(A, X, [0.0, 0.5, 1.0])
+TARGET = limit(Attention.from_matrices(torch.diag(torch.tensor([3.0, 2.0, 1.0], dtype=F64)), EYE, 2.0))
+
+
+def chaos(**changed: object) -> object:
+    sample = lambda n, generator: Sphere().uniform(n, 3, generator=generator, dtype=F64)
+    given: dict[str, object] = {"attention": A, "sample": sample, "reference": Cloud(X), "t": 0.1, "n": [4, 8]}
+    return propagation_of_chaos(**(given | changed))  # type: ignore[arg-type]
+
+
+PREDICTIONS: dict[str, tuple[Callable[[], object], str]] = {
+    "settle on a number": (lambda: settle(A, X, 3), r"support is a int, expected None \(the full sphere\), a measure"),  # type: ignore[arg-type]
+    "cold flow of a list": (lambda: zero_temperature_flow(A, [1.0], 1.0), r"x0 is a list, expected a torch.Tensor"),  # type: ignore[arg-type]
+    "cold flow without a step": (lambda: zero_temperature_flow(A, X, 1.0, h=math.nan), r"h = nan, expected a positive"),
+    "phases of nothing": (lambda: phases(None, TARGET), r"path is a NoneType, expected a Trajectory, as flow gives it"),  # type: ignore[arg-type]
+    "one seed": (
+        lambda: phases_over_seeds(PATH, TARGET),
+        r"path.x has shape \(3, 5, 3\), expected \(T, seeds, n, d\) with two",
+    ),
+    "seeds of no path": (lambda: phases_over_seeds(X, TARGET), r"path is a Tensor, expected a Trajectory"),  # type: ignore[arg-type]
+    "a bound of one beta": (
+        lambda: fit_bound([PATH], TARGET),
+        r"paths of beta \[2.0\]; expected two or more finite inverse",
+    ),
+    "a bound of tensors": (lambda: fit_bound([X], TARGET), r"path is a Tensor, expected a Trajectory"),  # type: ignore[list-item]
+    "one size": (lambda: chaos(n=[4]), r"n = \[4\], seeds = 10: expected two or more sizes"),
+    "one draw": (lambda: chaos(seeds=1), r"seeds = 1, expected a whole number of at least 2"),
+    "half a seed": (lambda: chaos(seed=1.5), r"seed = 1.5, expected a whole number of at least 0"),
+    "a reference that is none": (lambda: chaos(reference=X), r"reference is a Tensor, expected a Cloud"),
+    "a sample of nothing": (lambda: chaos(sample=lambda n, generator: None), r"sample\(n, generator\) is a NoneType"),
+    "a sample that ignores n": (
+        lambda: chaos(sample=lambda n, generator: X),
+        r"sample\(4, generator\) gave 5 tokens, expected 4",
+    ),
+    "chaos backwards": (lambda: chaos(t=-1.0), r"t = -1.0, expected a finite time of at least 0"),
+    "tokens of nothing": (lambda: lyapunov(A, None, 1.0), r"x0 is a NoneType, expected a torch.Tensor"),  # type: ignore[arg-type]
+}
+
+
+def model() -> object:
+    return tiny_bert()[0]
+
+
+def saved(folder: Path, **entries: object) -> Path:
+    """A folder of a model with a flow, whose config was edited."""
+    replace_attention(model(), layers=[1], steps=2).save_pretrained(folder)  # type: ignore[arg-type, operator]
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    return folder
+
+
+def replaced(**options: object) -> Callable[[], object]:
+    return lambda: replace_attention(model(), **options)  # type: ignore[arg-type]
+
+
+ENCODERS: dict[str, tuple[Callable[[], object], str]] = {
+    "no model": (lambda: replace_attention(None), r"model is a NoneType, expected a torch.nn.Module"),  # type: ignore[arg-type]
+    "no encoder": (lambda: flows(torch.nn.Linear(2, 2)), r"Linear has no list of blocks; expected an encoder"),
+    "flows of nothing": (lambda: flows(None), r"model is a NoneType, expected a torch.nn.Module"),  # type: ignore[arg-type]
+    "layer 5": (replaced(layers=[5]), r"layer 5: the model has 2 layers, expected 0 to 1"),
+    "layer of a word": (replaced(layers="x"), r"layer 'x': the model has 2 layers"),
+    "no layers": (replaced(layers=[]), r"layers is empty, expected at least one; leave it out for all of them"),
+    "no steps": (replaced(steps=0), r"steps = 0, expected a whole number of at least 1"),
+    "NaN steps": (replaced(steps=math.nan), r"steps = nan, expected a whole number of at least 1"),
+    "no horizon": (replaced(horizon=0.0), r"horizon = 0.0, expected a positive number"),
+    "horizon inf": (replaced(horizon=math.inf), r"horizon = inf, expected a positive, finite time"),
+    "horizon a word": (replaced(horizon="x"), r"horizon is a str, expected a positive number"),
+    "step of a layer": (replaced(step="rk9"), r"step = 'rk9', expected one of 'euler', 'rk4', 'dopri5'"),
+    "two betas": (
+        replaced(beta=1.0, beta_factor=1.0),
+        r"beta = 1.0 and beta_factor = 1.0: expected one of them at most",
+    ),
+    "a word for beta": (replaced(beta="x"), r"beta is a str, expected numbers"),
+    "negative factor": (replaced(beta_factor=-1.0), r"beta_factor = -1.0, expected finite numbers from 0"),
+    "factors of 3 heads": (replaced(beta_factor=torch.ones(3)), r"shape \(3,\), expected \(\) or \(heads,\) = \(2,\)"),
+    "trained from 0": (replaced(beta_factor=0.0, train_beta=True), r"expected finite numbers above 0"),
+    "replaced twice": (
+        lambda: replace_attention(replace_attention(model())),
+        r"encoder.layer.0 is a flow already; set",
+    ),  # type: ignore[arg-type]
+}
+STEP = {"layers": [1], "horizon": 1.0, "steps": 2, "step": "euler", "train_beta": False}
+FOLDERS: dict[str, tuple[dict[str, object], str]] = {
+    "no model of transformers": (
+        {"architectures": ["pipeline"]},
+        r"holds a pipeline, which is no model that transformers",
+    ),
+    "an Auto class, which would drop the flow": (
+        {"architectures": ["AutoModel"]},
+        r"holds a AutoModel, which is no model",
+    ),
+    "no class": ({"architectures": []}, r"holds a model of no name, which is no model"),
+    "a number for a class": ({"architectures": [3]}, r"holds a 3, which is no model"),
+    "another config": (
+        {"architectures": ["GPT2Model"]},
+        r"holds a GPT2Model with a BertConfig, which do not go together",
+    ),
+    "a word for an entry": (
+        {"attn_flow": "x"},
+        r"the entry 'attn_flow' of its config is not one that replace_attention",
+    ),
+    "one entry": ({"attn_flow": STEP}, r"the entry 'attn_flow' of its config is not one"),
+    "an entry more": ({"attn_flow": [STEP | {"speed": 3}]}, r"the entry 'attn_flow' of its config is not one"),
+    "an entry of steps": ({"attn_flow": [STEP | {"steps": -1}]}, r"steps = -1, expected a whole number of at least 1"),
+    "an entry of layers": ({"attn_flow": [STEP | {"layers": [9]}]}, r"layer 9: the model has 2 layers"),
+    "a layer that was not replaced": (
+        {"attn_flow": [STEP | {"layers": [0]}]},
+        r"lacks encoder.layer.0.*log_beta_factor",
+    ),
+    "code": (
+        {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}},
+        r"brings Python code of its own, which was not run",
+    ),
 }
 CASES = {
     f"{group}: {name}": case
@@ -361,6 +546,9 @@ CASES = {
         ("measure", MEASURES),
         ("density", DENSITIES),
         ("field", FIELDS),
+        ("observed", OBSERVED),
+        ("prediction", PREDICTIONS),
+        ("encoder", ENCODERS),
     )
     for name, case in cases.items()
 }
@@ -376,6 +564,38 @@ def test_refused_in_these_words(case: str) -> None:
     call, message = CASES[case]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_folder_that_load_refuses(case: str, tmp_path: Path) -> None:
+    entries, message = FOLDERS[case]
+    with pytest.raises(ValueError, match=message):
+        load(saved(tmp_path, **entries))
+
+
+def test_weights_that_are_damaged_missing_or_pickled_are_refused(tmp_path: Path) -> None:
+    """By `load` and by `load_encoder`; a weight that is not there would be drawn at random."""
+    for name, read in (("load", load), ("load_encoder", load_encoder)):
+        folder = saved(tmp_path / name)
+        for part in tiny_bert()[1:]:
+            part.save_pretrained(folder)
+        file = folder / "model.safetensors"
+        whole, tensors = file.read_bytes(), load_file(file)
+        save_file({k: v for k, v in tensors.items() if "layer.0.attention.self.query" not in k}, file, {"format": "pt"})
+        with pytest.raises(
+            ValueError, match=r"lacks encoder.layer.0.*query.bias.*: 2 weights of a BertModel, which would"
+        ):
+            read(folder)
+        for damaged in (whole[:-100], b"", b"no weights"):
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match=r"its weights cannot be read \(.*\); the file is damaged"):
+                read(folder)
+        file.unlink()
+        torch.save(tensors, folder / "pytorch_model.bin")
+        with pytest.raises((ValueError, OSError), match=r"no .*safetensors"):
+            read(folder)
+    with pytest.raises(ValueError, match=r"nowhere has no config.json; expected a folder written by save_pretrained"):
+        load(tmp_path / "nowhere")
 
 
 # --- flows that leave the range -------------------------------------------------------------------------------------

@@ -240,7 +240,11 @@ class Layers(Several):
     times: tuple[float, ...]
 
     def __init__(self, fields: Sequence[Field], times: Sequence[float] | Tensor) -> None:
-        clock = tuple(float(t) for t in times)
+        try:
+            clock, fields = tuple(float(t) for t in times), tuple(fields)
+        except (TypeError, ValueError):
+            kinds = f"{type(fields).__name__} of fields and {type(times).__name__} of times"
+            raise ValueError(f"Layers of a {kinds}; expected a list of fields, and one of numbers.") from None
         if len(fields) == 0 or len(clock) != len(fields) + 1:
             raise ValueError(
                 f"{len(clock)} times for {len(fields)} layers, expected one more: layer l acts from times[l] to "
@@ -248,7 +252,7 @@ class Layers(Several):
             )
         if not all(a < b for a, b in itertools.pairwise(clock)) or not math.isfinite(clock[0]):
             raise ValueError(f"times = {clock[:6]}, expected finite times that increase strictly; the last may be inf.")
-        super().__init__(tuple(fields))
+        super().__init__(fields)
         object.__setattr__(self, "times", clock)
 
     def __repr__(self) -> str:

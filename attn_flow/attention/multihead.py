@@ -90,6 +90,9 @@ class Attention(Field):
         weights = {name: one_head(z, AXES[name] - 1) if AXES[name] > 1 else z for name, z in given.items()}
         _check_weights(weights)
         checks.one_of("kind", kind, get_args(Kind))
+        for name, choice in (("causal", causal), ("self_attention", self_attention)):
+            if not isinstance(choice, bool):
+                raise ValueError(f"{name} = {str(choice)[:80]}, expected True or False.")
         if truncation is not None and not 0 <= truncation < 1:
             raise ValueError(f"truncation = {truncation}, expected a share of the weights, 0 <= truncation < 1.")
         if kind == "hardmax":
@@ -152,6 +155,7 @@ class Attention(Field):
             >>> Attention.identity(8, beta=2.0, kind="unnormalised")
             Attention(heads=1, dim=8, k=8, v=8, beta=2, unnormalised, float32)
         """
+        checks.whole("d", d)
         eye = torch.eye(d, dtype=dtype, device=device)
         return cls(eye, None, None, None, beta, query_bias, value_bias, kind, causal, self_attention, truncation)
 
@@ -186,8 +190,8 @@ class Attention(Field):
             torch.Size([4, 4, 16])
         """
         checks.one_of("law", law, ("gaussian", "symmetric", "orthogonal", "goe"))
-        if heads < 1 or d < 1:
-            raise ValueError(f"heads = {heads}, d = {d}: expected at least one of each.")
+        for name, number in (("d", d), ("heads", heads), ("head_dim", 1 if head_dim is None else head_dim)):
+            checks.whole(name, number)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=dtype, device=device) / math.sqrt(d)
@@ -455,6 +459,8 @@ class Attention(Field):
         if self.kind == "sinkhorn":
             raise ValueError("kind = 'sinkhorn' balances a cloud with itself; it has no drift against a context.")
         mu: Measure = Cloud(context) if isinstance(context, Tensor) else context
+        if not hasattr(mu, "tilted_mean"):
+            raise ValueError(f"context is a {type(mu).__name__}, expected a measure, such as Cloud(y), or tokens.")
         if self.kind in pointwise.PHI and not isinstance(mu, Cloud):
             raise ValueError(
                 f"kind = {self.kind!r} has no drift against a {type(mu).__name__}: only softmax and unnormalised "

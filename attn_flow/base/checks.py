@@ -208,6 +208,8 @@ def covariance(name: str, cov: Tensor) -> None:
 def times(t: Tensor) -> None:
     """Times of a path: (T,), at least one, finite, increasing strictly."""
     tensor("t", t, "(T,)")
+    if t.is_complex():
+        raise ValueError(f"t has dtype {t.dtype}, expected real times.")
     if t.ndim != 1 or len(t) == 0:
         raise ValueError(f"t has shape {tuple(t.shape)}, expected (T,) with at least one time.")
     if not can_look(t):
@@ -221,6 +223,8 @@ def times(t: Tensor) -> None:
 def inverse_temperature(beta: float | Tensor) -> None:
     """0 <= beta <= inf, a number or a tensor of them."""
     if isinstance(beta, Tensor):
+        if beta.is_complex() or beta.numel() == 0:
+            raise ValueError(f"beta is {beta.dtype} of shape {tuple(beta.shape)}, expected real numbers.")
         if can_look(beta) and bool((torch.isnan(beta) | (beta < 0)).any()):
             raise ValueError(f"beta = {beta.tolist()}, expected 0 <= beta <= inf (NaN and negative are not).")
     elif not isinstance(beta, numbers.Real):
@@ -237,8 +241,18 @@ def same_device(name: str, a: Tensor, other: str, b: Tensor) -> None:
 
 def positive(name: str, value: float) -> None:
     """A number > 0; inf is one."""
-    if not value > 0:
+    try:
+        fine = bool(value > 0)
+    except (TypeError, RuntimeError):  # of a word, nothing, a complex number, or several
+        raise ValueError(f"{name} is a {type(value).__name__}, expected a positive number.") from None
+    if not fine:
         raise ValueError(f"{name} = {value}, expected a positive number.")
+
+
+def whole(name: str, value: int, least: int = 1) -> None:
+    """A whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise ValueError(f"{name} = {str(value)[:80]}, expected a whole number of at least {least}.")
 
 
 def broadcasts(shape: torch.Size, to: torch.Size) -> bool:

@@ -17,7 +17,7 @@ from attn_flow.base.figures import save_figure
 from attn_flow.base.files import plain, versions, write_json
 from attn_flow.cli.console import complain, number_name
 from attn_flow.dynamics.distributed import ALONE, Processes
-from attn_flow.dynamics.particles import flow
+from attn_flow.dynamics.particles import MOST_STEPS, flow
 from attn_flow.dynamics.steppers import STEPS
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
@@ -28,7 +28,6 @@ from attn_flow.prediction.limit_map import LimitMap, limit
 from attn_flow.prediction.timeline import phases, w2_curve
 
 MEASURED = 200  # times at most at which W2 is measured, unless they are given
-MOST_STEPS = 10**9  # days, even for one token: a slip of the pen
 
 
 def start(d: int, n: int, x: Tensor | None = None, nodes: bool = False, seed: int = 0) -> Cloud:

@@ -135,7 +135,7 @@ def density_flow(
         raise ValueError(
             f"density has a mean of shape {tuple(density.mean.shape)}, expected ({d},) as attention has it."
         )
-    if not 0 < tol < 1 or not 0 < tail < 1 or max_steps < 1:
+    if not 0 < tol < 1 or not 0 < tail < 1 or not max_steps >= 1:
         given = f"tol = {tol}, tail = {tail}, max_steps = {max_steps}"
         raise ValueError(f"{given}, expected tol and tail between 0 and 1, and at least one step.")
     if d not in BANDWIDTH:

@@ -26,6 +26,8 @@ from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Euclidean, Geometry, Sphere, placed
 from attn_flow.measures import Cloud, Measure
 
+MOST_STEPS = 10**9  # days, even for one token: a slip of the pen
+
 
 def consensus(tol: float = 1e-3) -> Stop:
     """A stop condition for `flow`: every cloud of the batch lies within `tol` of its mean.
@@ -125,6 +127,9 @@ def flow(
     with checks.unseen(not validate):
         with checks.together():
             x = _start(first, x0, geometry, weights, mask, context, placement, h)
+        if not isinstance(step, Adaptive) and (times[-1] - times[0]) / h > MOST_STEPS:
+            span = f"t = {times[-1]:g} in steps of h = {h:g}"
+            raise ValueError(f"{span} are more than {MOST_STEPS:.0e} steps; use a larger h.")
         _require_room(x, len(times), world)
         if world.count > 1:
             given = {"x0": x, "t": torch.tensor(times, dtype=torch.float64), "weights": weights, "mask": mask}
@@ -207,7 +212,11 @@ def push_forward(
 def _times(t: float | Sequence[float] | Tensor) -> list[float]:
     """The clock of the host, whatever the device of the tokens."""
     if isinstance(t, Tensor):
+        if t.is_complex():
+            raise ValueError(f"t has dtype {t.dtype}, expected real times.")
         t = t.detach().double().cpu().tolist()
+    if isinstance(t, str | complex) or not (hasattr(t, "__float__") or hasattr(t, "__len__")):
+        raise ValueError(f"t is a {type(t).__name__}, expected a time or times.")
     if isinstance(t, float | int) or not hasattr(t, "__len__"):
         end = float(t)  # type: ignore[arg-type]
         if not 0 < end < math.inf:
@@ -233,6 +242,8 @@ def _start(
     """x0 checked and put on the geometry, padding on some point of it, with room for the field's batch."""
     checks.tokens("x0", x0)
     checks.positive("h", h)
+    if not hasattr(geometry, "retract"):
+        raise ValueError(f"geometry is a {type(geometry).__name__}, expected Sphere(), Euclidean() or an Ellipsoid.")
     if context is not None and not field.attends:
         raise ValueError(f"{field!r} attends to nobody; expected an Attention in it, or context=None.")
     batch = field.admit(Cloud(x0, weights, mask), context)

@@ -199,9 +199,11 @@ def lyapunov(
         >>> found.exponents.round(decimals=4)  # the real parts of the spectrum
         tensor([ 0.5000, -1.0000])
     """
-    if not 0 < t < math.inf:
-        raise ValueError(f"t = {t}, expected a positive, finite time.")
+    checks.positive("t", t)
+    if math.isinf(t):
+        raise ValueError("t = inf, expected a positive, finite time.")
     checks.positive("h", h)
+    checks.floating("x0", x0, "(..., n, d)")
     start, every = t / 2 if transient is None else transient, 10 * h if every is None else every
     checks.positive("every", every)
     if not 0 <= start < t:
@@ -229,7 +231,8 @@ def lyapunov(
         x = along(x0.detach(), 0.0, 0.0)
         shown = x.new_ones(x.shape[:-1]) if mask is None else mask.expand(x.shape[:-1]).to(x.dtype)
         most = int(shown.sum(-1).min()) * tangent_basis(geometry, x).shape[-1]
-        if int(k) != k or not 1 <= k <= most:
+        checks.whole("k", k)
+        if k > most:
             raise ValueError(f"k = {k}, expected a whole number, 1 to {most}: the dimension of all clouds.")
         u = torch.randn(int(k), *x.shape, generator=generator, dtype=x.dtype, device=x.device)
         u, _ = _orthonormal(geometry.tangent(x, u) * shown[..., None])

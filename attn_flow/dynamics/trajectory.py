@@ -22,7 +22,7 @@ class Trajectory:
     """Clouds x (T, ..., n, d) at times t (T,), with weights and mask (..., n) that do not change in time.
 
     Args:
-        t: (T,) finite times, increasing along a flow, or levels of an encoder.
+        t: (T,) finite times or levels of an encoder, increasing.
         x: (T, ..., n, d), the tokens at these times.
         weights: (..., n), masses of the tokens; None: all the same.
         mask: (..., n), True for tokens and False for padding; None: no padding.
@@ -45,11 +45,14 @@ class Trajectory:
     labels: dict[str, list] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        checks.tensor("t", self.t, "(T,)")
+        checks.floating("x", self.x, "(T, ..., n, d)")
         if self.t.ndim != 1 or self.x.ndim < 3 or self.x.shape[0] != self.t.shape[0]:
             raise ValueError(
                 f"t has shape {tuple(self.t.shape)} and x {tuple(self.x.shape)}, expected (T,) and (T, ..., n, d)."
             )
-        checks.finite("t", self.t)
+        if len(self.t):
+            checks.times(self.t)
         if self.mask is not None:
             checks.token_mask(self.mask, self.x[0])
         if self.weights is not None:

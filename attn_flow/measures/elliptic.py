@@ -59,7 +59,7 @@ class Gaussian:
     @classmethod
     def fit(cls, cloud: Cloud, *, shrinkage: float | None = None, cap: float = math.inf) -> Gaussian:
         """Mean and covariance of a cloud; shrinkage in [0, 1] as in `shrunk`, cap as of the class."""
-        mean, cov = cloud.moments()
+        mean, cov = _moments(cloud)
         return cls(mean, shrunk(cov, cloud, shrinkage), cap)
 
     def to(self, *args: Any, **kwargs: Any) -> Gaussian:
@@ -200,7 +200,7 @@ class EllipsoidSupport:
     @classmethod
     def fit(cls, cloud: Cloud, *, shrinkage: float | None = None, rho: float | None = None) -> EllipsoidSupport:
         """The ellipsoid with a cloud's mean and covariance: rho = sqrt(rank) unless given."""
-        mean, cov = cloud.moments()
+        mean, cov = _moments(cloud)
         cov = shrunk(cov, cloud, shrinkage)
         rank = _rank(cov)
         return cls(mean, cov, math.sqrt(rank) if rho is None else rho, rank)
@@ -265,6 +265,12 @@ def shrunk(cov: Tensor, cloud: Cloud, shrinkage: float | None = None) -> Tensor:
         a = torch.full_like(scale, shrinkage)
     eye = torch.eye(d, dtype=cov.dtype, device=cov.device)
     return (1 - a)[..., None, None] * cov + (a * scale)[..., None, None] * eye
+
+
+def _moments(cloud: Cloud) -> tuple[Tensor, Tensor]:
+    if not isinstance(cloud, Cloud):
+        raise ValueError(f"cloud is a {type(cloud).__name__}, expected a Cloud; use Cloud(x).")
+    return cloud.moments()
 
 
 def _rank(cov: Tensor) -> int:

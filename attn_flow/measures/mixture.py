@@ -36,6 +36,9 @@ class Mixture:
 
     def __post_init__(self) -> None:
         checks.tensor("weights", self.weights, "(..., components)")
+        odd = [mu for mu in self.components if not hasattr(mu, "tilted_mean")]
+        if odd:
+            raise ValueError(f"components hold a {type(odd[0]).__name__}, expected measures.")
         if len(self.components) == 0 or self.weights.shape[-1] != len(self.components):
             raise ValueError(
                 f"weights have shape {tuple(self.weights.shape)} for {len(self.components)} components, "

@@ -31,8 +31,7 @@ class UniformSphere:
     radius: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.d < 1:
-            raise ValueError(f"d = {self.d}, expected a dimension of at least 1.")
+        checks.whole("d", self.d)
         checks.positive("radius", self.radius)
 
     def to(self, *args: Any, **kwargs: Any) -> UniformSphere:

@@ -41,10 +41,16 @@ def log_energy(
     >>> float(log_energy(torch.eye(2, dtype=torch.float64), 1000.0))  # log(e^1000/4000): the tokens see only themselves
     991.705...
     """
+    checks.inverse_temperature(beta)
     if not 0 < beta < math.inf:
         raise ValueError(f"beta = {beta}, expected 0 < beta < inf; at beta = 0 the energy is infinite.")
     cloud = Cloud(x, weights, mask)
     log_w = cloud.probabilities.log()
+    if G is not None:
+        checks.floating("G", G, "(d, d) or (heads, d, d)")
+        if G.ndim not in (2, 3) or G.shape[-2:] != (x.shape[-1],) * 2:
+            raise ValueError(f"G has shape {tuple(G.shape)}, expected (d, d) or (heads, d, d) with d = {x.shape[-1]}.")
+        checks.finite("G", G)
     y = x[..., None, :, :] if G is None else x[..., None, :, :] @ (G if G.ndim > 2 else G[None]).to(x)
     # <x_i, G x_j> = <G^T x_i, x_j>: rows times G
     heads = y.shape[-3]
@@ -151,6 +157,9 @@ def clusters(
     mass = torch.zeros_like(p).scatter_add(-1, root, p).gather(-1, root)
     speed = None
     if velocity is not None:
+        checks.floating("velocity", velocity, "(..., n, d)")
+        if not checks.broadcasts(velocity.shape, x.shape) or velocity.ndim < 2:
+            raise ValueError(f"velocity has shape {tuple(velocity.shape)}, expected that of x, {tuple(x.shape)}.")
         speed = torch.where(shown, velocity.norm(dim=-1), 0.0).amax(-1)
     return Clusters(labels, first.sum(-1), torch.where(shown, mass, 0.0), tol, speed)
 
@@ -174,8 +183,8 @@ def pairwise_cosines(
     >>> pairwise_cosines(torch.tensor([[1.0, 0.0], [2.0, 0.0], [-1.0, 0.0]]), bins=2)[0]  # one of three pairs agrees
     tensor([0.6667, 0.3333])
     """
-    if bins < 1:
-        raise ValueError(f"bins = {bins}, expected at least one.")
+    checks.whole("bins", bins)
+    checks.tokens("x", x)
     edges = torch.linspace(-1, 1, bins + 1, dtype=x.dtype, device=x.device)
 
     def count(cosine: Tensor, mass: Tensor) -> Tensor:
@@ -194,6 +203,8 @@ def close_pairs(
     >>> close_pairs(torch.tensor([[1.0, 0.0], [2.0, 0.0], [-1.0, 0.0]]))
     tensor(0.3333)
     """
+    if not -1 <= cosine <= 1:
+        raise ValueError(f"cosine = {cosine}, expected a number from -1 to 1.")
     return _over_pairs(x, weights, mask, lambda c, mass: (mass * (c > cosine)).sum((-2, -1)), ENTRIES)
 
 

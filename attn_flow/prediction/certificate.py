@@ -22,7 +22,7 @@ from attn_flow.dynamics.particles import push_forward
 from attn_flow.dynamics.steppers import Adaptive, Step
 from attn_flow.measures import Cloud, Measure
 from attn_flow.observe.quantities import clusters
-from attn_flow.prediction.zero_temperature import integration
+from attn_flow.prediction.zero_temperature import integration, known_support
 
 SLOW = 1e-3  # of |V|: tokens faster than this are not yet candidates
 NEAR = 0.05  # of the radius: candidates linked by steps of this size share one Newton iteration
@@ -81,6 +81,7 @@ def settle(
     checks.positive("horizon", horizon)
     if math.isinf(horizon):
         raise ValueError("horizon = inf, expected the time after which to give up.")
+    known_support(attention, support)
     cold = attention.to(torch.float64).with_beta(math.inf)
     support = support if support is None or isinstance(support, str) else support.to(torch.float64)
     shape, interacting = x0.shape[:-1], isinstance(support, str)

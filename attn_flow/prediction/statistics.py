@@ -13,12 +13,13 @@ from scipy.optimize import least_squares
 from torch import Tensor
 
 from attn_flow.attention import Attention
+from attn_flow.base import checks
 from attn_flow.dynamics.particles import push_forward
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.measures import Cloud
 from attn_flow.prediction.certificate import Settled
 from attn_flow.prediction.limit_map import LimitMap
-from attn_flow.prediction.timeline import FALL, Phases, phases, w2_curve
+from attn_flow.prediction.timeline import FALL, Phases, path_alone, phases, w2_curve
 from attn_flow.transport.distances import wasserstein
 
 RESAMPLES = 1000
@@ -83,6 +84,7 @@ def phases_over_seeds(path: Trajectory, limit: LimitMap) -> PhasesOverSeeds:
         >>> len(found.each), found.min_w2.low <= found.min_w2.mean <= found.min_w2.high
         (3, True)
     """
+    path_alone(path)
     if path.x.ndim != 4 or path.x.shape[1] < 2:
         raise ValueError(f"path.x has shape {tuple(path.x.shape)}, expected (T, seeds, n, d) with two or more seeds.")
     of = lambda z, i: None if z is None else z.expand(path.x.shape[1:-1])[i]
@@ -183,6 +185,8 @@ def fit_bound(
         >>> bound.C < limit(runs[0]).C  # the admissible constant is far from sharp
         True
     """
+    for path in paths:
+        path_alone(path)
     betas = [path.about.get("attention", {}).get("beta") for path in paths]
     if len({b for b in betas if isinstance(b, (int, float)) and 0 < b < math.inf}) < 2:
         raise ValueError(f"paths of beta {betas}; expected two or more finite inverse temperatures to tell C from c.")
@@ -291,13 +295,20 @@ def propagation_of_chaos(
         >>> 0.2 < found.exponent < 0.8
         True
     """
-    if len(n) < 2 or seeds < 2 or min(n) < 1 or len(set(n)) < len(n):
+    checks.whole("seeds", seeds, 2)
+    checks.whole("seed", seed, 0)
+    if not isinstance(reference, Cloud):
+        raise ValueError(f"reference is a {type(reference).__name__}, expected a Cloud, such as quadrature nodes.")
+    if len(n) < 2 or min(n) < 1 or len(set(n)) < len(n):
         raise ValueError(f"n = {list(n)}, seeds = {seeds}: expected two or more sizes and two or more seeds.")
     found = []
     for size in n:
         distances = []
         for i in range(seeds):
             x0 = sample(size, torch.Generator().manual_seed(seed + i))
+            checks.tokens("sample(n, generator)", x0)
+            if x0.shape[-2] != size:
+                raise ValueError(f"sample({size}, generator) gave {x0.shape[-2]} tokens, expected {size}.")
             x = push_forward(attention, x0, t, h=h)
             distances.append(float(wasserstein(x, reference.x.to(x), weights_y=reference.weights)))
         found.append(over_seeds(distances))

@@ -103,6 +103,12 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
     return solve(path.x, target, **options, limits=Limits(dense=300)).distance
 
 
+def path_alone(path: Trajectory) -> None:
+    """Refuse what is no path."""
+    if not isinstance(path, Trajectory):
+        raise ValueError(f"path is a {type(path).__name__}, expected a Trajectory, as flow gives it.")
+
+
 def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None = None, warn: bool = True) -> Phases:
     """When a path concentrates, rests and leaves, with rates fitted and predicted.
 
@@ -127,6 +133,7 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
         >>> [phase.phase for phase in phases(path, limit(attention)).phases]
         ['concentrating', 'metastable', 'terminal']
     """
+    path_alone(path)
     if path.x.ndim != 3:
         raise ValueError(
             f"path.x has shape {tuple(path.x.shape)}, expected one path (T, n, d); take its elements one by one, "

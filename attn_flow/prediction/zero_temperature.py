@@ -94,6 +94,8 @@ def zero_temperature_flow(
     """
     attention_alone("zero_temperature_flow", attention)
     known_support(attention, support)
+    checks.floating("x0", x0, "(..., n, d)")
+    checks.positive("h", h)
     times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()
     if times.ndim == 0:
         if not 0 < float(times) < math.inf:

@@ -386,7 +386,7 @@ def _without_hermits(
     mass directly. Left in, it would set the scale of rounding.
     """
     both = torch.cat([x, y]).detach()
-    if _extent(both, torch.cat([a, b]).detach(), 1.0) <= 1e3 * _extent(both, torch.cat([a, b]).detach(), 0.9):
+    if _extent(both, torch.cat([a, b]).detach(), 1.0) <= 1e3 * _extent(both, torch.cat([a, b]).detach(), 0.5):
         return x, a, y, b, 1.0
     share = 1.0
     while True:
