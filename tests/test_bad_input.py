@@ -267,12 +267,10 @@ FLOWS: dict[str, tuple[Callable[[], object], str]] = {
         r"geometry is a float, expected Sphere\(\), Euclidean\(\)",
     ),  # type: ignore[arg-type]
     "path of a list": (lambda: Trajectory([0.0], X[None]), r"t is a list, expected a torch.Tensor of shape \(T,\)"),  # type: ignore[arg-type]
-    "path backwards": (
-        lambda: Trajectory(torch.tensor([1.0, 0.0]), X.expand(2, 5, 3)),
-        r"t must increase strictly, got",
+    "path of NaN times": (
+        lambda: Trajectory(torch.tensor([math.nan]), X[None]),
+        r"t has 1 NaN or infinite entries of 1",
     ),
-    "path twice": (lambda: Trajectory(torch.zeros(2), X.expand(2, 5, 3)), r"t must increase strictly, got"),
-    "path of NaN times": (lambda: Trajectory(torch.tensor([math.nan]), X[None]), r"t has NaN or infinite times"),
     "path of whole numbers": (
         lambda: Trajectory(torch.zeros(1), X[None].long()),
         r"x has dtype torch.int64, expected a floating",
@@ -435,6 +433,7 @@ PREDICTIONS: dict[str, tuple[Callable[[], object], str]] = {
     "settle on a number": (lambda: settle(A, X, 3), r"support is a int, expected None \(the full sphere\), a measure"),  # type: ignore[arg-type]
     "cold flow of a list": (lambda: zero_temperature_flow(A, [1.0], 1.0), r"x0 is a list, expected a torch.Tensor"),  # type: ignore[arg-type]
     "cold flow without a step": (lambda: zero_temperature_flow(A, X, 1.0, h=math.nan), r"h = nan, expected a positive"),
+    "phases of a path backwards": (lambda: phases(PATH[[2, 1, 0]], TARGET), r"t must increase strictly, got"),  # type: ignore[index]
     "phases of nothing": (lambda: phases(None, TARGET), r"path is a NoneType, expected a Trajectory, as flow gives it"),  # type: ignore[arg-type]
     "one seed": (
         lambda: phases_over_seeds(PATH, TARGET),

@@ -22,7 +22,7 @@ class Trajectory:
     """Clouds x (T, ..., n, d) at times t (T,), with weights and mask (..., n) that do not change in time.
 
     Args:
-        t: (T,) finite times or levels of an encoder, increasing.
+        t: (T,) finite times, increasing along a flow, or levels of an encoder (several kinds of them may follow).
         x: (T, ..., n, d), the tokens at these times.
         weights: (..., n), masses of the tokens; None: all the same.
         mask: (..., n), True for tokens and False for padding; None: no padding.
@@ -51,8 +51,7 @@ class Trajectory:
             raise ValueError(
                 f"t has shape {tuple(self.t.shape)} and x {tuple(self.x.shape)}, expected (T,) and (T, ..., n, d)."
             )
-        if len(self.t):
-            checks.times(self.t)
+        checks.finite("t", self.t)
         if self.mask is not None:
             checks.token_mask(self.mask, self.x[0])
         if self.weights is not None:

@@ -1,9 +1,10 @@
 """Texts, images and models from files: formats by their names, strangers' code never run, bad files in a sentence."""
 
+import ast
 import io
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 import transformers
 from encoder_zoo import tiny, tokenizer
 
-from attn_flow.hooks import load_encoder, load_texts, record
+import attn_flow
+from attn_flow.hooks import load, load_encoder, load_texts, record
 from attn_flow.hooks.loading import load_images, load_tokenizer
+from attn_flow.hooks.pretrained import pretrained
+from attn_flow.hooks.zoo import _text_encoder
 from attn_flow.train.texts import read_labelled
 
 
@@ -149,7 +153,92 @@ LOADERS: dict[str, tuple[str, dict[str, object], Callable[[Path], object]]] = {
         {"image_processor_type": "Mine", "auto_map": {"AutoImageProcessor": "mine.Processor"}},
         lambda folder: load_images(folder / "images", folder),
     ),
+    "model with a flow": (
+        "config.json",
+        {"model_type": "mine", "attn_flow": [{}], "auto_map": {"AutoConfig": "mine.Config"}},
+        load,
+    ),
+    "model of the zoo": (
+        "config.json",
+        {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}},
+        _text_encoder,
+    ),
+    "tokenizer of the zoo": (
+        "tokenizer_config.json",
+        {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}},
+        _text_encoder,
+    ),
+    "model of a recipe": (
+        "config.json",
+        {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}},
+        lambda folder: pretrained(transformers.AutoModel, folder),
+    ),
+    "tokenizer of a recipe": (
+        "tokenizer_config.json",
+        {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}},
+        lambda folder: pretrained(transformers.AutoTokenizer, folder),
+    ),
 }
+# Where the package reads what save_pretrained wrote: (file, function, class), and which of the LOADERS attacks it.
+READERS = {
+    ("loading.py", "load_folder", "AutoConfig"): "model",
+    ("loading.py", "load_folder", "AutoModel"): "model",
+    ("loading.py", "load_tokenizer", "AutoTokenizer"): "tokenizer",
+    ("loading.py", "load_images", "AutoImageProcessor"): "image processor",
+    ("replacing.py", "load", "AutoConfig"): "model with a flow",
+    ("replacing.py", "restored", "WithFlows"): "model with a flow",
+    ("zoo.py", "_text_encoder", "AutoModel"): "model of the zoo",
+    ("zoo.py", "_text_encoder", "AutoTokenizer"): "tokenizer of the zoo",
+    ("recipes.py", "write", "AutoModel"): "model of a recipe",
+    ("recipes.py", "write", "AutoTokenizer"): "tokenizer of a recipe",
+    ("demo.py", "rxnmapper", "AlbertModel"): "model",  # a class of transformers' own, which knows no auto_map
+    ("pretrained.py", "pretrained_model", "kind"): "model",
+}
+# Calls that may run what a file says.
+UNSAFE = {("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("joblib", "load"), ("yaml", "load")}
+
+
+def called(node: ast.Call) -> tuple[str, str]:
+    """(what is before the last dot, the name) of a call."""
+    function = node.func
+    if isinstance(function, ast.Attribute):
+        return ast.unparse(function.value), function.attr
+    return "", getattr(function, "id", "")
+
+
+def calls() -> Iterator[tuple[str, str, ast.Call]]:
+    """(file, innermost function, call) of all calls in the package."""
+    root = Path(attn_flow.__file__).parent
+    for path in sorted(
+        {p.resolve() for folder in (root, root / "hooks", root / "experiments") for p in folder.rglob("*.py")}
+    ):
+        tree = ast.parse(path.read_text())
+        inside = {id(tree): ""}
+        for node in ast.walk(tree):
+            for child in ast.iter_child_nodes(node):
+                inside[id(child)] = child.name if isinstance(child, ast.FunctionDef) else inside[id(node)]
+            if isinstance(node, ast.Call):
+                yield path.name, inside[id(node)], node
+
+
+def test_every_loader_is_attacked() -> None:
+    """Found in the sources: a new call of from_pretrained, or a new reader of Auto classes, fails here."""
+    readers, direct, unsafe = set(), set(), set()
+    for file, function, node in calls():
+        owner, name = called(node)
+        if name in ("pretrained", "pretrained_model"):
+            readers.add((file, function, ast.unparse(node.args[0]).split(".")[-1]))
+        if name == "from_pretrained":
+            direct.add((file, function))
+        words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+        if (owner, name) in UNSAFE or (name == "load" and owner == "torch" and words.get("weights_only") != "True"):
+            unsafe.add((file, function))
+        if words.get("allow_pickle") == "True" or words.get("trust_remote_code") == "True":
+            unsafe.add((file, function))
+    assert direct == {("pretrained.py", "pretrained")}
+    assert readers == set(READERS)
+    assert set(READERS.values()) <= set(LOADERS)
+    assert unsafe == set()
 
 
 @pytest.mark.parametrize("loader", list(LOADERS))
@@ -161,12 +250,12 @@ def test_strangers_code_is_not_run_and_not_asked_for(
     tokenizer().save_pretrained(tmp_path)
     (tmp_path / "images").mkdir()
     image.new("RGB", (8, 8)).save(tmp_path / "images" / "a.png")
-    config, entry, load = LOADERS[loader]
+    config, entry, read = LOADERS[loader]
     marker = hostile(tmp_path, config, entry)
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda *words: asked.append(str(words)) or "y")
     try:
-        load(tmp_path)
+        read(tmp_path)
     except ValueError as error:
         assert "brings Python code of its own, which was not run" in str(error)  # noqa: PT017
     else:

@@ -6,7 +6,7 @@ import re
 import browser
 import pytest
 
-from attn_flow.probe.page import write_report
+from attn_flow.probe.page import _data, write_report
 
 HOSTILE = "<script>document.title='owned'</script> </script> <img src=x onerror=alert(1)> & <b>bold</b> "
 
@@ -98,3 +98,16 @@ def test_page_lives_in_a_browser(page, tmp_path, width):
     assert facts.pop("title") != "owned"
     true = dict.fromkeys(("moved", "legend", "head", "layer", "found", "sorted", "fits"), True)
     assert facts == true | {"tokens": 100, "bars": 12, "findings": 7, "images": 5}
+
+
+def test_every_token_of_the_page_has_its_own_numbers(result):
+    """Texts lie one after the other in the reading: cut by their lengths, and none is lost."""
+    shown = _data(result)["texts"]
+    pieces = {
+        name: getattr(result.reading, name).split(result.reading.lengths.tolist(), dim=1)
+        for name in ("missed", "received")
+    }
+    for t, text in enumerate(shown):
+        for name, digits in (("missed", 4), ("received", 3)):
+            assert text[name] == [[round(v, digits) for v in row] for row in pieces[name][t].tolist()]
+        assert len(text["tokens"]) == len(text["missed"][0])
