@@ -78,9 +78,13 @@ def _head_spectrum(A: Attention, h: int) -> tuple[float, float, int]:
     part = A.to(torch.float64)
     small = _small(part, h)
     found = spectrum(small.cpu().numpy())
-    if found.leading <= 0 and small.shape[0] < part.dim:
+    if small.shape[0] == part.dim:
+        return found.leading, found.gap, CASES.index(found.case)
+    if found.leading <= 0:
         return 0.0, -found.leading, CASES.index("undefined")  # ker M leads: tokens run into ker G
-    return found.leading, found.gap, CASES.index(found.case)
+    # The 0 of ker M is an eigenvalue, too: nothing stays where it is, and no gap is wider than the leading one.
+    case = "fixed" if found.case == "stationary" else found.case
+    return found.leading, min(found.gap, found.leading), CASES.index(case)
 
 
 def _small(A: Attention, h: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 
 from attn_flow.attention import Attention
 from attn_flow.hooks.demo import tiny_bert
+from attn_flow.prediction.spectral import spectrum
 from attn_flow.probe import reading
 from attn_flow.probe.closures import atoms_and_bulk
 from attn_flow.probe.clouds import Clouds, record_clouds
@@ -54,8 +55,20 @@ def test_a_narrow_head_that_pulls_inward_leads_into_its_kernel():
     row, column = torch.eye(3, dtype=torch.float64)[:1], torch.eye(3, dtype=torch.float64)[:, :1]
     A = Attention(row[None], row[None], row[None], -2 * column[None])
     assert _head_spectrum(A, 0) == (0.0, 2.0, CASES.index("undefined"))
-    leading, _, case = _head_spectrum(Attention(row[None], row[None], row[None], 2 * column[None]), 0)
-    assert (leading, CASES[case]) == (2.0, "fixed")
+    outward = Attention(row[None], row[None], row[None], 2 * column[None])
+    assert _head_spectrum(outward, 0) == (2.0, 2.0, CASES.index("fixed"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_spectrum_of_a_narrow_head_is_that_of_the_whole_matrix(seed):
+    """Its kernel counts: with eigenvalues 2 and -3 beside it the gap is 2, not 5."""
+    A = Attention.random(6, 1, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    whole = spectrum(A.M[0].numpy())
+    leading, gap, case = _head_spectrum(A, 0)
+    assert leading == pytest.approx(max(whole.leading, 0.0), abs=1e-12)
+    if leading > 0:
+        assert gap == pytest.approx(whole.gap, rel=1e-9)
+        assert CASES[case] == whole.case
 
 
 def test_the_cosine_of_covariances_is_that_of_their_entries():
