@@ -130,6 +130,8 @@ def simulate(
     G_matrix, V_matrix = square(parse_matrix(G, "G"), "G"), square(parse_matrix(V, "V"), "V")
     if dim is not None and dim != G_matrix.shape[0]:
         raise ValueError(f"--dim {dim} but G is {tuple(G_matrix.shape)}; leave --dim out or give a matrix to match.")
+    if density is not None and (x0 is not None or quadrature):
+        raise ValueError("--density starts from a law and has no tokens; leave out --x0 and --quadrature.")
     if density is not None:
         _density(G_matrix, V_matrix, beta, density, t, diffusion, bandwidth, out, as_json)
         return
