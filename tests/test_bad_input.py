@@ -400,7 +400,7 @@ FIELDS: dict[str, tuple[Callable[[], object], str]] = {
     "a moment": (lambda: linearise(A, X, t=math.nan), "t = nan, expected a finite time"),
     "no exponents": (lambda: lyapunov(A, X, 1.0, k=0), "k = 0, expected a whole number of at least 1"),
     "half an exponent": (lambda: lyapunov(A, X, 1.0, k=1.5), "k = 1.5, expected a whole number"),
-    "no time": (lambda: lyapunov(A, X, math.nan), "t = nan, expected a positive number"),
+    "no time": (lambda: lyapunov(A, X, math.nan), "t = nan, expected a positive, finite time"),
     "no step": (lambda: lyapunov(A, X, 1.0, h=0.0), "h = 0.0, expected a positive"),
     "all transient": (lambda: lyapunov(A, X, 1.0, transient=1.0), "transient = 1.0, expected 0 <= transient < t"),
 }

@@ -199,9 +199,8 @@ def lyapunov(
         >>> found.exponents.round(decimals=4)  # the real parts of the spectrum
         tensor([ 0.5000, -1.0000])
     """
-    checks.positive("t", t)
-    if math.isinf(t):
-        raise ValueError("t = inf, expected a positive, finite time.")
+    if not isinstance(t, float | int) or not 0 < t < math.inf:
+        raise ValueError(f"t = {t}, expected a positive, finite time.")
     checks.positive("h", h)
     checks.floating("x0", x0, "(..., n, d)")
     start, every = t / 2 if transient is None else transient, 10 * h if every is None else every
