@@ -13,7 +13,7 @@ from torch import nn
 
 from attn_flow.base.texts import lines
 from attn_flow.hooks.loading import load_folder
-from attn_flow.hooks.pretrained import pretrained_model
+from attn_flow.hooks.strangers import pretrained_model
 
 # One alternative per token of a SMILES string: bracket atoms, elements, aromatic atoms, bonds, rings and branches.
 SMILES = r"\[[^\]]+\]|Br|Cl|>>|%\d\d|[BCNOSPFIbcnosp]|[0-9]|[().=#+\-\\/:~@?*$>]"

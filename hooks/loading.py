@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.base.texts import csv_rows, lines, parse_json, read_standard_input, read_text
-from attn_flow.hooks.pretrained import pretrained, pretrained_model
 from attn_flow.hooks.replacing import ENTRY, restored
+from attn_flow.hooks.strangers import pretrained, pretrained_model
 
 PLAIN = ("", ".txt", ".text", ".md", ".rst", ".log")
 TABLES = {".csv": ",", ".tsv": "\t"}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from attn_flow.hooks.demo import BRACKETS, smiles_tokenizer, word_tokenizer
 from attn_flow.hooks.packages import extract
-from attn_flow.hooks.pretrained import pretrained
+from attn_flow.hooks.strangers import pretrained
 
 Recipe = Callable[[Sequence[Path], Path], None]
 

@@ -19,7 +19,7 @@ from attn_flow.base import checks
 from attn_flow.dynamics.steppers import STEPS
 from attn_flow.hooks.attach import padded
 from attn_flow.hooks.layout import Block, blocks, inside, refuse_to_change
-from attn_flow.hooks.pretrained import pretrained, pretrained_model
+from attn_flow.hooks.strangers import pretrained, pretrained_model
 from attn_flow.hooks.temperature import chosen_layers, factor_of, scale_queries
 from attn_flow.hooks.wrapping import WrappedAttention, fixed_step
 

@@ -20,8 +20,8 @@ from attn_flow.base.files import versions, write_json, writing_alone
 from attn_flow.base.texts import lines, parse_json
 from attn_flow.hooks import recipes
 from attn_flow.hooks.packages import Archive, download
-from attn_flow.hooks.pretrained import pretrained, pretrained_model
 from attn_flow.hooks.recipes import HEAVY, INPUTS, LIGHT, Recipe
+from attn_flow.hooks.strangers import pretrained, pretrained_model
 
 CACHE = "ATTN_FLOW_CACHE"  # the environment variable that names the cache folder
 CARD = "card.json"  # written last: where it is, the encoder is whole

@@ -15,7 +15,7 @@ from encoder_zoo import tiny, tokenizer
 import attn_flow
 from attn_flow.hooks import load, load_encoder, load_texts, record
 from attn_flow.hooks.loading import load_images, load_tokenizer
-from attn_flow.hooks.pretrained import pretrained
+from attn_flow.hooks.strangers import pretrained
 from attn_flow.hooks.zoo import _text_encoder
 from attn_flow.train.texts import read_labelled
 
@@ -192,7 +192,7 @@ READERS = {
     ("recipes.py", "write", "AutoModel"): "model of a recipe",
     ("recipes.py", "write", "AutoTokenizer"): "tokenizer of a recipe",
     ("demo.py", "rxnmapper", "AlbertModel"): "model",  # a class of transformers' own, which knows no auto_map
-    ("pretrained.py", "pretrained_model", "kind"): "model",
+    ("strangers.py", "pretrained_model", "kind"): "model",
 }
 # Calls that may run what a file says.
 UNSAFE = {("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("joblib", "load"), ("yaml", "load")}
@@ -235,7 +235,7 @@ def test_every_loader_is_attacked() -> None:
             unsafe.add((file, function))
         if words.get("allow_pickle") == "True" or words.get("trust_remote_code") == "True":
             unsafe.add((file, function))
-    assert direct == {("pretrained.py", "pretrained")}
+    assert direct == {("strangers.py", "pretrained")}
     assert readers == set(READERS)
     assert set(READERS.values()) <= set(LOADERS)
     assert unsafe == set()
