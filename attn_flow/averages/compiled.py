@@ -16,17 +16,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_flow.averages import dense
 from attn_flow.base.files import writing_in_turn
-
-if TYPE_CHECKING:
-    from attn_flow.averages.patches import Patches, Selection
 
 SOURCE = Path(__file__).with_name("near.cpp")
 WIDTH = 8
@@ -117,31 +112,34 @@ def highest(rows: Tensor, points: Tensor) -> Tensor:
 
 
 def softmax(
-    queries: Patches,
-    keys: Patches,
+    q: Tensor,
+    c: Tensor,
+    k: Tensor,
+    v: Tensor,
     bias: Tensor,
-    values: Tensor,
-    chosen: Selection,
-    origin: Tensor,
+    k_star: Tensor,
+    v_star: Tensor,
+    bias_star: Tensor,
+    start: Tensor,
+    listed: Tensor,
+    i: Tensor,
+    j: Tensor,
     *,
-    first: int,
     causal: bool,
     scale: float,
     gap: float,
+    precise: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Averages (A, s, v), and log-sum-exps over the reference (A, s), of patches of queries over their chosen keys.
+    """Averages (A, s, w), and log-sum-exps over the reference (A, s), of patches of queries over their chosen keys.
 
-    origin (A, v): from which values are measured. gap: how far below the highest logit so far all keys of a patch must
-    be, for every query of a patch, to be left out.
+    Queries q (A, s, w) with centres c (A, w); keys k, values v (B, s, w) and biases (B, s); references k_star, v_star
+    (A, w), bias_star (A,); rows of listed patches of keys (l,) that begin at start (A + 1,); tokens i (A, s), j (B, s).
+    gap: how far below the highest logit so far all keys of a patch must be, for every query of a patch, to be left
+    out. precise: logits in float64.
     """
-    width = max(queries.points.shape[-1], values.shape[-1])
-    q, c, k, v, k_star, v_star = (
-        F.pad(z, (0, width - z.shape[-1])).contiguous()
-        for z in (queries.points, queries.centre, keys.points, values, chosen.k_star, origin)
-    )
-    b, b_star = bias.clamp_min(LOWEST), chosen.bias_star.contiguous()  # the kernel is compiled for finite numbers
-    listed, start = chosen.listed.contiguous(), chosen.start
-    precise = scale * float(chosen.spread.max()) > dense.LOGIT_RANGE
-    of_patches = q, c, k, v, b, k_star, v_star, b_star, start, listed, queries.index + first, keys.index
-    average, log_sum = torch.ops.attn_flow.near_softmax(*of_patches, causal, scale, gap, precise)
-    return average[..., : values.shape[-1]], log_sum
+    points = (F.pad(z, (0, max(q.shape[-1], v.shape[-1]) - z.shape[-1])) for z in (q, c, k, v))
+    q, c, k, v = (z.contiguous() for z in points)
+    k_star, v_star = (F.pad(z, (0, q.shape[-1] - z.shape[-1])).contiguous() for z in (k_star, v_star))
+    finite = bias.clamp_min(LOWEST)  # the kernel is compiled for finite numbers
+    of_patches = q, c, k, v, finite, k_star, v_star, bias_star.contiguous(), start, listed.contiguous(), i, j
+    return torch.ops.attn_flow.near_softmax(*of_patches, causal, scale, gap, precise)

@@ -79,7 +79,7 @@ def softmax(
         patches, rows = (part, keys, B, V, chosen, v[chosen.nearest]), part.index.flatten()
         if kernel:
             gap = math.log(len(k) / (UNSEEN * tolerance))
-            mean, log_sum = compiled.softmax(*patches, first=first, causal=causal, scale=scale, gap=gap)
+            mean, log_sum = _compiled(*patches, first=first, causal=causal, scale=scale, gap=gap)
         else:
             mean, log_sum = _fused(*patches, **masks, scale=scale)
         average[rows] = mean.flatten(0, 1)
@@ -120,6 +120,44 @@ def hardmax(q: Tensor, k: Tensor, v: Tensor, *, key_bias: Tensor | None = None, 
     return Near(average[: len(q)], q.new_zeros(len(q)), pairs)
 
 
+def _compiled(
+    queries: Patches,
+    keys: Patches,
+    bias: Tensor,
+    values: Tensor,
+    chosen: Selection,
+    origin: Tensor,
+    *,
+    first: int,
+    causal: bool,
+    scale: float,
+    gap: float,
+) -> tuple[Tensor, Tensor]:
+    """Averages (A, s, v), and log-sum-exps over the reference (A, s), of patches of queries over their chosen keys.
+
+    origin (A, v): from which values are measured.
+    """
+    average, log_sum = compiled.softmax(
+        queries.points,
+        queries.centre,
+        keys.points,
+        values,
+        bias,
+        chosen.k_star,
+        origin,
+        chosen.bias_star,
+        chosen.start,
+        chosen.listed,
+        queries.index + first,
+        keys.index,
+        causal=causal,
+        scale=scale,
+        gap=gap,
+        precise=scale * float(chosen.spread.max()) > dense.LOGIT_RANGE,
+    )
+    return average[..., : values.shape[-1]], log_sum
+
+
 def _fused(
     queries: Patches,
     keys: Patches,
@@ -133,7 +171,7 @@ def _fused(
     exclude_self: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """What `compiled.softmax` computes, by torch's fused kernel on groups of patches with as many keys each."""
+    """What `_compiled` computes, by torch's fused kernel on groups of patches with as many keys each."""
     masked = causal or exclude_self
     average = values.new_empty(*queries.index.shape, values.shape[-1])
     log_sums = bias.new_empty(queries.index.shape)

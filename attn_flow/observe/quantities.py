@@ -7,6 +7,7 @@ in blocks of rows, in memory linear in n, and never counts a token's likeness to
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -34,22 +35,23 @@ def log_energy(
 ) -> Tensor:
     """log E_beta, E_beta = (1/(2 beta)) sum_h sum_ij w_i w_j e^{beta <x_i, G_h x_j>}, (...,); w = 1/n by default.
 
-    G: None (the identity), (d, d), or (heads, d, d). Never decreases along the unnormalised flow with V_h = G_h
+    G: None (the identity), (d, d), or (..., heads, d, d). Never decreases along the unnormalised flow with V_h = G_h
     symmetric, nor along the softmax flow of one head (arXiv 2312.10794, 2605.04279). e^beta overflows float64 beyond
     beta = 709: the logarithm does not. Differentiable.
 
     >>> float(log_energy(torch.eye(2, dtype=torch.float64), 1000.0))  # log(e^1000/4000): the tokens see only themselves
     991.705...
     """
-    checks.inverse_temperature(beta)
-    if not 0 < beta < math.inf:
-        raise ValueError(f"beta = {beta}, expected 0 < beta < inf; at beta = 0 the energy is infinite.")
+    if not (isinstance(beta, numbers.Real) and 0 < beta < math.inf):
+        raise ValueError(f"beta = {beta!r}, expected 0 < beta < inf; at beta = 0 the energy is infinite.")
     cloud = Cloud(x, weights, mask)
     log_w = cloud.probabilities.log()
     if G is not None:
-        checks.floating("G", G, "(d, d) or (heads, d, d)")
-        if G.ndim not in (2, 3) or G.shape[-2:] != (x.shape[-1],) * 2:
-            raise ValueError(f"G has shape {tuple(G.shape)}, expected (d, d) or (heads, d, d) with d = {x.shape[-1]}.")
+        checks.floating("G", G, "(d, d) or (..., heads, d, d)")
+        if G.ndim < 2 or G.shape[-2:] != (x.shape[-1],) * 2:
+            raise ValueError(
+                f"G has shape {tuple(G.shape)}, expected (d, d) or (..., heads, d, d) with d = {x.shape[-1]}."
+            )
         checks.finite("G", G)
     y = x[..., None, :, :] if G is None else x[..., None, :, :] @ (G if G.ndim > 2 else G[None]).to(x)
     # <x_i, G x_j> = <G^T x_i, x_j>: rows times G
