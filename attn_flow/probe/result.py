@@ -250,7 +250,7 @@ class Probe:
         )
         numbers = {"embedding_cosine": cosine.mean, "w2": w2.mean, "nulls": {n: o.mean for n, o in others.items()}}
         numbers["controls"] = {n: o.mean for n, o in controls.items()}
-        return Finding(verdict, _sentence(text, verdict), plain(numbers))
+        return Finding(verdict, _sentence(text), plain(numbers))
 
     def _layer_by_layer(self) -> Finding:
         explained = self.interval(self.closures[self.main].explained)
@@ -290,7 +290,7 @@ class Probe:
             )
             numbers["omitted_logit_variance"] = self.omitted
         numbers["nulls"] = {n: o.mean for n, o in nulls.items()}
-        return Finding(verdict, _sentence(text + ".", verdict), plain(numbers))
+        return Finding(verdict, _sentence(text + "."), plain(numbers))
 
     def _theorem(self) -> Finding:
         explained = self.interval(self.closures["sphere"].explained)
@@ -301,7 +301,7 @@ class Probe:
             f"{by_layer(explained.mean)} of the variance (centred cosine {span(cosine)}): a few hundred tokens do not "
             f"fill the sphere of R^{self.about['encoder']['dim']}."
         )
-        return Finding(verdict, _sentence(text, verdict), plain({"explained": explained.mean, "layers": holds}))
+        return Finding(verdict, _sentence(text), plain({"explained": explained.mean, "layers": holds}))
 
     def _limit(self) -> Finding:
         way, null = self.fraction_of_the_way(), self.fraction_of_the_way(rotated=True)
@@ -316,7 +316,7 @@ class Probe:
             "by the theorem: several heads, changing weights, the feed-forward part."
         )
         numbers = {"fraction": way.mean, "low": way.low, "high": way.high, "if_held": self.limits.if_held.mean(-1)}
-        return Finding(verdict, _sentence(text, verdict), plain(numbers))
+        return Finding(verdict, _sentence(text), plain(numbers))
 
     def _from_the_law(self) -> Finding:
         law = self.law_alone
@@ -329,7 +329,7 @@ class Probe:
             f"text, and its covariance with cosine {_with_interval(cov)}, against {_with_interval(cov_other)}."
         )
         numbers = {"mean": mean.mean, "another_text": other.mean, "covariance": cov.mean}
-        return Finding(verdict, _sentence(text, verdict), plain(numbers))
+        return Finding(verdict, _sentence(text), plain(numbers))
 
     def _heads(self) -> Finding:
         heads = self.heads
@@ -342,7 +342,7 @@ class Probe:
             f"of {L * H} heads, best head {best[1]} of layer {best[0]} ({float(flat.max()):.2f}), worst head "
             f"{worst[1]} of layer {worst[0]} ({float(flat.min()):.2f})."
         )
-        return Finding(None, _sentence(text, None), plain({"explained": heads.explained}))
+        return Finding(None, _sentence(text), plain({"explained": heads.explained}))
 
     def _cloud(self) -> Finding:
         e = self.evolution
@@ -354,7 +354,7 @@ class Probe:
             f"{float(rank[-1]):.0f}; {float(e.merges.sum(0).mean()):.1f} merges and "
             f"{float(e.splits.sum(0).mean()):.1f} splits of clusters a text."
         )
-        return Finding(None, _sentence(text, None), plain({"pairwise_cosine": cosine, "effective_rank": rank}))
+        return Finding(None, _sentence(text), plain({"pairwise_cosine": cosine, "effective_rank": rank}))
 
     def _cost(self, name: str) -> str:
         cost = self.about["costs"][name]
@@ -434,6 +434,6 @@ def _with_interval(seen: Interval) -> str:
     return f"{mean} ({float(seen.low):.3f} to {float(seen.high):.3f})" if seen.known else mean
 
 
-def _sentence(text: str, verdict: str | None) -> str:
-    """A capital where no verdict stands before it."""
+def _sentence(text: str) -> str:
+    """With a capital."""
     return text[0].upper() + text[1:]
