@@ -61,8 +61,12 @@ def test_resolution_counts_the_tokens_that_share(generator: torch.Generator) -> 
     assert cold["cold"] == pytest.approx(1, abs=1e-6)
 
 
-def test_a_cold_head_goes_to_its_projection_and_not_to_the_nulls(generator: torch.Generator) -> None:
-    """Where theory applies, a dense cloud in three dimensions and a large gap: nearly as far as if it held."""
+def test_a_cold_head_goes_to_its_projection_and_not_to_the_nulls() -> None:
+    """Where theory applies, a dense cloud in three dimensions and a large gap: nearly as far as if it held.
+
+    One draw, the same in every run: of random axes in three dimensions one in twenty draws has one as good as its own.
+    """
+    generator = torch.Generator().manual_seed(0)
     x = cloud(600, 3, generator)
     head = made(x, torch.diag(torch.tensor([0.2, 2.0, 0.5])), torch.diag(torch.tensor([2.0, 1.5, 0.3])))
     axis = predicted(head)
