@@ -18,7 +18,7 @@ PHI = {  # of the kinds that do not share attention out
     "unnormalised": math.exp,
     "linear": lambda s: s,
     "relu": lambda s: max(s, 0.0),
-    "sigmoid": lambda s: 1 / (1 + math.exp(-s)),
+    "sigmoid": lambda s: math.exp(min(s, 0.0)) / (1 + math.exp(-abs(s))),
 }
 TILTED = ("softmax", "unnormalised", "hardmax")  # those with a drift against any measure
 KINDS = (*TILTED, "linear", "relu", "sigmoid", "sinkhorn")
