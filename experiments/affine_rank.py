@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, not_installed, panels
 from attn_flow.observe.quantities import effective_rank
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
         a.set_xlabel("part")
     if real is None:
         for axis in (a, b, c):
-            axis.text(0.5, 0.5, "MiniLM is not installed", ha="center", transform=axis.transAxes)
+            not_installed(axis)
     else:
         ranks = np.array(real["trained"]["ranks"])
         for i, colour in zip(range(ranks.shape[1]), COLOURS):

@@ -27,8 +27,7 @@ from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound
 from attn_flow.experiments.cold_heads_figure import plot as plot
 from attn_flow.experiments.parts import kept_part
-from attn_flow.experiments.zoo import alike
-from attn_flow.hooks.reactions import ReactionEncoder
+from attn_flow.hooks.reactions import ReactionEncoder, of_one_size
 from attn_flow.hooks.tables import TableEncoder, draw_table
 from attn_flow.hooks.trust import fingerprint
 from attn_flow.hooks.zoo import fetched, load_fetched, sample_inputs
@@ -207,7 +206,7 @@ def tokens(model: Any, tokenizer: Any, name: str, n: int, generator: torch.Gener
                 model, {"src": model.rows(*draw_table(n, spread=0.5, generator=generator))[None]}, None
             )
         elif isinstance(model, ReactionEncoder):
-            chosen = alike(sample_inputs(name), 8, 128)
+            chosen = of_one_size(sample_inputs(name), 8, 128)
             clouds = record_clouds(model, {"src": torch.stack([model.atoms(r) for r in chosen])}, None)
         else:
             texts = sorted(sample_inputs(name)[:100], key=len, reverse=True)[: max(4, n // 64)]

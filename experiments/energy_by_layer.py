@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, caption, label, panels
+from attn_flow.experiments.figures import COLOURS, caption, label, not_installed, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,7 +116,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     titles = ("MiniLM, trained", "its untrained twin", "trained: what each part changes")
     for axis, name, words in zip(axes, ("trained", "untrained", ""), titles):
         if real is None:
-            axis.text(0.5, 0.5, "MiniLM is not installed", ha="center", transform=axis.transAxes)
+            not_installed(axis)
         elif name:
             for how, colour in zip(RUNS, COLOURS):
                 e = np.array(real["energy"][f"{name}, {how}"])

@@ -44,6 +44,11 @@ def label(axis: Axes, title: str, x: str, y: str, legend: bool = True) -> None:
         axis.legend(fontsize=7.5, frameon=False)
 
 
+def not_installed(axis: Axes) -> None:
+    """Says why a panel is empty."""
+    axis.text(0.5, 0.5, "MiniLM is not installed", ha="center", transform=axis.transAxes)
+
+
 def caption(figure: Figure, text: str) -> None:
     """Sizes, seeds, and what differs, under the panels."""
     width = int(figure.get_figwidth() * 17)

@@ -15,7 +15,7 @@ import torch
 
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, not_installed, panels
 from attn_flow.theory import gap_counting as theory
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     b.set(xscale="log", yscale="log", ylim=(1, 300 * np.log(largest) ** 2))
     label(b, r"$1$, $\sqrt{\log n}$, $\log n$, $\log^2 n$", "keys $n$", r"median $\beta_c$")
     if real is None:
-        c.text(0.5, 0.5, "MiniLM is not installed", ha="center", transform=c.transAxes)
+        not_installed(c)
     else:
         for name, colour in zip(("trained", "untrained"), COLOURS):
             layers = real[name]

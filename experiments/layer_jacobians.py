@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, not_installed, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -200,7 +200,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     )
     for axis, which, words, y in zip(axes, (0, 1, 3), titles, ylabels):
         if runs is None:
-            axis.text(0.5, 0.5, "MiniLM is not installed", ha="center", transform=axis.transAxes)
+            not_installed(axis)
         else:
             for name, colour in zip(MODELS, COLOURS):
                 layers = [layer["layer"] for layer in runs[name]]

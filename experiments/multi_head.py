@@ -17,7 +17,7 @@ from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.particles import flow
 from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, not_installed, panels
 from attn_flow.geometry import Sphere
 from attn_flow.observe.quantities import log_energy
 from attn_flow.theory import multi_head as theory
@@ -216,7 +216,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
         f.plot(run["rho"], run["theory"], **THEORY)
     label(f, "scalar heads on a simplex, unnormalised", r"cosine $\rho$", r"$\rho'$")
     if trained is None:
-        e.text(0.5, 0.5, "MiniLM is not installed", ha="center", transform=e.transAxes)
+        not_installed(e)
     else:
         layers = range(len(trained["layers"]))
         e.bar(layers, [layer["mean"] for layer in trained["layers"]], color=COLOURS[0], label="mean cosine")

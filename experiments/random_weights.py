@@ -19,7 +19,7 @@ from scipy.special import erf
 
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, not_installed, panels
 from attn_flow.theory import noise
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     label(b, "spread of a cosine over draws", "layer", r"root mean square of $\rho-\rho_{\rm theory}$")
     trained = numbers["trained"]
     if trained is None:
-        c.text(0.5, 0.5, "MiniLM is not installed", ha="center", transform=c.transAxes)
+        not_installed(c)
     else:
         some = np.arange(len(trained["mean"]))
         c.plot(some, trained["mean"], "o-", color=COLOURS[2], label="MiniLM, trained")

@@ -13,8 +13,6 @@ from attn_flow.hooks import Block, blocks
 from attn_flow.hooks.demo import minilm, topics
 from attn_flow.probe.nulls import untrained_twin
 
-WORDS = 60  # of the shortest text: no text is shorter than the number of tokens kept of each
-
 
 def trained_and_twin(seed: int, dtype: torch.dtype = torch.float32) -> tuple[dict[str, nn.Module], Any] | None:
     """{"trained": MiniLM, "untrained": its twin} and their tokenizer; None where its package is not installed."""
@@ -64,5 +62,6 @@ def _without(block: Block, part: str) -> Callable[[], None]:
 
 
 def _turned(n: int) -> Tensor:
-    """Every token's place but its own."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(n)).roll(1)
+    """For every token the place of another: one cycle through all of them."""
+    cycle = torch.randperm(n, generator=torch.Generator().manual_seed(n))
+    return torch.empty_like(cycle).index_copy(0, cycle, cycle.roll(1))

@@ -22,10 +22,8 @@ from attn_flow.experiments.parts import kept_part
 from attn_flow.experiments.zoo_figure import PAIRS, best_null, mean
 from attn_flow.experiments.zoo_figure import plot as plot
 from attn_flow.hooks.attach import deepened
-from attn_flow.hooks.reactions import ReactionEncoder, molecule
-from attn_flow.hooks.tables import draw_table
 from attn_flow.hooks.trust import fingerprint
-from attn_flow.hooks.zoo import ZOO, fetched, load_fetched, sample_inputs
+from attn_flow.hooks.zoo import ZOO, fetched, load_fetched, own_inputs
 from attn_flow.observe.quantities import attention_statistics
 from attn_flow.probe.clouds import Clouds, directions, record_clouds
 from attn_flow.probe.nulls import (
@@ -81,32 +79,6 @@ def _part(name: str, texts: int, length: int, seed: int, deeper: int | None, par
         return one_model(model, source, chosen, length=length, seed=seed, deeper=deeper)
 
     return kept_part(parts, name, asked, run)
-
-
-def own_inputs(name: str, tokenizer: Any, model: Any, texts: int, length: int) -> tuple[Any, list[str] | None]:
-    """The first inputs of the encoder's own kind that are long enough.
-
-    For TabPFN tables, each of a law of its own; for rxnmap reactions of one size, the largest that so many have.
-    """
-    if tokenizer is not None:
-        found = sorted(sample_inputs(name)[:100], key=len, reverse=True)[:texts]
-        return tokenizer, found
-    with torch.no_grad():
-        if isinstance(model, ReactionEncoder):
-            return {"src": torch.stack([model.atoms(r) for r in alike(sample_inputs(name), texts, length)])}, None
-        tables = [draw_table(length, law=i, generator=torch.Generator().manual_seed(i)) for i in range(texts)]
-        return {"src": torch.stack([model.rows(x, y) for x, y in tables])}, None
-
-
-def alike(reactions: list[str], number: int, length: int) -> list[str]:
-    """So many reactions of one number of atoms, the largest that fits into `length` tokens."""
-    sizes: dict[int, list[str]] = {}
-    for reaction in reactions:
-        sizes.setdefault(1 + sum(len(molecule(m).atoms) for m in reaction.replace(">>", ".").split(".")), []).append(
-            reaction
-        )
-    largest = max(size for size, found in sizes.items() if size <= length and len(found) >= number)
-    return sizes[largest][:number]
 
 
 def one_model(

@@ -7,6 +7,7 @@ the reaction, without any position: there tokens are exchangeable and the weight
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,8 @@ def molecule(smiles: str) -> Molecule:
     rings: dict[str, tuple[int, str]] = {}
     last, bond = -1, ""
     for part in parts:
+        if last < 0 and (part in ORDER or part in "()" or part.strip("%").isdigit()):
+            raise ValueError(f"{smiles!r} begins with {part}, expected an atom.")
         if part == "(":
             branches.append(last)
         elif part == ")":
@@ -92,6 +95,18 @@ def molecule(smiles: str) -> Molecule:
         torch.tensor(degree) + torch.tensor(hydrogens),
         _distances(adjacent),
     )
+
+
+def of_one_size(reactions: Sequence[str], number: int, length: int) -> list[str]:
+    """So many reactions of one number of atoms, the largest that fits into `length` tokens."""
+    sizes: dict[int, list[str]] = {}
+    for reaction in reactions:
+        atoms = sum(len(molecule(part).atoms) for part in reaction.replace(">>", ".").split("."))
+        sizes.setdefault(1 + atoms, []).append(reaction)
+    enough = [size for size, found in sizes.items() if size <= length and len(found) >= number]
+    if not enough:
+        raise ValueError(f"no {number} of {len(reactions)} reactions have one size, of at most {length} tokens.")
+    return sizes[max(enough)][:number]
 
 
 def _atom(part: str, smiles: str) -> tuple[str, bool, int | None]:
@@ -148,7 +163,7 @@ class ReactionEncoder(nn.TransformerEncoder):
         layer = nn.TransformerEncoderLayer(dim, heads, hidden, dropout=0.0, activation="gelu", batch_first=True)
         super().__init__(layer, 1, enable_nested_tensor=False)
         self.layers = nn.ModuleList([layer] * firings)
-        self.num_layers, self.molecule_firings = firings, 8 if firings > 8 else firings
+        self.num_layers, self.molecule_firings = firings, min(firings, 8)
         self.molecule_layer = nn.TransformerEncoderLayer(
             dim, molecule_heads, hidden, dropout=0.0, activation="gelu", batch_first=True
         )

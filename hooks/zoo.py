@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import nn
 
@@ -20,8 +21,10 @@ from attn_flow.base.files import versions, write_json, writing_alone
 from attn_flow.base.texts import lines, parse_json
 from attn_flow.hooks import recipes
 from attn_flow.hooks.packages import Archive, download
+from attn_flow.hooks.reactions import ReactionEncoder, of_one_size
 from attn_flow.hooks.recipes import HEAVY, INPUTS, LIGHT, Recipe
 from attn_flow.hooks.strangers import pretrained, pretrained_model
+from attn_flow.hooks.tables import TableEncoder, draw_table
 
 CACHE = "ATTN_FLOW_CACHE"  # the environment variable that names the cache folder
 CARD = "card.json"  # written last: where it is, the encoder is whole
@@ -60,16 +63,12 @@ def _without_pooler(folder: Path) -> tuple[nn.Module, Any]:
 
 
 def _table_encoder(folder: Path) -> tuple[nn.Module, None]:
-    from attn_flow.hooks.tables import TableEncoder
-
     model = TableEncoder()
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return model.eval(), None
 
 
 def _reaction_encoder(folder: Path) -> tuple[nn.Module, None]:
-    from attn_flow.hooks.reactions import ReactionEncoder
-
     model, weights = ReactionEncoder(), load_file(folder / "model.safetensors")
     # every firing is the one block that was saved
     model.load_state_dict({name: weights[re.sub(r"^layers\.\d+", "layers.0", name)] for name in model.state_dict()})
@@ -336,6 +335,22 @@ def sample_inputs(name: str, cache: str | Path | None = None) -> list[str]:
     if not file.exists():
         raise ValueError(f"{name} takes no texts; draw tables with attn_flow.hooks.tables.draw_table.")
     return [text for _, text in lines(file.read_text(encoding="utf-8"))]
+
+
+def own_inputs(name: str, tokenizer: Any, model: Any, number: int, length: int) -> tuple[Any, list[str] | None]:
+    """Inputs of the kind a fetched encoder was made for, as `record` and `probe` take them after the model.
+
+    The longest of a hundred texts, with their tokenizer; where there is none, tokens that the model itself made, at
+    most `length` of each: of tables, each of a law of its own (TabPFN), or of reactions of one size (rxnmap).
+    """
+    if tokenizer is not None:
+        return tokenizer, sorted(sample_inputs(name)[:100], key=len, reverse=True)[:number]
+    with torch.no_grad():
+        if isinstance(model, ReactionEncoder):
+            chosen = of_one_size(sample_inputs(name), number, length)
+            return {"src": torch.stack([model.atoms(reaction) for reaction in chosen])}, None
+        tables = [draw_table(length, law=i, generator=torch.Generator().manual_seed(i)) for i in range(number)]
+        return {"src": torch.stack([model.rows(x, y) for x, y in tables])}, None
 
 
 def _here(name: str, cache: str | Path | None) -> Path:

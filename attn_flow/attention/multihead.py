@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -355,6 +356,18 @@ class Attention(Field):
             return p
         return replace(p, precise=self.needs_float64(radius))
 
+    def prepared_along(self, view: View) -> Callable[[], Projections]:
+        """() -> the weights as `prepared`, again whenever the longest token that the flow knows of has changed."""
+        radius, p = view.longest, self.prepared(view.longest)
+
+        def prepared() -> Projections:
+            nonlocal radius, p
+            if view.longest != radius:
+                radius, p = view.longest, self.prepared(view.longest)
+            return p
+
+        return prepared
+
     def needs_float64(self, radius: float) -> bool:
         """Whether logits of tokens of at most this length may be too large for float32."""
         if self.cold:
@@ -395,12 +408,10 @@ class Attention(Field):
 
     def seen(self, view: View) -> Function:
         """(t, x) -> the drift of the tokens x of a flow."""
-        radius, p = view.longest, self.prepared(view.longest)
+        prepared = self.prepared_along(view)
 
         def F(t: float, x: Tensor) -> Tensor:
-            nonlocal radius, p
-            if view.longest != radius:
-                radius, p = view.longest, self.prepared(view.longest)
+            p = prepared()
             with checks.unseen(self.kind != "sinkhorn"):  # whose sweeps are to converge
                 if view.context is not None:
                     return drift.against(p, x, view.context)
@@ -439,7 +450,8 @@ class Attention(Field):
         """
         if context is None:
             cloud = self.cloud(x, weights, mask)
-            F = drift.against_cloud(self.prepared(), cloud.shown, cloud.shown, cloud.log_weights)
+            tokens = cloud.shown
+            F = drift.against_cloud(self.prepared(), tokens, tokens, cloud.log_weights)
             checks.in_range("the drift", F)
             return F if mask is None else F.masked_fill(~mask[..., None], 0.0)
         checks.tokens("x", x)

@@ -76,8 +76,8 @@ def probe(
     import torch
 
     from attn_flow.base.files import writing_alone
-    from attn_flow.experiments.zoo import own_inputs
     from attn_flow.hooks.loading import load_tokenizer
+    from attn_flow.hooks.zoo import own_inputs
     from attn_flow.probe.nulls import NULLS
     from attn_flow.probe.page import write_comparison, write_report
     from attn_flow.probe.result import Probe

@@ -253,15 +253,8 @@ class RingAttention(Field):
 
     def seen(self, view: View) -> Function:
         """(t, x) -> the drift of this process's tokens."""
-        radius, p = view.longest, self.attention.prepared(view.longest)
-
-        def F(t: float, x: Tensor) -> Tensor:
-            nonlocal radius, p
-            if view.longest != radius:
-                radius, p = view.longest, self.attention.prepared(view.longest)
-            return self._drift(p, t, x)
-
-        return F
+        prepared = self.attention.prepared_along(view)
+        return lambda t, x: self._drift(prepared(), t, x)
 
     def _drift(self, p: Projections, t: float, x: Tensor) -> Tensor:
         count, rank = self.world.count, self.world.rank

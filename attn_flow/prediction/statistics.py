@@ -190,8 +190,7 @@ def fit_bound(
     betas = [path.about.get("attention", {}).get("beta") for path in paths]
     if len({b for b in betas if isinstance(b, (int, float)) and 0 < b < math.inf}) < 2:
         raise ValueError(f"paths of beta {betas}; expected two or more finite inverse temperatures to tell C from c.")
-    if int(resamples) != resamples or resamples < 2:
-        raise ValueError(f"resamples = {resamples}, expected a whole number of two or more.")
+    checks.whole("resamples", resamples, 2)
     curves = [w2_curve(path, limit) for path in paths] if w2 is None else [torch.as_tensor(w) for w in w2]
     every: list[list[Points]] = []  # by beta, then by seed
     for path, beta, curve in zip(paths, betas, curves, strict=True):
@@ -205,7 +204,7 @@ def fit_bound(
     start = np.array([max(float(p[2].max(initial=-np.inf)) for each in every for p in each), 0.5, limit.rate_w2 or 0.5])
     (log_K, C, c), residuals, errors = _fit([p for each in every for p in each], start)
     if seeds > 1:
-        drawn = np.random.default_rng(seed).integers(0, seeds, (int(resamples), len(every), seeds))
+        drawn = np.random.default_rng(seed).integers(0, seeds, (resamples, len(every), seeds))
         again = [_fit([e[i] for e, row in zip(every, rows) for i in row], np.array([log_K, C, c]))[0] for rows in drawn]
         errors = np.std(again, axis=0, ddof=1)
     return Bound(

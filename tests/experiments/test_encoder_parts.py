@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attn_flow.experiments import affine_rank, energy_by_layer, layer_jacobians, random_weights
-from attn_flow.experiments.twins import taken_out
+from attn_flow.experiments.twins import _turned, taken_out
 from attn_flow.hooks import attentions, blocks, record
 from attn_flow.hooks.demo import tiny_bert
 
@@ -104,6 +104,13 @@ def test_parts_are_taken_out_and_put_back(bert):
 
 
 # --- affine rank -----------------------------------------------------------------------------------------------------
+
+
+def test_every_token_is_given_the_part_of_another():
+    for n in (2, 3, 32, 128):
+        turned = _turned(n)
+        assert sorted(turned.tolist()) == list(range(n))
+        assert not (turned == torch.arange(n)).any()
 
 
 def test_affine_rank_is_that_of_differences():

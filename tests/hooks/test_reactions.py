@@ -6,7 +6,7 @@ import torch
 from attn_flow.hooks import attentions, merge_shards, record, record_corpus, self_check
 from attn_flow.hooks.attach import deepened
 from attn_flow.hooks.inputs import pieces
-from attn_flow.hooks.reactions import FARTHEST, ReactionEncoder, molecule
+from attn_flow.hooks.reactions import FARTHEST, ReactionEncoder, molecule, of_one_size
 
 REACTION = "OC(=O)C(=C)C=C.C=CC#N>>OC(=O)C1=CCCC(C1)C#N"
 
@@ -48,10 +48,19 @@ def test_distances_are_shortest_paths() -> None:
     assert molecule("CC(C)O").distance.tolist() == [[0, 1, 2, 2], [1, 0, 1, 1], [2, 1, 0, 2], [2, 1, 2, 0]]
 
 
-@pytest.mark.parametrize("smiles", ["", "C.C", "C1CC", "C(C", "CC)", "[Xx]", "[C", "hello"])
+@pytest.mark.parametrize("smiles", ["", "C.C", "C1CC", "C(C", "CC)", "[Xx]", "[C", "hello", "1CC1", "(C)C", "=CC"])
 def test_what_is_no_molecule_is_refused(smiles: str) -> None:
-    with pytest.raises(ValueError, match=r"no SMILES|open|no chemical element|no atom"):
+    with pytest.raises(ValueError, match=r"no SMILES|open|no chemical element|no atom|begins with"):
         molecule(smiles)
+
+
+def test_reactions_of_one_size_are_the_largest_that_so_many_have() -> None:
+    reactions = ["C>>C", "CC>>CO", "CN>>CC", "CCC>>CCC"]  # with their own token 3, 5, 5 and 7
+    assert of_one_size(reactions, 2, 9) == ["CC>>CO", "CN>>CC"]
+    assert of_one_size(reactions, 1, 9) == ["CCC>>CCC"]
+    assert of_one_size(reactions, 1, 4) == ["C>>C"]
+    with pytest.raises(ValueError, match="no 2 of 4 reactions have one size, of at most 4 tokens"):
+        of_one_size(reactions, 2, 4)
 
 
 @pytest.mark.parametrize("smiles", ["CC", "CC>>", ">>CC", "C>C"])
