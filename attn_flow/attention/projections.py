@@ -8,7 +8,7 @@ number and in the queries where it is not.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -28,7 +28,8 @@ NO_BATCH = torch.Size(())
 class Projections:
     """Maps from tokens to queries, keys and values of every head, and from the heads' averages to the drift.
 
-    None stands for the identity. `precise`: whether float32 is too coarse for the logits; None: each drift looks.
+    None stands for the identity. `precise`: whether float32 is too coarse for the logits, or a function that tells it
+    from queries, keys and scale; None: each drift looks.
     """
 
     query: Tensor | None  # (..., heads, k, d)
@@ -48,7 +49,7 @@ class Projections:
     truncation: float | None
     batch: torch.Size
     given: Mapping[str, Any]
-    precise: bool | None = None
+    precise: bool | Callable[[Tensor, Tensor, float], bool] | None = None
 
     @classmethod
     def of(
@@ -193,7 +194,8 @@ class Projections:
     def loses_digits(self, q: Tensor, k: Tensor, scale: float) -> bool:
         """Whether logits scale <q, k> need float64: as chosen for the whole flow, or by looking."""
         if self.precise is not None:
-            return self.precise and q.dtype == torch.float32 and not torch.is_autocast_enabled(q.device.type)
+            precise = self.precise(q, k, scale) if callable(self.precise) else self.precise
+            return precise and q.dtype == torch.float32 and not torch.is_autocast_enabled(q.device.type)
         return dense.loses_digits(q, k, scale)
 
     def summed(self, average: Tensor, heads: slice = ALL) -> Tensor:

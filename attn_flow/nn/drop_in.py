@@ -17,7 +17,7 @@ from attn_flow.averages import dense
 from attn_flow.base import checks
 from attn_flow.dynamics.steppers import Step, rk4
 from attn_flow.geometry import Euclidean, Geometry
-from attn_flow.nn.layer import ContinuousAttentionLayer, uniform_log_weights
+from attn_flow.nn.layer import ContinuousAttentionLayer
 
 
 class _NotFused:
@@ -39,6 +39,7 @@ class ContinuousMultiheadAttention(nn.Module):
     Args:
         embed_dim, num_heads, dropout, bias, batch_first, device, dtype: as in nn.MultiheadAttention. dropout must be 0:
             a flow is deterministic.
+        add_bias_kv, add_zero_attn, kdim, vdim: as there, and refused unless they say nothing.
         beta, learn_beta, beta_schedule, horizon, steps, step, checkpoint, validate: as in `ContinuousAttentionLayer`.
         geometry: flat space unless given; on another one the displacement leads from x to the geometry.
 
@@ -55,8 +56,14 @@ class ContinuousMultiheadAttention(nn.Module):
         num_heads: int,
         dropout: float = 0.0,
         bias: bool = True,
-        *,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
         batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
         beta: float | Tensor | None = None,
         learn_beta: bool = False,
         beta_schedule: Callable[[float], float] | None = None,
@@ -66,12 +73,15 @@ class ContinuousMultiheadAttention(nn.Module):
         geometry: Geometry | None = None,
         checkpoint: bool = False,
         validate: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if dropout != 0:
             raise ValueError(f"dropout = {dropout}, expected 0: a flow is deterministic. Put dropout around the layer.")
+        if add_bias_kv or add_zero_attn or {kdim, vdim} - {None, embed_dim}:
+            raise ValueError(
+                f"add_bias_kv = {add_bias_kv}, add_zero_attn = {add_zero_attn}, kdim = {kdim}, vdim = {vdim}: expected "
+                "none of them; keys are the tokens that flow, of width embed_dim."
+            )
         self.embed_dim, self.num_heads, self.dropout, self.batch_first = embed_dim, num_heads, 0.0, batch_first
         self.flow = ContinuousAttentionLayer(
             embed_dim,
@@ -169,60 +179,77 @@ class ContinuousMultiheadAttention(nn.Module):
         """As nn.MultiheadAttention.forward: the displacement, and the attention at the start if need_weights.
 
         query is key: tokens attend to themselves. Otherwise key, which must be value, is a context that stays where it
-        is (cross-attention). key_padding_mask: (batch, m), True (or -inf) HIDES a key, torch's convention. attn_mask:
-        (n, m) or (batch * heads, n, m), True hides or additive; is_causal says that it is the causal one.
+        is (cross-attention). Masks have torch's convention, True HIDES, or are added to the logits: key_padding_mask
+        (batch, m), attn_mask (n, m) or (batch * heads, n, m). is_causal says that attn_mask is the causal one.
         """
         if key is not value:
             raise ValueError("key and value are different tensors; a flow has one cloud to attend to, pass it as both.")
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal without attn_mask; expected both, is_causal says that the mask is causal.")
         batched = query.ndim == 3
         itself = query is key
         x, y = (z.transpose(0, 1) if batched and not self.batch_first else z for z in (query, key))
         self.flow._check(x)
-        hidden = None if key_padding_mask is None else _hides(key_padding_mask)
-        causal = attn_mask is not None and is_causal and itself
-        pairs = None if attn_mask is None or causal else self._pairs(attn_mask, x, hidden)
-        log_weights = None
-        if hidden is not None and pairs is None:
-            checks.token_mask(~hidden, y)
-            log_weights = uniform_log_weights(~hidden, x.dtype)
+        log_weights = None if key_padding_mask is None else self._log_weights(key_padding_mask, y)
+        causal = is_causal and itself
+        pairs = None if attn_mask is None or causal else self._pairs(attn_mask, x, y, log_weights)
 
         def field(p: Projections, x: Tensor) -> Tensor:
             against = x if itself else y
             if pairs is None:
                 masked = replace(p, causal=True) if causal else p
                 return drift.against_cloud(masked, x, against, log_weights, at_once=True)
-            q, k, v = p.queries(x), p.keys(against), p.values(against)
-            return p.with_constant(p.summed(F.scaled_dot_product_attention(q, k, v, attn_mask=pairs, scale=p.scale)))
+            q, k = p.queries(x), p.keys(against)
+            if p.loses_digits(q, k, p.scale):
+                p, against = p.double, against.double()
+                q, k = p.queries(x.double()), p.keys(against)
+            average = F.scaled_dot_product_attention(q, k, p.values(against), pairs.to(q.dtype), scale=p.scale)
+            return p.with_constant(p.summed(average))
 
         moved = self.flow.evolve(x, field) - x
-        weights = None
-        if need_weights:
-            p = self.flow.attention().prepared()
-            bias = None if log_weights is None else log_weights[..., None, :]
-            logits = dense.logits(p.queries(x) * p.scale, p.keys(y), bias, causal)
-            weights = dense.probabilities(logits if pairs is None else logits + pairs)[0]
-            weights = weights.mean(-3) if average_attn_weights else weights
+        weights = self._weights(x, y, log_weights, pairs, causal) if need_weights else None
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(-3)
         return (moved.transpose(0, 1) if batched and not self.batch_first else moved), weights
 
-    def _pairs(self, attn_mask: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
-        """What is added to the logits of every pair, ([batch,] heads or 1, n, m), the hidden keys among them."""
-        pairs = _additive(attn_mask, x.dtype)
-        if pairs.ndim == 2:
-            pairs = pairs[None]
-        elif x.ndim == 3:
-            pairs = pairs.unflatten(0, (x.shape[0], self.num_heads))
-        return pairs if hidden is None else pairs.masked_fill(hidden[..., None, None, :], -torch.inf)
+    def _weights(self, x: Tensor, y: Tensor, log_weights: Tensor | None, pairs: Tensor | None, causal: bool) -> Tensor:
+        """The attention at the start, ([batch,] heads, n, m)."""
+        p = self.flow.attention().prepared()
+        q, k = p.queries(x), p.keys(y)
+        bias = None if log_weights is None else log_weights[..., None, :]
+        if p.cold:
+            return dense.winners(q, k, bias, causal)[0]
+        if p.loses_digits(q, k, p.scale):
+            p = p.double
+            q, k = p.queries(x.double()), p.keys(y.double())
+        logits = dense.logits(q * p.scale, k, bias, causal) if pairs is None else q @ k.mT * p.scale + pairs
+        return dense.probabilities(logits)[0].to(x.dtype)
+
+    def _log_weights(self, key_padding_mask: Tensor, y: Tensor) -> Tensor:
+        """What is added to the logits of every key, (batch, m)."""
+        hidden = _additive("key_padding_mask", key_padding_mask, y.dtype)
+        checks.token_mask(~hidden.isneginf(), y)
+        return hidden
+
+    def _pairs(self, attn_mask: Tensor, x: Tensor, y: Tensor, log_weights: Tensor | None) -> Tensor:
+        """What is added to the logits of every pair, hidden keys among them, (n, m) or ([batch,] heads or 1, n, m)."""
+        if self.flow._cold:
+            raise ValueError("attn_mask with beta = inf; expected a finite beta, or is_causal for the causal mask.")
+        n, m, batch = x.shape[-2], y.shape[-2], math.prod(x.shape[:-2])
+        if attn_mask.shape not in ((n, m), (batch * self.num_heads, n, m)):
+            raise ValueError(
+                f"attn_mask has shape {tuple(attn_mask.shape)}, expected (n, m) = {(n, m)} or (batch * heads, n, m) = "
+                f"{(batch * self.num_heads, n, m)}."
+            )
+        pairs = _additive("attn_mask", attn_mask, x.dtype)
+        pairs = pairs if pairs.ndim == 2 else pairs.unflatten(0, (*x.shape[:-2], self.num_heads))
+        return pairs if log_weights is None else pairs + log_weights[..., None, None, :]
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """torch's masks, True = hide or additive, as additive ones."""
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
-
-
-def _hides(key_padding_mask: Tensor) -> Tensor:
-    """torch's padding masks, True = hide or additive with -inf, as booleans."""
-    if key_padding_mask.dtype == torch.bool:
-        return key_padding_mask
-    if not key_padding_mask.is_floating_point():
-        raise ValueError(f"key_padding_mask has dtype {key_padding_mask.dtype}, expected bool (True hides) or float.")
-    return key_padding_mask < 0
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+    if not mask.is_floating_point():
+        raise ValueError(f"{name} has dtype {mask.dtype}, expected bool (True hides) or float.")
+    return mask.to(dtype)

@@ -341,9 +341,7 @@ class ContinuousAttentionLayer(nn.Module):
         now = placed("x", x, tokens, self.geometry, look=False)
         prepared = self._prepared(0.0)
         looks = self.validate and checks.can_look(x, *prepared.tensors)
-        if looks:
-            self._precise = self._validated(x, now, prepared)
-        precise = self.validate and self._precise
+        precise = self._looked(x, now, prepared) if looks else self.validate and self._precise
         prepared = replace(prepared, precise=precise)
 
         def velocity(t: float, x: Tensor) -> Tensor:
@@ -354,12 +352,14 @@ class ContinuousAttentionLayer(nn.Module):
         def outside(now: Tensor) -> Tensor:
             return now if tokens is None else torch.where(tokens[..., None], now, x)
 
-        path = [outside(now)] if return_path else []
+        path, start = [outside(now)] if return_path else [], now
         for i in range(self.steps):
             if self.checkpoint and torch.is_grad_enabled():
                 now = checkpoint(self.step, velocity, i * h, now, h, self.geometry, use_reentrant=False)
             else:
                 now = self.step(velocity, i * h, now, h, self.geometry)
+            if i == 0 and looks:
+                self._precise = precise.found(prepared, start) if isinstance(precise, FirstLook) else precise
             # An accelerator would have to wait for every step.
             if looks and now.device.type == "cpu" and not checks.all_finite(now):
                 raise FloatingPointError(
@@ -382,34 +382,72 @@ class ContinuousAttentionLayer(nn.Module):
                 "self_attention=False leaves a cloud of one token nobody to attend to; expected two or more."
             )
 
-    def _validated(self, x: Tensor, start: Tensor, p: Projections) -> bool:
-        """Raise for tokens x that are not finite or have no place; whether logits need float64. One read of a device.
+    def _looked(self, x: Tensor, start: Tensor, p: Projections) -> bool | FirstLook:
+        """Whether logits need float64, or who will tell; ValueError for tokens x not finite or without a place.
 
-        On a bounded geometry the logits have a bound for all times; in flat space it is that of the first tokens,
-        with room for them to become twice as long.
+        On a bounded geometry the logits have a bound for all times. One read of a device, now or at the first drift.
         """
+
+        def check(total: float) -> None:
+            if not math.isfinite(total):
+                checks.finite("x", x)
+                check_placed("x", start, self.geometry)
+
         with torch.no_grad():
-            if p.cold or start.dtype != torch.float32 or torch.is_autocast_enabled(start.device.type):
-                bound = start.new_zeros(())
-            elif self.geometry.longest is None:
-                q, k = (z.norm(dim=-1).amax() for z in (p.queries(start), p.keys(start)))
-                bound = 4 * p.scale * q * k
-            else:
-                bound = p.logit_bound(self.geometry.longest)
-            total, size = checks.read(start.sum(), bound)
-        if not math.isfinite(total):
-            checks.finite("x", x)
-            check_placed("x", start, self.geometry)
-        return size > dense.LOGIT_RANGE
+            total = start.sum()
+            coarse = start.dtype == torch.float32 and not torch.is_autocast_enabled(start.device.type) and not p.cold
+            bound, longest = torch.zeros_like(total), self.geometry.longest
+            if coarse and longest is None:
+                return FirstLook(total, check, 4 * self._colder())
+            if coarse and longest is not None:
+                bound = self._colder() * p.logit_bound(longest)
+            seen, size = checks.read(total, bound)
+        check(seen)
+        return not size <= dense.LOGIT_RANGE
+
+    def _colder(self) -> float:
+        """The largest beta of the schedule, over the first: at the ends and the middle of every step."""
+        if self.beta_schedule is None:
+            return 1.0
+        betas = [float(self.beta_schedule(i / (2 * self.steps))) for i in range(2 * self.steps + 1)]
+        return max(betas) / betas[0] if betas[0] > 0 else math.inf
 
     def extra_repr(self) -> str:
         step = getattr(self.step, "name", getattr(self.step, "__name__", "custom"))
-        cost = "" if self.evaluations is None else f" ({self.evaluations} attentions a forward pass)"
+        n = self.evaluations
+        cost = "" if n is None else f" ({n} attention{'s' * (n > 1)} a forward pass)"
         return (
             f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, horizon={self.horizon}, "
             f"steps={self.steps}, step={step}{cost}, geometry={self.geometry}, kind={self.kind}, "
             f"learn_beta={self.learn_beta}"
         )
+
+
+class FirstLook:
+    """Whether a flow in flat space needs float64 for its logits, told by the queries and keys of its first drift.
+
+    total: the sum of all tokens; `check` is handed it in the same read of a device. room: logits may grow so many
+    times later; 4 is for tokens twice as long.
+    """
+
+    precise: bool | None = None
+
+    def __init__(self, total: Tensor, check: Callable[[float], None], room: float) -> None:
+        self.total, self.check, self.room = total, check, room
+
+    def __call__(self, q: Tensor, k: Tensor, scale: float) -> bool:
+        if self.precise is None and checks.can_look(q, k):
+            with torch.no_grad():
+                # Heads last but one: as they lie in memory, which is faster.
+                lengths = (torch.linalg.vector_norm(z.transpose(-2, -3), dim=-1).amax() for z in (q, k))
+                total, size = checks.read(self.total, self.room * scale * math.prod(lengths))
+            self.check(total)
+            self.precise = not size <= dense.LOGIT_RANGE
+        return bool(self.precise)
+
+    def found(self, p: Projections, start: Tensor) -> bool:
+        """The same after that drift, which looks at nothing where a few near keys are enough."""
+        return self(p.queries(start), p.keys(start), p.scale) if self.precise is None else self.precise
 
 
 def uniform_log_weights(tokens: Tensor, dtype: torch.dtype) -> Tensor:

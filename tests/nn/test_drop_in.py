@@ -1,11 +1,13 @@
 """In the place of nn.MultiheadAttention: the same numbers at one Euler step, masks, encoders, gradients."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from attn_flow import Attention, Euclidean, Sphere, push_forward
 from attn_flow.nn import ContinuousAttentionLayer, ContinuousMultiheadAttention
@@ -33,7 +35,9 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("mask", ["none", "padding", "float padding", "causal", "pairs", "pairs of heads", "all"])
+@pytest.mark.parametrize(
+    "mask", ["none", "padding", "float padding", "added", "causal", "pairs", "pairs of heads", "all"]
+)
 def test_one_euler_step_is_multihead_attention(
     theirs: nn.MultiheadAttention, generator: torch.Generator, mask: str, average: bool, need_weights: bool
 ) -> None:
@@ -46,6 +50,7 @@ def test_one_euler_step_is_multihead_attention(
         "none": {},
         "padding": {"key_padding_mask": padding},
         "float padding": {"key_padding_mask": torch.zeros(4, 7, dtype=F64).masked_fill(padding, -torch.inf)},
+        "added": {"key_padding_mask": torch.randn(4, 7, generator=generator, dtype=F64)},
         "causal": {"attn_mask": later, "is_causal": True},
         "pairs": {"attn_mask": some},
         "pairs of heads": {"attn_mask": torch.randn(12, 7, 7, generator=generator, dtype=F64)},
@@ -59,6 +64,77 @@ def test_one_euler_step_is_multihead_attention(
         close(weights, their_weights)
     else:
         assert weights is None
+
+
+def test_it_is_called_and_made_as_torchs() -> None:
+    theirs, ours = nn.MultiheadAttention, ContinuousMultiheadAttention
+    assert list(inspect.signature(theirs.forward).parameters) == list(inspect.signature(ours.forward).parameters)
+    made = [name for name, p in inspect.signature(ours).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert made == list(inspect.signature(theirs).parameters)
+    assert ours(12, 3, 0.0, True, False, False, 12, None, True).batch_first
+
+
+@pytest.mark.parametrize("mask", ["none", "pairs"])
+def test_the_look_at_the_logits_costs_no_product(generator: torch.Generator, mask: str) -> None:
+    theirs = redrawn(nn.MultiheadAttention(12, 3, batch_first=True), generator)
+    x = torch.randn(4, 7, 12, generator=generator)
+    counts = []
+    for module in (theirs, *(ContinuousMultiheadAttention.from_multihead(theirs, validate=v) for v in (True, False))):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            module(x, x, x, need_weights=False, attn_mask=torch.zeros(7, 7) if mask == "pairs" else None)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["itself", "context", "pairs"])
+def test_logits_beyond_float32_are_computed_in_float64(generator: torch.Generator, case: str) -> None:
+    """Keys that share a long component and values that do not: logits of thousands that differ by about one."""
+    theirs = redrawn(nn.MultiheadAttention(12, 3, batch_first=True), generator).requires_grad_(False)
+    theirs.in_proj_weight[:24, 0] = theirs.in_proj_weight[24:, 1:] = 0.0  # values see the first coordinate, keys others
+
+    def cloud(n: int, size: float) -> torch.Tensor:
+        z = size * (torch.randn(12, generator=generator) + 1e-3 * torch.randn(4, n, 12, generator=generator))
+        z[..., 0] = 20 * torch.randn(4, n, generator=generator)
+        return z
+
+    x = torch.randn(4, 7, 12, generator=generator) if case == "context" else cloud(7, 40.0)
+    y = cloud(9, 1600.0) if case == "context" else x
+    options = {"attn_mask": torch.zeros(7, 7)} if case == "pairs" else {}
+    ours, exact = (ContinuousMultiheadAttention.from_multihead(m) for m in (theirs, copy.deepcopy(theirs).double()))
+    x64 = x.double()
+    y64 = x64 if y is x else y.double()
+    expected, weights = exact(x64, y64, y64, **{name: mask.double() for name, mask in options.items()})
+    found, seen = ours(x, y, y, **options)
+    assert ours.flow._precise
+    size = float((x.abs().max() + expected.abs().max()).detach())  # the displacement is a difference of such tokens
+    eps = 8 * torch.finfo(x.dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=eps * size)
+    torch.testing.assert_close(seen.double(), weights, rtol=0, atol=eps)
+    blind = ContinuousMultiheadAttention.from_multihead(theirs, validate=False)(x, y, y, **options)[0]
+    assert float((blind - expected).abs().max()) > eps * size  # what float32 would say
+
+
+def test_a_schedule_that_grows_cold_is_looked_at_where_it_is_coldest() -> None:
+    for geometry in (Euclidean(), Sphere()):
+        layer = ContinuousAttentionLayer(4, 2, beta=1.0, beta_schedule=Linear(1.0, 1e5), geometry=geometry)
+        layer(torch.ones(3, 4))
+        assert layer._precise
+        layer.beta_schedule = Linear(1.0, 1.1)
+        layer(torch.ones(3, 4))
+        assert not layer._precise
+
+
+def test_zero_temperature(theirs: nn.MultiheadAttention, generator: torch.Generator) -> None:
+    x = torch.randn(4, 7, 12, generator=generator, dtype=F64)
+    ours = ContinuousMultiheadAttention.from_multihead(theirs)
+    ours.flow.beta = float("inf")
+    moved, weights = ours(x, x, x, average_attn_weights=False)
+    assert torch.equal(weights.sum(-1), torch.ones(4, 3, 7, dtype=F64))
+    assert torch.equal(weights.amax(-1), torch.ones(4, 3, 7, dtype=F64))
+    close(moved, ours.flow.attention().drift(x))
+    with pytest.raises(ValueError, match="attn_mask with beta = inf"):
+        ours(x, x, x, attn_mask=torch.zeros(7, 7, dtype=F64))
 
 
 @pytest.mark.parametrize("shape", ["sequence first", "one cloud"])
@@ -130,8 +206,19 @@ def test_refused_by_name(theirs: nn.MultiheadAttention) -> None:
     with pytest.warns(UserWarning, match=r"attention dropout 0.1 is left out"):
         ContinuousMultiheadAttention.from_multihead(nn.MultiheadAttention(12, 3, dropout=0.1))
     x, numbers = torch.zeros(1, 2, 12, dtype=F64), torch.zeros(1, 2, dtype=torch.int)
-    with pytest.raises(ValueError, match="expected bool"):
-        ContinuousMultiheadAttention.from_multihead(theirs)(x, x, x, key_padding_mask=numbers)
+    ours = ContinuousMultiheadAttention.from_multihead(theirs)
+    with pytest.raises(ValueError, match=r"key_padding_mask has dtype torch.int32, expected bool"):
+        ours(x, x, x, key_padding_mask=numbers)
+    with pytest.raises(ValueError, match=r"attn_mask has dtype torch.int32, expected bool"):
+        ours(x, x, x, attn_mask=torch.zeros(2, 2, dtype=torch.int))
+    with pytest.raises(ValueError, match=r"attn_mask has shape \(1, 2\), expected \(n, m\) = \(2, 2\)"):
+        ours(x, x, x, attn_mask=torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="mask has shape"):
+        ours(x, x, x, key_padding_mask=torch.zeros(1, 3, dtype=torch.bool), attn_mask=torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="is_causal without attn_mask"):
+        ours(x, x, x, is_causal=True)
+    with pytest.raises(ValueError, match="kdim = 5"):
+        ContinuousMultiheadAttention(12, 3, kdim=5)
 
 
 def test_schedules_pickle_and_multiply_beta() -> None:
