@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """TeX to MathML, which browsers draw by themselves."""
+    """TeX to MathML, which browsers draw by themselves; figures open by a click; in tables names may break."""
 
     def draw(match: re.Match[str]) -> str:
         block = match[1] == "div"
@@ -66,7 +66,17 @@ def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Fi
         tex = tex.removesuffix("\\]").removesuffix("\\)")
         return convert(tex, display="block" if block else "inline")
 
-    return re.sub(r'<(div|span) class="arithmatex">(.*?)</\1>', draw, content, flags=re.DOTALL)
+    content = re.sub(r'<(div|span) class="arithmatex">(.*?)</\1>', draw, content, flags=re.DOTALL)
+    figure = r'<p>(<img [^>]*src="(?!data:)([^"]+)"[^>]*>)</p>'
+    content = re.sub(figure, r'<p class="figure"><a href="\2">\1</a></p>', content)
+    return re.sub(r"<td[ >].*?</td>", lambda cell: breakable(cell[0]), content, flags=re.DOTALL)
+
+
+def breakable(cell: str) -> str:
+    """A cell whose code may break after _ . ( / and commas: on a phone the other columns keep their width."""
+    parts = re.split(r"(<code>[^<]*</code>)", cell)
+    parts[1::2] = [re.sub(r"(?<=[\w)])([_.(,/])(?=\w)", r"\1<wbr>", code) for code in parts[1::2]]
+    return "".join(parts)
 
 
 def outside_code(markdown: str, change: Any) -> str:
@@ -108,14 +118,23 @@ def gallery() -> str:
         if (ROOT / f"docs/figures/{name}.png").exists():
             text.append(f"![{name}: figure of a run](figures/{name}.png)\n")
         time = f"{seconds} processor seconds." if seconds[0].isdigit() else f"Time: {seconds}."
-        text.append(f"{linked(shows[0].upper() + shows[1:])}.\n\n*Differs from the paper:* {linked(differs)}. {time}\n")
+        text.append(f"{linked(sentence(shows))}.\n\n*Differs from the paper:* {linked(differs)}. {time}\n")
     return "\n".join(text) + "\n" + tail.lstrip()
 
 
+def sentence(words: str) -> str:
+    """With a capital, unless it begins with a symbol (gamma_k) or a letter of a formula (beta_c)."""
+    return words[0].upper() + words[1:] if re.match(r"[a-z]+[ ,:]", words) else words
+
+
 def linked(words: str) -> str:
-    """arXiv numbers and pages as links."""
+    """arXiv numbers and pages as links; a page is called by its title."""
     words = re.sub(r"\b(2[3-6]\d\d\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", words)
-    return re.sub(r"\bdocs/(\w+\.md)\b", r"[\1](\1)", words)
+    return re.sub(r"\bdocs/(\w+\.md)\b", lambda page: f"[{title(page[1])}]({page[1]})", words)
+
+
+def title(page: str) -> str:
+    return (ROOT / "docs" / page).read_text().partition("\n")[0].lstrip("# ")
 
 
 def notebook_page(path: Path) -> str:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -17,12 +16,12 @@ import typer
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 FENCE = r"(?:^|\n)```(\w*)\n(.*?)\n```(?=\n|$)"
-NEEDS = {"ENCODERS.md": "encoders that were fetched"}  # pages whose blocks need more than an installation
-COMMANDS = {  # what is run of the shell blocks, in an empty folder, instead of as written
+COMMANDS = {  # lines of shell blocks that are not run as written: what is added to them, or None
     "make demo": None,
     "make test": None,
     "source .venv/bin/activate": None,
     "torchrun": None,  # tests/dynamics/test_sharded.py
+    "attn-flow encoders get": None,  # the network
     "attn-flow probe minilm --demo": " --no-nulls",
 }
 
@@ -40,6 +39,28 @@ def test_every_command_has_its_python() -> None:
         if last == "NAME":
             continue
         assert _exists(home, last), path
+
+
+def test_commands_in_the_text_have_the_options_they_name() -> None:
+    from attn_flow.cli.entry import app
+
+    group = typer.main.get_command(app)
+    commands = group.commands.items()  # type: ignore[attr-defined]
+    known = {name: {o for p in command.params for o in (*p.opts, *p.secondary_opts)} for name, command in commands}
+    known["COMMAND"] = set()
+    known[""] = {"--install-completion", "--show-completion"}
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    seen = 0
+    for path in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "experiments/README.md"]:
+        for words in re.findall(r"(?:`|\n)(attn-flow [^`\n]*)", path.read_text()):
+            name = re.match(r"attn-flow (\w*)", words)[1]  # type: ignore[index]
+            assert name in known, f"{path.name}: {words}"
+            for option in re.findall(r" (--[\w-]+)", words):
+                assert option in {*known[name], "--help"}, f"{path.name}: {words}"
+            seen += 1
+        for target in re.findall(r"`make ([\w-]+)`", path.read_text()):
+            assert target in targets, f"{path.name}: make {target}"
+    assert seen > 40
 
 
 def _exists(home: list[str], name: str) -> bool:
@@ -182,40 +203,25 @@ def test_tutorials_run(path: Path) -> None:
     assert executed(path).cells
 
 
-def blocks(kind: str) -> list[tuple[str, str]]:
-    """(page, block) of every fence of a kind on the pages; "" is a shell's."""
-    pages = [path for path in PAGES if path.name not in NEEDS]
-    fences = [(path.name, *fence) for path in pages for fence in re.findall(FENCE, path.read_text(), flags=re.DOTALL)]
-    return [(page, block) for page, language, block in fences if language == kind]
-
-
-PYTHON, SHELL = blocks("python"), blocks("")
-
-
-@pytest.mark.docs
-@pytest.mark.parametrize("number", range(len(PYTHON)), ids=[f"{i}-{page}" for i, (page, _) in enumerate(PYTHON)])
-def test_python_blocks_run(number: int, tmp_path: Path) -> None:
-    if "compiled" in PYTHON[number][1] and shutil.which("c++") is None:
-        pytest.skip("needs a C++ compiler")
-    code = "import torch\ntorch.set_num_threads(1)\n" + PYTHON[number][1]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def shell_lines() -> list[tuple[str, str]]:
+    """(page, line) of the shell blocks."""
+    fences = [(path.name, fence) for path in PAGES for fence in re.findall(FENCE, path.read_text(), flags=re.DOTALL)]
+    return [(page, line) for page, (language, block) in fences if not language for line in block.splitlines()]
 
 
 @pytest.mark.docs
 def test_shell_blocks_run(tmp_path: Path) -> None:
-    """One after another in one folder, as a reader does."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": path}
+    """One after another in one folder, as a reader does. (Python blocks: tests/test_doctests.py.)"""
+    from attn_flow.hooks.zoo import fetched
+
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     ran = 0
-    for page, block in SHELL:
-        for line in block.splitlines():
-            more = next((COMMANDS[start] for start in COMMANDS if line.startswith(start)), "")
-            if more is None or not line.strip():
-                continue
-            words = (line.partition("     ")[0] + more).replace("attn-flow", f"{sys.executable} -m attn_flow", 1)
-            done = subprocess.run(words, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True)
-            assert done.returncode == 0, f"{page}: {words}\n{done.stderr}"
-            ran += 1
-    assert ran >= 6
+    for page, line in shell_lines():
+        more = next((COMMANDS[start] for start in COMMANDS if line.startswith(start)), "")
+        if more is None or ("antiberty" in line and fetched("antiberty") is None):
+            continue
+        words = line.replace("attn-flow", f"{sys.executable} -m attn_flow", 1) + more
+        done = subprocess.run(words, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"{page}: {words}\n{done.stderr}"
+        ran += 1
+    assert ran >= 7
