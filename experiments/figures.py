@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,38 @@ if TYPE_CHECKING:
 
 THEORY: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.1, "zorder": 5}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+
+
+# Plain words of mathematics and how they are typeset, one after another; "a" and "I" alone are words.
+MATHEMATICS = (
+    ("!=", "\u2260"),
+    ("<=", "\u2264"),
+    (">=", "\u2265"),
+    ("<<", "\u226a"),
+    ("->", "\u2192"),
+    (r"= inf\b", "= \u221e"),
+    (r"(?<=[=]) ?I\b", r" $I$"),
+    (r"\bW([12])\b", r"$W_\1$"),
+    (r"(?<!\w)(\w)_(crit|max|min)\b", r"$\1_{\\rm \2}$"),
+    (r"\)\^(\w)", r")$^{\1}$"),
+    (r"(?<!\w)([A-Za-z])(\^|_)\(?([-\w/]+)\)?", r"$\1\2{\3}$"),
+    (r"(?<!\w)(alpha|beta|gamma|kappa|lambda|mu|rho|sigma|theta)(?:_(\w+))?(?!\w)", r"$\\\1_{\2}$"),
+    (r"(?<![\w'^.])([b-zB-HJ-Z])(?![\w'.])", r"$\1$"),
+)
+STAYS = re.compile(r"(\$[^$]*\$|\([a-i](?:[,-] ?[a-i])*\))")  # what is typeset, and names of panels: (a), (b, c), (d-f)
+
+
+def typeset(text: str) -> str:
+    """Plain words of mathematics as mathematics: beta, W2, R^d, n = 3. What stands in dollars, or names a panel, stays.
+
+    Example:
+        >>> typeset("(b) n=3 tokens in R^d, W2 and $x_1$ on a line")
+        '(b) $n$=3 tokens in $R^{d}$, $W_2$ and $x_1$ on a line'
+    """
+    for plain, shown in MATHEMATICS:
+        parts = STAYS.split(text)
+        text = "".join(part if i % 2 else re.sub(plain, shown, part) for i, part in enumerate(parts))
+    return text.replace("_{}", "")
 
 
 def panels(columns: int, rows: int = 1, title: str = "") -> tuple[Figure, list[Axes]]:
@@ -24,8 +57,9 @@ def panels(columns: int, rows: int = 1, title: str = "") -> tuple[Figure, list[A
         axis.set_title(f"({letter})", loc="left", fontsize=10, fontweight="bold")
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8)
+        axis.tick_params(which="minor", labelsize=6)  # of a logarithmic axis that spans less than a decade
     if title:
-        figure.suptitle(title, fontsize=12)
+        figure.suptitle(typeset(title), fontsize=12)
     return figure, axes
 
 
@@ -37,11 +71,13 @@ def shades(count: int) -> list[Any]:
 
 
 def label(axis: Axes, title: str, x: str, y: str, legend: bool = True) -> None:
-    axis.set_title(title, fontsize=10)
-    axis.set_xlabel(x, fontsize=9)
-    axis.set_ylabel(y, fontsize=9)
+    """Title, axes and legend of a panel, their mathematics typeset; a long title is smaller, beside the letter."""
+    axis.set_title(typeset(title), fontsize=10 if len(title) < 42 else 8.5)
+    axis.set_xlabel(typeset(x), fontsize=9)
+    axis.set_ylabel(typeset(y), fontsize=9)
     if legend:
-        axis.legend(fontsize=7.5, frameon=False)
+        handles, words = axis.get_legend_handles_labels()
+        axis.legend(handles, [typeset(word) for word in words], fontsize=7.5, frameon=False)
 
 
 def not_installed(axis: Axes) -> None:
@@ -52,4 +88,4 @@ def not_installed(axis: Axes) -> None:
 def caption(figure: Figure, text: str) -> None:
     """Sizes, seeds, and what differs, under the panels."""
     width = int(figure.get_figwidth() * 17)
-    figure.supxlabel(textwrap.fill(text, width), fontsize=8, color="#444444", x=0.01, ha="left")
+    figure.supxlabel(typeset(textwrap.fill(text, width)), fontsize=8, color="#444444", x=0.01, ha="left")

@@ -1,7 +1,7 @@
 """The weights of a live encoder as the core's nouns: one Attention per layer, its geometry, and a check of both.
 
 A layer adds A(z), z = x or norm(x), A(z)_i = sum_h O_h sum_j softmax_j(beta <Q z_i + b, K z_j>) (V z_j + c_h) + o:
-Attention(Q, K, V, O, beta, b, value_bias = sum_h O_h c_h + o). A key bias is constant in j and cancels.
+Attention(Q, K, V, O, beta, b, value_bias = sum_h O_h c_h + o). A key bias is constant in j: softmax cancels it.
 """
 
 from __future__ import annotations

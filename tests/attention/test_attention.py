@@ -217,6 +217,24 @@ def test_mean_field_drift_of_the_uniform_law_and_of_a_gaussian(generator: torch.
     torch.testing.assert_close(cold.drift(x, UniformSphere(d)), exact)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "sinkhorn", "unnormalised"])
+def test_a_key_bias_cancels_where_attention_is_shared_out(kind: str, generator: torch.Generator) -> None:
+    """A key bias b, as the key of a coordinate that is 1 for every token: a score <Q x_i, b> that is constant in j.
+    Softmax and Sinkhorn cancel it; unnormalised attention is e^{beta <Q x_i, b>} times as large (THEORY 0).
+    """
+    d, beta = 3, 0.7
+    x, (Q, K, V) = randn(6, d, generator=generator), randn(3, 1, d, d, generator=generator)
+    b, none = randn(1, d, 1, generator=generator), torch.zeros(1, d, 1, dtype=F64)
+    one = torch.cat([x, torch.ones(6, 1, dtype=F64)], -1)
+    wide = lambda A, last: torch.cat([A, last], -1)
+    O = torch.eye(d + 1, dtype=F64)[None, :, :d]
+    with_bias = Attention(wide(Q, none), wide(K, b), wide(V, none), O, beta, kind=kind).drift(one)[:, :d]
+    factor = torch.exp(beta * x @ Q[0].mT @ b[0]) if kind == "unnormalised" else 1.0
+    without = Attention(wide(Q, none), wide(K, none), wide(V, none), O, beta, kind=kind).drift(one)[:, :d]
+    torch.testing.assert_close(with_bias, factor * without)
+    assert kind != "unnormalised" or not torch.allclose(with_bias, without, rtol=0.01)
+
+
 # --- Sinkhorn -----------------------------------------------------------------------------------------------------
 
 

@@ -203,11 +203,13 @@ def test_vertices_of_the_hull_may_move_in_flat_space():
 
 
 def test_leaders_on_a_sphere_need_a_multiple_of_the_identity():
-    """G = c I: all of 40 tokens; G = diag(3, 1): 6 of 40 on the circle. And a token may rest through ties."""
+    """G = c I: all of 40 tokens; G = diag(3, 1): few, counted by a loop. And a token may rest through ties."""
     angle = 2 * np.pi * (np.arange(40) + 0.25) / 40
     x = np.stack([np.cos(angle), np.sin(angle)], 1)
     assert len(hardmax.leaders(x, 2 * np.eye(2))) == 40
     few = hardmax.leaders(x, np.diag([3.0, 1.0]))
+    scores = [[3 * a[0] * b[0] + a[1] * b[1] for b in x] for a in x]
+    assert few.tolist() == [i for i, row in enumerate(scores) if row[i] == max(row)]
     assert 0 < len(few) < 12
     np.testing.assert_allclose(hardmax.step(x, 0.3, np.diag([3.0, 1.0]))[few], x[few], atol=1e-13)
     assert hardmax.leaders([[-1.0], [0.0], [1.0]]).tolist() == [0, 1, 2]
