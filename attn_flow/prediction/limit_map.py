@@ -139,7 +139,8 @@ class LimitMap:
         The clusters are as narrow as the temperature resolves, e^{-gt} = beta^{-1/2}, at t = log(beta)/(2g). From then
         on their offset, beta^{-1/2}, grows at the exit rate x, while tokens that linger still arrive: W2 of those falls
         like e^{-c_2 t}. Where the tail is no slower than g, c_2 = g, this is log(beta)/(2g) and W2 ~ beta^{-1/2} there;
-        where it is (c_2 < g), the two meet later. Needs an asymmetric law (`requires`).
+        where it is (c_2 < g), the two meet later, and corrections fall slowly with beta (docs/THEORY.md, section 1).
+        Needs an asymmetric law (`requires`).
         """
         if self.g is None or self.rate_w2 is None or self.case == "jordan":
             raise ValueError(f"case {self.case!r} has no rate g, so no t_min; expected a linear limit with a gap.")

@@ -14,7 +14,7 @@ from attn_flow.geometry import Sphere
 from attn_flow.measures import quadrature
 from attn_flow.prediction import LimitMap, limit, phases, zero_temperature_flow
 from attn_flow.prediction.hermite import mode_rates
-from attn_flow.prediction.timeline import RoundingWarning
+from attn_flow.prediction.timeline import RoundingWarning, w2_curve
 from attn_flow.transport.distances import wasserstein
 
 f64 = torch.float64
@@ -261,6 +261,56 @@ def test_t_min_where_the_tail_is_slow() -> None:
         for call in (found.t_min, found.t_beta):
             with pytest.raises(ValueError, match="expected 1 < beta < inf"):
                 call(beta)
+
+
+def graded(width: float, reach: float) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of the density e^{cos(theta - 1)}, graded towards +-e_2, where a flow spreads them."""
+    u = torch.arange(-reach, reach, 0.8 * width, dtype=f64)
+    theta = 2 * torch.atan(torch.tanh((u - u.mean()) / 2))
+    theta = torch.cat([theta, theta + math.pi])
+    w = torch.exp(torch.cos(theta - 1)) * torch.cos(theta).abs()
+    return torch.stack([theta.cos(), theta.sin()], -1), w / w.sum()
+
+
+# Of that density at +-e_2: both values added, and the gradient of its logarithm in x_1.
+RHO = (math.exp(math.sin(1)) + math.exp(-math.sin(1))) / (2 * math.pi * 1.2660658777520082)  # I_0(1)
+GRADIENT = math.cos(1)
+
+
+def test_without_an_exit_w2_rests_at_the_mass_that_crossed() -> None:
+    """delta = rho a V_1/(2 kappa G_2 beta) ends on the wrong side: W2 = 2 sqrt(delta)."""
+    beta = 100.0
+    A = Attention.from_matrices(diag(1, 3), diag(3, 0.5), beta)
+    found = limit(A)
+    assert (found.exit_rate, found.kappa) == pytest.approx((0.0, 0.5))
+    x, w = graded(1 / math.sqrt(3 * beta), 12.0)
+    path = flow(A, x, [0.0, 20.0], weights=w, h=0.2)
+    delta = RHO * GRADIENT * 3 / (2 * found.kappa * 3 * beta)
+    assert float(w2_curve(path, found)[-1]) == pytest.approx(2 * math.sqrt(delta), rel=0.01)
+
+
+@pytest.mark.slow
+def test_what_w2_is_made_of_where_the_tail_is_slow() -> None:
+    """W2^2 = A e^{-kappa t} + B beta^{-(1 + x/g)} e^{2xt} + D beta^{-2} e^{kappa t}: tokens that linger, clusters that
+    leave, and the mass that crossed the border, which transport repairs with tokens that linger there.
+    """
+    beta = 300.0
+    A = Attention.from_matrices(diag(1.3, 1), diag(1, 1.05), beta)
+    found = limit(A)
+    width = 1 / math.sqrt(1.3 * beta)
+    x, w = graded(width, 20.0)
+    path = flow(A, x, torch.linspace(0, 22, 111, dtype=f64), weights=w, h=0.2)
+    c, s = path.x.unbind(-1)
+    crossed = (w * (c[40] > 0)).sum() - w[x[:, 0] > 0].sum()  # by t = 8 all that will
+    assert float(crossed) * beta == pytest.approx(RHO * GRADIENT / (2 * found.kappa), rel=0.06)
+    squared = w2_curve(path, found).square()
+    near = (w * (2 - 2 * c.abs())).sum(-1)
+    cluster = (w * torch.where(s.abs() < 8 * width, s.square(), 0.0)).sum(-1)
+    least = int(squared.argmin())
+    assert float(path.t[least]) == pytest.approx(19.6, abs=0.2)
+    rate = lambda part: float(torch.log(part[least + 4] / part[least - 4]) / 1.6)
+    assert [rate(cluster), rate(near - cluster)] == pytest.approx([2 * found.exit_rate, -found.kappa], abs=0.02)
+    assert rate(squared - near) == pytest.approx(found.kappa, abs=0.05)
 
 
 def test_reprs_are_short() -> None:
