@@ -104,6 +104,8 @@ def examined(
             rounding = torch.finfo(x.dtype).eps * (y.abs() @ A.abs().mT).norm(dim=-1)
             bad = int((((y @ A.mT).norm(dim=-1) <= rounding) & (p > 0)).sum())
             met, text = bad == 0, f"{text}; {bad} of {len(y)} here"
+        if need.name == "bounded density":
+            met, text = _density(limit, y, p, text)
         if need.name == "unequal crossing masses":
             met, text = _crossing(limit, y, p, text)
         if need.name == "asymmetric law":
@@ -116,6 +118,20 @@ def examined(
                     text += f", which a sample of a symmetric law has by chance; {remedy(y.shape[-1])}"
         found.append(replace(need, met=met, text=text))
     return tuple(found)
+
+
+def _density(limit: Limit, y: Tensor, p: Tensor, text: str) -> tuple[bool | None, str]:
+    """Mass near Pi x = 0, where tokens linger: |Pi x| within a quarter of its median, which a flat density has with
+    share 4^{-k}/2. Within a factor of 2 counts as met; None where fewer than 15 tokens are expected there."""
+    if limit.direction is None or limit.dimension is None:
+        return None, text
+    size = (y @ limit.direction.to(y).mT).norm(dim=-1)
+    order = size.argsort()
+    median = size[order[int((p[order].cumsum(0) < 0.5).sum())]]
+    share, flat = float(p[size < median / 4].sum()), 0.5 / 4**limit.dimension
+    if flat / float(p.square().sum()) < 15:
+        return None, text
+    return flat / 2 < share < 2 * flat, f"{text}; share {share:.2g} there, {flat:.2g} if it is flat"
 
 
 def _crossing(limit: Limit, y: Tensor, p: Tensor, text: str) -> tuple[bool | None, str]:

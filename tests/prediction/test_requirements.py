@@ -170,7 +170,7 @@ def test_a_symmetric_law_is_told_so() -> None:
         "little noise": None,
         "off the border": True,
         "simple leading eigenvalue": True,
-        "bounded density": None,
+        "bounded density": True,
         "asymmetric law": True,
     }
 
@@ -212,6 +212,25 @@ def test_a_sample_is_asymmetric_by_chance() -> None:
     assert met(found.examine(Sphere().retract(x + matrix([0.3, 0.3]))))["asymmetric law"] is True
     # As nodes with weights the same asymmetry is the law's own.
     assert met(found.examine(x, weights=torch.ones(1000)))["asymmetric law"] is True
+
+
+def test_a_law_without_mass_where_tokens_linger_is_told_so() -> None:
+    """c_2 = kappa/2 is the rate of tokens near +-e_2. Of a law that has none there W2 falls at g, as says its doubt."""
+    found = limit(Attention.from_matrices(diag(1, 3), diag(3, 0.5)))
+    assert (found.g, found.rate_w2) == pytest.approx((1.5, 0.25))
+    for far, holds in ((0.0, True), (0.7, False)):
+        nodes = quadrature.circle(4000)
+        x = nodes.x[nodes.x[:, 0].abs() > far]
+        path = zero_temperature_flow(found.attention, x, [0.0, 8.0, 9.0])
+        w2 = w2_curve(path, found)
+        assert float(torch.log(w2[1] / w2[2])) == pytest.approx(0.25 if holds else 1.5, rel=0.02)
+        assert met(found.examine(x))["bounded density"] is holds
+    peaked = quadrature.circle(4000, lambda theta: theta.cos().abs() ** -0.7)  # not bounded where tokens linger
+    assert met(found.examine(peaked.x, weights=peaked.weights))["bounded density"] is False
+    assert met(found.examine(x[:20]))["bounded density"] is None
+    text = str(next(need for need in found.examine(x) if need.name == "bounded density"))
+    assert "(NOT met)" in text
+    assert text.endswith("share 0 there, 0.12 if it is flat")
 
 
 def test_requirements_of_every_case() -> None:
