@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from typing import TYPE_CHECKING, Any
+
+from attn_flow.base.figures import typeset
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -12,38 +13,6 @@ if TYPE_CHECKING:
 
 THEORY: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.1, "zorder": 5}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
-
-
-# Plain words of mathematics and how they are typeset, one after another; "a" and "I" alone are words.
-MATHEMATICS = (
-    ("!=", "\u2260"),
-    ("<=", "\u2264"),
-    (">=", "\u2265"),
-    ("<<", "\u226a"),
-    ("->", "\u2192"),
-    (r"= inf\b", "= \u221e"),
-    (r"(?<=[=]) ?I\b", r" $I$"),
-    (r"\bW([12])\b", r"$W_\1$"),
-    (r"(?<!\w)(\w)_(crit|max|min)\b", r"$\1_{\\rm \2}$"),
-    (r"\)\^(\w)", r")$^{\1}$"),
-    (r"(?<!\w)([A-Za-z])(\^|_)\(?([-\w/]+)\)?", r"$\1\2{\3}$"),
-    (r"(?<!\w)(alpha|beta|gamma|kappa|lambda|mu|rho|sigma|theta)(?:_(\w+))?(?!\w)", r"$\\\1_{\2}$"),
-    (r"(?<![\w'^.])([b-zB-HJ-Z])(?![\w'.])", r"$\1$"),
-)
-STAYS = re.compile(r"(\$[^$]*\$|\([a-i](?:[,-] ?[a-i])*\))")  # what is typeset, and names of panels: (a), (b, c), (d-f)
-
-
-def typeset(text: str) -> str:
-    """Plain words of mathematics as mathematics: beta, W2, R^d, n = 3. What stands in dollars, or names a panel, stays.
-
-    Example:
-        >>> typeset("(b) n=3 tokens in R^d, W2 and $x_1$ on a line")
-        '(b) $n$=3 tokens in $R^{d}$, $W_2$ and $x_1$ on a line'
-    """
-    for plain, shown in MATHEMATICS:
-        parts = STAYS.split(text)
-        text = "".join(part if i % 2 else re.sub(plain, shown, part) for i, part in enumerate(parts))
-    return text.replace("_{}", "")
 
 
 def panels(columns: int, rows: int = 1, title: str = "") -> tuple[Figure, list[Axes]]:

@@ -159,6 +159,10 @@ def simulate(
             for r in numbers["runs"]
         ],
     )
+    needs = [(need["name"], need["met"]) for need in numbers["runs"][0]["requires"]]
+    for met, words in ((True, "met"), (None, "not checked")):
+        if names := ", ".join(name for name, found in needs if found is met):
+            echo(f"requires, {words}: {names}")
     doubts = {doubt: None for r in numbers["runs"] for doubt in r["doubts"]}
     for doubt in doubts:
         beta_words = ", ".join(number_name(float(r["beta"])) for r in numbers["runs"] if doubt in r["doubts"])

@@ -168,4 +168,4 @@ def _against_beta(distances: Any, times: Any, runs: list[dict[str, Any]]) -> Non
         axes.set(xlabel=r"$\beta$", xscale="log")
         if len(runs) <= 4:
             axes.set_xticks(beta.tolist(), [f"{b:g}" for b in beta.tolist()])
-            axes.minorticks_off()
+            axes.tick_params(axis="x", which="minor", bottom=False)
