@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import least_squares
 from torch import Tensor
 
-from attn_flow.attention import Attention
+from attn_flow.attention import Field
 from attn_flow.base import checks
 from attn_flow.dynamics.particles import push_forward
 from attn_flow.dynamics.trajectory import Trajectory
@@ -123,8 +123,9 @@ class Bound:
     """K ( sqrt(log(beta+1)/beta) e^{Ct} + e^{-ct} ), fitted to W2, each constant with its standard error.
 
     cover: the factor by which K must be raised to lie above every fitted point; residual: of log W2, root mean square.
-    seeds: how many paths of each beta; with two or more the errors are a bootstrap over them. With one they are those
-    of the fit, which takes points of one path as independent: too small, and no more than a lower bound.
+    seeds: how many paths of each beta; with two or more the errors are a bootstrap over them. With one, or of a rate
+    that is 0, the least it may be, they are those of the fit, which takes points of one path as independent: too small,
+    and no more than a lower bound.
     """
 
     C: float
@@ -170,9 +171,9 @@ def fit_bound(
         resamples: draws of the bootstrap over seeds; seed: of these draws.
 
     Returns:
-        A `Bound`. Least squares in log W2 over the times until W2 has come back to .75 of its start (from there on it
-        saturates, and no longer grows). Errors are a bootstrap over seeds, whole curves at a time; of single paths
-        only the error of the fit is known, which takes the points of a path as independent.
+        A `Bound`. Least squares in log W2, with C >= 0 and c >= 0, over the times until W2 has come back to .75 of its
+        start (from there on it saturates, and no longer grows). Errors are a bootstrap over seeds, whole curves at a
+        time; of single paths only the error of the fit is known, which takes the points of a path as independent.
 
     Example:
         >>> from attn_flow import Attention, flow, limit
@@ -206,7 +207,8 @@ def fit_bound(
     if seeds > 1:
         drawn = np.random.default_rng(seed).integers(0, seeds, (resamples, len(every), seeds))
         again = [_fit([e[i] for e, row in zip(every, rows) for i in row], np.array([log_K, C, c]))[0] for rows in drawn]
-        errors = np.std(again, axis=0, ddof=1)
+        # At C = 0 or c = 0 draws pile up there and their spread says nothing.
+        errors = np.where(np.array([np.inf, C, c]) > 0, np.std(again, axis=0, ddof=1), errors)
     return Bound(
         C=float(C),
         c=float(c),
@@ -233,9 +235,16 @@ def _fit(points: Sequence[Points], start: NDArray) -> tuple[NDArray, NDArray, ND
     t, beta, log_w = (np.concatenate(z) for z in zip(*points))
     if len(t) < 6:
         raise ValueError(f"{len(t)} points before W2 saturates, expected six or more to fit three constants.")
-    found = least_squares(lambda z: _log_bound(z, t, beta) - log_w, start, x_scale=(1.0, 0.3, 0.3))
+    # C and c are rates of growth and decay: with signs free the two terms may exchange their parts.
+    ends = ([-np.inf, 0.0, 0.0], np.inf)
+    found = least_squares(lambda z: _log_bound(z, t, beta) - log_w, start, x_scale=(1.0, 0.3, 0.3), bounds=ends)
     spread = float(found.fun @ found.fun) / (len(t) - 3)
-    return found.x, found.fun, np.sqrt(spread * np.diag(np.linalg.pinv(found.jac.T @ found.jac)))
+    at_most = np.array([-np.inf, 1e-6, 1e-6])  # what the solver leaves of an end
+    return (
+        np.where(found.x <= at_most, 0.0, found.x),
+        found.fun,
+        np.sqrt(spread * np.diag(np.linalg.pinv(found.jac.T @ found.jac))),
+    )
 
 
 def _log_bound(z: NDArray, t: NDArray, beta: NDArray) -> NDArray[np.float64]:
@@ -261,7 +270,7 @@ class Chaos:
 
 
 def propagation_of_chaos(
-    attention: Attention,
+    attention: Field,
     sample: Callable[[int, torch.Generator], Tensor],
     reference: Cloud,
     t: float,
@@ -274,7 +283,7 @@ def propagation_of_chaos(
     """How fast n tokens follow the mean field: W2 between their cloud at time t and the reference, against n.
 
     Args:
-        attention: any.
+        attention: any field that `flow` takes: an `Attention` of any kind, a sum with a `Drift`, `Layers`.
         sample: (n, generator) -> tokens (n, d), independent draws of the initial law.
         reference: mu_t itself, as a `Cloud`: `density_flow(...).cloud(-1)`, or a flow of quadrature nodes; much finer
             than the largest n.

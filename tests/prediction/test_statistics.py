@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_flow import Attention, Sphere, Trajectory, VonMisesFisher, flow, limit, phases
+from attn_flow import Attention, Drift, Sphere, Trajectory, VonMisesFisher, flow, limit, phases
 from attn_flow.dynamics.continuity import density_flow
 from attn_flow.measures.quadrature import circle
 from attn_flow.prediction import certified_over_seeds, fit_bound, over_seeds, phases_over_seeds, propagation_of_chaos
@@ -103,6 +103,40 @@ def test_fit_bound_says_what_it_wants_of_seeds():
         fit_bound(paths, target, w2=w2)
     with pytest.raises(ValueError, match="resamples = 1, expected"):
         fit_bound(paths, target, w2=w2[:1] * 2, resamples=1)
+
+
+def test_a_rate_of_growth_that_is_not_there_is_zero_with_an_error():
+    """W2 that falls to a floor and stays: C = 0. With its sign free the two terms exchanged their parts (C = -.7)."""
+    t, betas = torch.linspace(0, 10, 41, dtype=F64), (30.0, 100.0)
+    paths = [Trajectory(t, torch.zeros(41, 3, 1, 2, dtype=F64), about={"attention": {"beta": beta}}) for beta in betas]
+    noise = np.random.default_rng(0).normal(0, 0.05, (2, 41, 3))
+    floor = [math.sqrt(math.log(1 + beta) / beta) for beta in betas]
+    w2 = [(0.3 * f + np.exp(-0.4 * t.numpy()))[:, None] * np.exp(each) for f, each in zip(floor, noise)]
+    found = fit_bound(paths, limit(Attention.from_matrices(G, V)), w2=w2, resamples=20)
+    assert found.C == 0.0
+    assert found.C_error > 1e-3
+    assert found.c > 0
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        Attention.identity(2, 1.0, kind="unnormalised", dtype=F64),
+        Attention.identity(2, 1.0, kind="relu", dtype=F64),
+        Attention.from_matrices(torch.diag(torch.tensor([3.0, 1.0])), torch.eye(2), 2.0).to(F64)
+        + Drift(lambda t, x: torch.tanh(x), tokenwise=True),
+    ],
+    ids=["unnormalised", "relu", "softmax and a drift"],
+)
+def test_chaos_of_any_attention_is_of_order_one_half(field):
+    """Against the flow of fine nodes."""
+    mu = VonMisesFisher(torch.tensor([1.0, 0.0], dtype=F64), 1.0)
+    nodes = circle(600, lambda theta: torch.exp(torch.cos(theta)))
+    exact = flow(field, nodes.x, [0.0, 0.5], weights=nodes.weights, h=0.1).cloud(-1)
+    draw = lambda n, generator: mu.sample(n, generator=generator)
+    found = propagation_of_chaos(field, draw, exact, 0.5, [15, 60, 240], seeds=12, h=0.1)
+    assert abs(found.exponent - 0.5) < 4 * found.error
+    assert found.error < 0.1
 
 
 def test_chaos_on_the_circle_is_of_order_one_half():
