@@ -28,3 +28,10 @@ def bound(what: str, value: float, *, at_least: float = float("-inf"), at_most: 
         "tolerance": 0.0,
         "holds": at_least <= value <= at_most,
     }
+
+
+def chance(claim: dict[str, Any]) -> float | None:
+    """How often a number drawn between 0 and twice the expected one passes; None of a bound, or where 0 is expected."""
+    if not claim["expected"]:
+        return None
+    return min(1.0, claim["tolerance"] / abs(claim["expected"]))

@@ -66,7 +66,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
             "distance from the hardmax path after 100 steps: exponent in beta, 10 to 100",
             parting["exponent"],
             -1.0,
-            0.2,
+            0.1,
         ),
     ]
     return {"seed": seed, "n": n, "alpha": ALPHA, "cells": cells, "gaps": gaps, "parting": parting, "claims": claims}

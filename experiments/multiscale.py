@@ -48,7 +48,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
             f"{'backward' if r['sign'] > 0 else 'forward'} heat, beta = {r['beta']:g}: rate of mode 2 times beta",
             r["rate"] * r["beta"],
             r["sign"] * 4.0,
-            0.4,
+            10 / r["beta"],  # the law is the limit of large beta
         )
         for r in heating
     ]

@@ -62,7 +62,9 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         for r in runs
     ]
     claims += [
-        claim(f"{r['scheme']}: the same from random tokens", r["random_slope"], r["expected"], 0.1 * abs(r["expected"]))
+        claim(
+            f"{r['scheme']}: the same from random tokens", r["random_slope"], r["expected"], 0.05 * abs(r["expected"])
+        )
         for r in runs
     ]
     return {"seed": seed, "n": N, "beta": BETA, "rho0": RHO0, "alpha": ALPHA, "runs": runs, "claims": claims}

@@ -282,7 +282,13 @@ def reproduce(
 
 
 def _expected(claim: dict[str, Any]) -> str:
-    return "" if claim["expected"] is None else f"{claim['expected']:.4g} +- {claim['tolerance']:.2g}"
+    """The number with its tolerance, and how often chance would pass it where that is more than one in twenty."""
+    from attn_flow.experiments.claims import chance
+
+    if claim["expected"] is None:
+        return ""
+    often = chance(claim) or 0.0
+    return f"{claim['expected']:.4g} +- {claim['tolerance']:.2g}" + f" (chance {often:.0%})" * (often > 0.05)
 
 
 @command

@@ -1,13 +1,14 @@
 """Every experiment of the papers: its quick run holds all its claims, its numbers are plain, its plot is a figure."""
 
 import json
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 
 from attn_flow.base.files import plain
 from attn_flow.experiments import NAMES, load, title
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import bound, chance, claim
 
 ELSEWHERE = {
     "concentration",
@@ -21,6 +22,7 @@ ELSEWHERE = {
 
 
 SLOW = {"layer_jacobians", "gap_counting"}
+README = Path(__file__).parents[2] / "experiments" / "README.md"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,9 @@ def test_quick_run(name):
     assert len(numbers["claims"]) >= 3
     for c in numbers["claims"]:
         assert set(c) == {"claim", "value", "expected", "tolerance", "holds"}
+    weak = [c["claim"] for c in numbers["claims"] if (chance(c) or 0) > 0.05]
+    listed = README.read_text().partition("## What chance would give")[2]
+    assert not weak or f"| `{name}` |" in listed, weak
     text = json.dumps(plain(numbers), allow_nan=False)
     figure = experiment.plot(numbers)
     assert isinstance(figure, Figure)
@@ -48,6 +53,9 @@ def test_claims_can_fail():
     assert claim("x", 1.0, 1.1, 0.2)["holds"]
     assert not claim("x", 1.0, 1.3, 0.2)["holds"]
     assert not claim("x", float("nan"), 1.3, 0.2)["holds"]
+    assert chance(claim("x", 1.0, -2.0, 0.5)) == 0.25
+    assert chance(claim("x", 1.0, 0.0, 0.5)) is None
+    assert chance(bound("x", 1.0, at_most=1.0)) is None
     assert bound("x", 1.0, at_most=1.0)["holds"]
     assert not bound("x", 1.1, at_most=1.0)["holds"]
     assert not bound("x", float("nan"), at_least=1.0)["holds"]
