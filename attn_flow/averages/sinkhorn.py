@@ -128,16 +128,18 @@ def _refined(scores: Scores, f: Tensor, tol: float) -> tuple[Tensor, float, int]
     """f, its error and the steps taken until tol, STEPS or standstill.
 
     Newton's direction z is shortened by log(1 + width)/width, which the third derivative allows (generalised
-    self-concordance), so that there is no line search.
+    self-concordance), so that there is no line search. While z is long the error need not fall: a little mass that has
+    to cross a barrier is missing until f has walked all the way.
     """
-    w, newton, errors = scores.log_w.exp(), False, [math.inf]
+    w, newton, errors, longest = scores.log_w.exp(), False, [math.inf], 0.0
     while len(errors) <= STEPS:
         g = scores.columns(f)
         after = scores.rows(g)
         sums = (f - after).exp().where(w > 0, 1.0)
         delta = (w * (sums - 1).abs()).sum(-1)
         errors.append(float(delta.amax()))
-        if errors[-1] <= tol or (len(errors) > PATIENCE and errors[-1] > errors[-PATIENCE] / 2):
+        stands = longest <= 1 and len(errors) > PATIENCE and errors[-1] > errors[-PATIENCE] / 2
+        if errors[-1] <= tol or stands:
             break
         newton = newton or errors[-1] > SLOW * errors[-2]
         if newton:
@@ -146,6 +148,7 @@ def _refined(scores: Scores, f: Tensor, tol: float) -> tuple[Tensor, float, int]
             rtol = max(min(0.1, errors[-1]), 0.3 * tol / errors[-1])
             z = _solved(scores[open_], f[open_], g[open_], b, m, RIDGE * errors[-1], rtol)
             width = (z.amax(-1) - z.amin(-1))[:, None]
+            longest = float(width.amax())
             f = f.index_put((open_,), f[open_] + z * torch.where(width > 0, width.log1p() / width, 1.0))
         else:
             f = after

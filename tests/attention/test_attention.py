@@ -383,6 +383,19 @@ def test_sinkhorn_fails_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
         drift.sum().backward()
 
 
+def test_sinkhorn_walks_a_long_way_for_a_little_mass() -> None:
+    """Mass .0016 has to cross a barrier of 280: its error does not halve for forty Newton steps, and then is gone."""
+    x, w = torch.tensor([[-1.0], [-3.0], [2.5]], dtype=F64), torch.tensor([1.1, 0.21, 0.2124], dtype=F64)
+    a = Attention(torch.tensor([[0.55]], dtype=F64), torch.tensor([[-2.5]], dtype=F64), beta=30.0, kind="sinkhorn")
+    A = a.matrix(x, weights=w)[0]
+    shares = w / w.sum()
+    torch.testing.assert_close(A.sum(-1), torch.ones(3, dtype=F64), rtol=0, atol=1e-11)
+    torch.testing.assert_close(shares @ A, shares, rtol=0, atol=1e-11)
+    # The two ends pair up, as far as they have the mass; the rest of the larger one goes to the middle.
+    expected = (shares[2] - shares[1]) / shares[2]
+    torch.testing.assert_close(A[2, 0], expected, rtol=1e-9, atol=0)
+
+
 # --- laws ---------------------------------------------------------------------------------------------------------
 
 
