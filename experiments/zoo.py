@@ -26,6 +26,7 @@ from attn_flow.hooks.trust import fingerprint
 from attn_flow.hooks.zoo import ZOO, fetched, load_fetched, own_inputs
 from attn_flow.observe.quantities import attention_statistics
 from attn_flow.probe.clouds import Clouds, directions, record_clouds
+from attn_flow.probe.heads import sharpness
 from attn_flow.probe.nulls import (
     CROSS_FITTED,
     agreement_of,
@@ -162,11 +163,10 @@ def _regime(clouds: Clouds) -> dict[str, Any]:
     """How sharply attention looks, and how near tokens are to each other, by layer."""
     entropy, largest, beta = [], [], []
     for layer, attention in enumerate(clouds.attentions):
-        seen = [attention_statistics(attention, z) for z in clouds.z[layer]]
-        sizes = [math.log(len(z)) for z in clouds.z[layer]]
-        entropy.append(mean([float(s.entropy.mean()) / size for s, size in zip(seen, sizes)]))
-        largest.append(mean([float(s.largest_weight.mean()) for s in seen]))
-        beta.append(mean([float(s.effective_beta.mean()) for s in seen]))
+        seen = [sharpness(clouds.space(layer, text)) for text in range(clouds.texts)]
+        entropy.append(mean([float(s["entropy"].mean()) for s in seen]))
+        largest.append(mean([float(s["largest_weight"].mean()) for s in seen]))
+        beta.append(mean([float(attention_statistics(attention, z).effective_beta.mean()) for z in clouds.z[layer]]))
     cosine = [mean([_pairwise(z) for z in level]) for level in clouds.z]
     return {"entropy": entropy, "largest_weight": largest, "effective_beta": beta, "pairwise_cosine": cosine}
 

@@ -6,6 +6,7 @@ table serves transformers 4.48 to 5.x and plain torch. A new one is added by `re
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 NormPlacement = str  # "post": norm(x + A x), "pre": x + A norm(x), "parallel": x + A norm(x) + FFN norm'(x)
 
@@ -31,7 +32,9 @@ class Architecture:
     the order they fire. norm1, norm2: the norms of attention and feed-forward part; norm_placement: "post", "pre" or
     "parallel". q_bias, v_bias: parameters added to fused queries and values. layer_scale: the module that scales what
     attention adds. beta: the inverse temperature, if it is not 1/sqrt(k) or the module's own `scaling`. positions: how
-    positions enter the scores, in words; empty if they do not. causal: whether a token sees only those before it.
+    positions enter the scores, in words; empty if they do not. angles: a function of encoder, block and n that gives
+    cos and sin (n, r) by which queries and keys at n places are turned; score_table: one of encoder and n that gives
+    what places add to the scores, (heads, n, n). causal: whether a token sees only those before it.
 
     Example:
         >>> Architecture(
@@ -62,6 +65,8 @@ class Architecture:
     after_norm: tuple[str, str] = ("", "")  # a module between blocks 0 and 1, and its norm
     beta: Callable[[nn.Module, int], float] | None = None
     positions: str | Callable[[nn.Module], str] = ""
+    angles: Callable[[nn.Module, nn.Module, int], tuple[Tensor, Tensor]] | None = None
+    score_table: Callable[[nn.Module, int], Tensor] | None = None
     causal: bool | Callable[[nn.Module], bool] = False
     also_query: tuple[str, ...] = ()  # further query projections, scaled along with q when beta changes
     shared: bool = False
@@ -120,6 +125,29 @@ def _rotary(attn: str, block: nn.Module) -> str:
     core: Any = block.get_submodule(attn)
     window = getattr(core, "sliding_window", None) or max(0, *getattr(core, "local_attention", (-1, -1)))
     return "rotary positions (RoPE)" + (f", sliding window of {window} tokens" if window else "")
+
+
+def _angles(attn: str, root: nn.Module, block: nn.Module, n: int) -> tuple[Tensor, Tensor]:
+    """cos and sin (n, r) of RoPE, from the module that makes them for all layers, or for this one."""
+    core: Any = block.get_submodule(attn)
+    rotary: Any = root.rotary_emb if hasattr(root, "rotary_emb") else core.rotary_emb
+    like = next(block.parameters())
+    of_layer = {}
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        of_layer["layer_type"] = block.attention_type
+    cos, sin = rotary(like.new_zeros(1, n, 1), position_ids=torch.arange(n, device=like.device)[None], **of_layer)
+    return cos[0], sin[0]
+
+
+def _mpnet_table(root: Any, n: int) -> Tensor:
+    like = next(root.parameters())
+    return root.encoder.compute_position_bias(like.new_zeros(1, n, 1))[0]
+
+
+def _t5_table(root: nn.Module, n: int) -> Tensor:
+    """The first layer holds it for all."""
+    first: Any = next(m for m in root.modules() if getattr(m, "has_relative_attention_bias", False))
+    return first.compute_bias(n, n)[0]
 
 
 def _is_decoder(block: Any) -> bool:
@@ -207,6 +235,7 @@ _T5 = Architecture(
     norm_placement="pre",
     beta=_unscaled,
     positions="relative position bias, shared by all layers and not scaled by beta",
+    score_table=_t5_table,
 )
 
 ARCHITECTURES: list[Architecture] = [
@@ -276,6 +305,7 @@ ARCHITECTURES: list[Architecture] = [
         emit="",
         norm1="attention.LayerNorm",
         positions="relative position bias, shared by all layers and not scaled by beta",
+        score_table=_mpnet_table,
     ),
     Architecture(
         name="ModernBERT",
@@ -292,6 +322,7 @@ ARCHITECTURES: list[Architecture] = [
         norm_placement="pre",
         embed_norm="embeddings.norm",
         positions=partial(_rotary, "attn"),
+        angles=partial(_angles, "attn"),
     ),
     _VIT,
     _VIT4,
@@ -341,6 +372,7 @@ ARCHITECTURES: list[Architecture] = [
         ffn="mlp",
         norm_placement=_neox_norm_placement,
         positions=partial(_rotary, "attention"),
+        angles=partial(_angles, "attention"),
         causal=True,
     ),
     Architecture(
@@ -356,6 +388,7 @@ ARCHITECTURES: list[Architecture] = [
         ffn="mlp",
         norm_placement="pre",
         positions=partial(_rotary, "self_attn"),
+        angles=partial(_angles, "self_attn"),
         causal=True,
         refuse=("self_attn.q_norm", "pre_feedforward_layernorm"),
     ),

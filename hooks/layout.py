@@ -67,6 +67,11 @@ class Block:
         return str(self.option(self.architecture.positions))
 
     @property
+    def knows_places(self) -> bool:
+        """Whether `hooks.places` can say how they do."""
+        return self.architecture.angles is not None or self.architecture.score_table is not None
+
+    @property
     def heads(self) -> int:
         owners = (self.core, getattr(self.core, "config", None), getattr(self.root, "config", None))
         for owner in owners:

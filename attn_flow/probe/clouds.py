@@ -15,6 +15,7 @@ from attn_flow.attention import Attention
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.capture import record
 from attn_flow.hooks.layout import Block, blocks
+from attn_flow.hooks.places import Places, read_places
 from attn_flow.hooks.temperature import scale_beta
 from attn_flow.hooks.weights import attentions
 from attn_flow.probe.closures import SINKS, WINDOW
@@ -29,6 +30,7 @@ class Clouds:
 
     attentions: list[Attention]
     windows: list[int | None]  # by layer: tokens farther apart than this do not see each other; None: all do
+    places: list[Places | None]  # by layer: how the places of tokens enter its scores; None: they do not
     z: list[list[Tensor]]  # [layer][text] (n, d): what attention sees; one more layer: what leaves the encoder
     out: list[list[Tensor]]  # [layer][text] (n, d): what it adds
     special: list[Tensor]  # [text] (n,)
@@ -59,7 +61,11 @@ class Clouds:
     def seen_by(self, layer: int, x: Tensor, special: Tensor, attention: Attention | None = None) -> HeadSpace:
         """Any tokens x (n, d) as a layer's heads see them."""
         return as_heads_see(
-            attention or self.attentions[layer], x, special, local(len(x), self.windows[layer], x.device)
+            attention or self.attentions[layer],
+            x,
+            special,
+            local(len(x), self.windows[layer], x.device),
+            self.places[layer],
         )
 
     def first(self, texts: int) -> Clouds:
@@ -96,7 +102,8 @@ def record_clouds(
     points = ("attn_in", "attn_out", f"resid_post.{len(found) - 1}")
     with torch.no_grad(), nullcontext() if beta_factor == 1 else scale_beta(model, beta_factor):
         path = record(model, source, texts, points=points, batch=batch, max_length=max_length, max_unknown=max_unknown)
-    return by_text(path, found, [reach(block) for block in blocks(model)])
+    length, here = path.x.shape[-2], blocks(model)
+    return by_text(path, found, [reach(block) for block in here], [read_places(block, length) for block in here])
 
 
 def reach(block: Block) -> int | None:
@@ -109,7 +116,7 @@ def reach(block: Block) -> int | None:
     return max(both) if isinstance(both, tuple) and max(both) >= 0 else None
 
 
-def by_text(path: Trajectory, found: list[Attention], windows: list[int | None]) -> Clouds:
+def by_text(path: Trajectory, found: list[Attention], windows: list[int | None], placed: list[Places | None]) -> Clouds:
     """The recorded path text by text, without padding and without texts too short to have a bulk."""
     assert path.mask is not None  # recorded paths have one
     L, x, mask = len(found), path.x, path.mask
@@ -128,6 +135,7 @@ def by_text(path: Trajectory, found: list[Attention], windows: list[int | None])
     return Clouds(
         found,
         windows,
+        placed,
         z,
         [[x[L + level, t][mask[t]] for t in kept] for level in range(L)],
         [torch.tensor(special[t], dtype=torch.bool, device=x.device) for t in kept],

@@ -1,7 +1,8 @@
 """One text as the heads of a layer see it.
 
 A head sees tokens only through (K y, V y), so every law of tokens lives on that joint space R^{k+v}, tilted along
-(Q x + b, 0); the prediction is the second half of its tilted mean.
+(Q x + b, 0); the prediction is the second half of its tilted mean. Where positions enter the scores, keys and queries
+hold the tokens' places (`hooks.places`), and laws are laws of contents and places.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
+from attn_flow.hooks.places import Places
 from attn_flow.measures import Measure
 
 
@@ -25,6 +27,7 @@ class HeadSpace:
     x: Tensor
     special: Tensor  # (n,) True for [CLS], [SEP], ...
     sees: Tensor | None = None  # (n, n) True where token i may attend to token j; None: everywhere
+    places: Places | None = None  # what the places of tokens do to queries and keys; None: nothing
 
     @property
     def n(self) -> int:
@@ -33,17 +36,20 @@ class HeadSpace:
     @property
     def k(self) -> int:
         """Width of keys, the first part of y."""
-        return self.attention.Q.shape[-2]
+        return self.attention.Q.shape[-2] + (0 if self.places is None else self.places.width)
 
     @cached_property
     def y(self) -> Tensor:
-        return torch.cat([_each_head(self.x, self.attention.K), _each_head(self.x, self.attention.V)], dim=-1)
+        keys = _each_head(self.x, self.attention.K)
+        keys = keys if self.places is None else self.places.keys(keys)
+        return torch.cat([keys, _each_head(self.x, self.attention.V)], dim=-1)
 
     @cached_property
     def g(self) -> Tensor:
         q = _each_head(self.x, self.attention.Q)
         if self.attention.query_bias is not None:
             q = q + self.attention.query_bias[:, None, :]
+        q = q if self.places is None else self.places.queries(q, self.beta)
         return torch.cat([q, torch.zeros_like(self.y[..., self.k :])], dim=-1)
 
     @cached_property
@@ -53,7 +59,7 @@ class HeadSpace:
 
     @cached_property
     def logits(self) -> Tensor:
-        """beta <Q x_i + b, K x_j> (heads, n, n), -inf where token i may not see j."""
+        """beta <Q x_i + b, K x_j> with what places add, (heads, n, n), -inf where token i may not see j."""
         scores = (self.beta[..., None] * self.g[..., : self.k]) @ self.y[..., : self.k].mT
         return scores if self.sees is None else scores.masked_fill(~self.sees, -torch.inf)
 
@@ -73,7 +79,11 @@ class HeadSpace:
 
 
 def as_heads_see(
-    attention: Attention, x: Tensor, special: Tensor | None = None, sees: Tensor | None = None
+    attention: Attention,
+    x: Tensor,
+    special: Tensor | None = None,
+    sees: Tensor | None = None,
+    places: Places | None = None,
 ) -> HeadSpace:
     """One text x (n, d) through an attention; a causal attention sees no later token."""
     if x.ndim != 2 or x.shape[1] != attention.dim:
@@ -86,7 +96,7 @@ def as_heads_see(
     if attention.causal:
         past = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
         sees = past if sees is None else past & sees
-    return HeadSpace(replace(attention, **filled), x, special, sees)
+    return HeadSpace(replace(attention, **filled), x, special, sees, places)
 
 
 def _each_head(x: Tensor, weight: Tensor | None) -> Tensor:

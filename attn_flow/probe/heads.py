@@ -14,6 +14,7 @@ from attn_flow.observe.quantities import attention_statistics
 from attn_flow.prediction.spectral import spectrum
 from attn_flow.probe.agreement import compare
 from attn_flow.probe.clouds import Clouds
+from attn_flow.probe.head_space import HeadSpace
 from attn_flow.probe.limit_law import CASES
 from attn_flow.probe.nulls import main_closure
 
@@ -52,15 +53,12 @@ def head_regimes(clouds: Clouds) -> HeadRegimes:
         rows: dict[str, list[Tensor]] = {}
         for t in range(min(TEXTS, clouds.texts)):
             space = clouds.space(layer, t)
-            seen = attention_statistics(A, space.x)
             computed = space.logits.softmax(-1) @ space.y[..., space.k :]
             predicted = space.per_head(closure.measure(space))
             explained = torch.stack([compare(p, c).explained for p, c in zip(predicted, computed)])
             row = {
-                "entropy": seen.entropy.mean(-1) / math.log(space.n),
-                "largest_weight": seen.largest_weight.mean(-1),
-                "logit_std": seen.logit_std.mean(-1),
-                "effective_beta": seen.effective_beta,
+                **sharpness(space),
+                "effective_beta": attention_statistics(A, space.x).effective_beta,
                 "explained": explained,
             }
             for name, value in row.items():
@@ -71,6 +69,22 @@ def head_regimes(clouds: Clouds) -> HeadRegimes:
     means = {name: torch.stack([torch.stack(v).mean(0) for v in layers]) for name, layers in found.items()}
     leading, gap, case = (torch.tensor([[s[i] for s in row] for row in spectra], dtype=torch.float64) for i in range(3))
     return HeadRegimes(**means, leading=leading, gap=gap, case=case)
+
+
+def sharpness(space: HeadSpace) -> dict[str, Tensor]:
+    """How sharply heads attend, means over queries (heads,): entropy over log n, largest weight, spread of logits.
+
+    From all that enters the scores, places too, over the keys that a query sees.
+    """
+    logits = space.logits.double()
+    P, seen = logits.softmax(-1), logits.isfinite()
+    count, shown = seen.sum(-1, keepdim=True), torch.where(seen, logits, 0.0)
+    centred = torch.where(seen, shown - shown.sum(-1, keepdim=True) / count, 0.0)
+    return {
+        "entropy": torch.special.entr(P).sum(-1).mean(-1) / math.log(space.n),
+        "largest_weight": P.amax(-1).mean(-1),
+        "logit_std": (centred.square().sum(-1, keepdim=True) / count).sqrt().mean((-2, -1)),
+    }
 
 
 def _head_spectrum(A: Attention, h: int) -> tuple[float, float, int]:

@@ -91,6 +91,8 @@ def _page(result: Probe, images: dict[str, bytes], title: str) -> str:
     omits = ", ".join(encoder["omits"]) or "nothing"
     if result.omitted is not None:
         omits += f" (positions hold {span(result.omitted)} of the variance of the logits)"
+    if result.inside_words:
+        omits += f" (closures hold the {result.inside_words})"
     sections = [
         f'<p class="about">{html.escape(encoder["architecture"])}, {encoder["layers"]} layers of {encoder["heads"]} '
         f"heads, d = {encoder['dim']}; {about['texts']} texts, {about['tokens']} tokens, "

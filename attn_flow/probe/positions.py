@@ -1,4 +1,4 @@
-"""How much of the logits token contents do not explain: rotary and relative positions, which closures leave out."""
+"""How much of a layer's logits closures do not hold: nothing, where contents and known places are all there is."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attn_flow.hooks.attach import evaluating
 from attn_flow.hooks.layout import encoder_inside
+from attn_flow.hooks.places import read_places
 from attn_flow.hooks.tape import recording
 from attn_flow.hooks.weights import attentions
 from attn_flow.probe.clouds import local, reach
@@ -19,11 +20,11 @@ from attn_flow.probe.head_space import as_heads_see
 
 
 def omitted_shares(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[float]:
-    """The share of the variance of a layer's logits that the contents of tokens do not explain, layer by layer.
+    """The share of the variance of a layer's logits that contents and known places do not explain, layer by layer.
 
     model: a known encoder of HuggingFace. inputs: as the model takes them; the first text counts. A layer's own weights
-    give its logits l up to a constant of each query; with c those of the contents, both centred over the keys that a
-    query sees, the share is sum (l - c)^2 / sum l^2 over heads, queries and keys. 0: contents say it all; above 1:
+    give its logits l up to a constant of each query; with c those that were read, both centred over the keys that a
+    query sees, the share is sum (l - c)^2 / sum l^2 over heads, queries and keys. 0: they say it all; above 1:
     worse than nothing. NaN where the model does not show its weights.
 
     >>> from attn_flow.hooks.demo import tiny_bert
@@ -45,7 +46,7 @@ def omitted_shares(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[float
         return [float("nan")] * len(found)
     shares = []
     for block, A, x, P in zip(tape.blocks, found, z, weights):
-        space = as_heads_see(A, x, sees=local(len(x), reach(block), x.device))
+        space = as_heads_see(A, x, sees=local(len(x), reach(block), x.device), places=read_places(block, len(x)))
         seen = (P[0][:, mask][..., mask] > 0) & space.logits.isfinite()
         logits, content = (_centred(v.double(), seen) for v in (P[0][:, mask][..., mask].log(), space.logits))
         shares.append(float((logits - content).square().sum() / logits.square().sum()))

@@ -85,7 +85,7 @@ class Probe:
 
     @property
     def omitted(self) -> Tensor | None:
-        """Share of the logits' variance that contents do not explain, by layer; None where positions stay out."""
+        """Share of the logits' variance that closures leave out, by layer; None where that is nothing."""
         checked = self.about["self_check"]
         if not any(check["omits"] for check in checked):
             return None
@@ -95,6 +95,11 @@ class Probe:
     def omitted_words(self) -> str:
         """What positions or changes of the layers closures leave out."""
         return ", ".join(dict.fromkeys(check["omits"] for check in self.about["self_check"] if check["omits"]))
+
+    @property
+    def inside_words(self) -> str:
+        """Positions that closures hold, as the places of tokens; empty where scores are of contents alone."""
+        return ", ".join(dict.fromkeys(check["places"] for check in self.about["self_check"] if check["places"]))
 
     def rows(self) -> list[dict[str, Any]]:
         """The table: one row per group, quantity and layer (or level), with mean and 95% interval over texts."""
@@ -289,6 +294,8 @@ class Probe:
                 "logits"
             )
             numbers["omitted_logit_variance"] = self.omitted
+        if self.inside_words:
+            text += f". Laws are of contents and places here: inside the closures are {self.inside_words}"
         numbers["nulls"] = {n: o.mean for n, o in nulls.items()}
         return Finding(verdict, _sentence(text + "."), plain(numbers))
 

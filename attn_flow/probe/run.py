@@ -25,7 +25,7 @@ from torch import nn
 from attn_flow.base.files import read_tensors, versions, write_tensors
 from attn_flow.base.progress import progress_bar
 from attn_flow.hooks.inputs import pieces, row_texts
-from attn_flow.hooks.layout import encoder_inside
+from attn_flow.hooks.layout import blocks, encoder_inside
 from attn_flow.hooks.trust import fingerprint, self_check
 from attn_flow.hooks.weights import encoder_facts
 from attn_flow.measures import UniformSphere
@@ -63,6 +63,7 @@ from attn_flow.probe.transports import solver, transport_check
 
 LAYER_TEXTS = 16  # texts on which closures and nulls are compared layer by layer
 DEPTH_TEXTS = 16  # texts carried through depth
+INSIDE = 0.01  # of the variance of a layer's logits: places that leave more unexplained were misread
 RUNS_MODEL = ("propagation", "law_alone", "nulls/untrained")  # stages that run an encoder: one after the other
 EXTRA = {
     CROSS_FITTED: "atoms of the heads, found without the query",
@@ -323,10 +324,27 @@ def _checked(model: nn.Module, source: Any, texts: list[str] | None, max_length:
     found = self_check(model, inputs)
     # Where contents are all there is, nothing is left out; the share is measured where something is.
     shares = omitted_shares(model, inputs) if any(c.omits for c in found) else [0.0] * len(found)
-    return [
-        {"layer": c.layer, "error": c.error, "exact": c.exact, "omits": c.omits, "omitted_logit_variance": share}
-        for c, share in zip(found, shares)
-    ]
+    checked = []
+    for c, share, block in zip(found, shares, blocks(model)):
+        known = bool(c.omits) and c.omits == block.positions and block.knows_places
+        if known and share > INSIDE:
+            raise ValueError(
+                f"layer {c.layer} of {type(model).__name__}: its weights and places as read leave {share:.2g} of the "
+                f"variance of its logits unexplained. The architecture {block.architecture.name!r} does not fit this "
+                "model; register one of its own."
+            )
+        inside = known and share <= INSIDE  # NaN where a model does not show its weights
+        checked.append(
+            {
+                "layer": c.layer,
+                "error": c.error,
+                "exact": c.exact,
+                "omits": "" if inside else c.omits,
+                "places": c.omits if inside else "",
+                "omitted_logit_variance": share,
+            }
+        )
+    return checked
 
 
 def _full_sphere(space: HeadSpace, layer: int, text: int) -> torch.Tensor:

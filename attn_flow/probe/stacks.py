@@ -54,6 +54,7 @@ def record_stack(stack: DeepStack, inputs: Any, beta_factor: float = 1.0) -> Clo
     return Clouds(
         found,
         [None] * stack.depth,
+        [None] * stack.depth,
         z,
         out,
         [torch.zeros(n, dtype=torch.bool, device=ids.device) for _ in range(len(ids))],
@@ -131,7 +132,9 @@ def check_stack(stack: DeepStack, inputs: Any) -> list[dict[str, Any]]:
                 f"layer {layer} of DeepStack: its tokens differ from those of the weights read by {error:.1e}; a layer "
                 "of another kind inside? Use attn_flow.train.what_was_learned."
             )
-        found.append({"layer": layer, "error": error, "exact": True, "omits": "", "omitted_logit_variance": 0.0})
+        found.append(
+            {"layer": layer, "error": error, "exact": True, "omits": "", "places": "", "omitted_logit_variance": 0.0}
+        )
     return found
 
 

@@ -4,20 +4,20 @@ import math
 
 import pytest
 import torch
-from encoder_zoo import POSITIONAL, inputs, tiny
+from encoder_zoo import POSITIONAL, UNPLACED, inputs, tiny
 
 from attn_flow.probe.positions import omitted_shares
 
 
-@pytest.mark.parametrize("name", ["BERT", "ViT", "GPT-2"])
-def test_nothing_is_left_out_where_positions_stay_out_of_the_scores(name):
+@pytest.mark.parametrize("name", ["BERT", "ViT", "GPT-2", *sorted(POSITIONAL - UNPLACED)])
+def test_nothing_is_left_out_where_contents_and_places_are_all_there_is(name):
     model = tiny(name, torch.float64)
     shares = omitted_shares(model, inputs(name, torch.float64))
-    assert max(shares) < (16 * torch.finfo(torch.float32).eps) ** 2  # some take the softmax in float32
+    assert max(shares) < (16 * torch.finfo(torch.float32).eps) ** 2  # some take the softmax or angles in float32
 
 
-@pytest.mark.parametrize("name", sorted(POSITIONAL))
-def test_every_architecture_with_positions_says_how_much_it_hides(name):
+@pytest.mark.parametrize("name", sorted(UNPLACED))
+def test_where_places_are_not_known_it_is_said_how_much_they_hide(name):
     model = tiny(name)
     before = model.config._attn_implementation
     shares = omitted_shares(model, inputs(name))
@@ -25,7 +25,8 @@ def test_every_architecture_with_positions_says_how_much_it_hides(name):
     assert all(math.isfinite(share) and share > 1e-4 for share in shares)
 
 
-def test_the_share_is_that_of_the_bias_in_the_logits():
+def test_the_share_is_that_of_the_bias_in_the_logits(monkeypatch):
+    monkeypatch.setattr("attn_flow.probe.positions.read_places", lambda block, n: None)
     model, x = tiny("T5 encoder", torch.float64), inputs("T5 encoder", torch.float64)
     first = model.encoder.block[0].layer[0]
     attention = first.SelfAttention

@@ -321,12 +321,8 @@ def test_where_tokens_are_hidden_only_closures_that_see_what_a_token_sees(name, 
     ids = torch.randint(3, 60, (3, 40), generator=torch.Generator().manual_seed(0))
     found = probe(tiny(name), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_length=None)
     assert found.main == "window_closure"
-    if name == "ModernBERT":  # rotary positions are in its scores, and in no closure
-        assert [row["quantity"] for row in found.rows() if row["group"] == "left out"]
-        assert "rotary positions" in found.findings()[1].text
-        assert len(found.findings()[1].numbers["omitted_logit_variance"]) == len(found.limits.cases)
-    else:
-        assert found.omitted is None
+    assert found.omitted is None
+    assert ("inside the closures are rotary positions" in found.findings()[1].text) == (name == "ModernBERT")
     assert not any("quantised" in closure for closure in found.closures)
     assert {"mean_output", "uniform", "rotated", "removed"} <= found.propagation.keys()
     assert write_report(found, tmp_path).exists()
@@ -356,3 +352,28 @@ def test_the_untrained_twin_has_the_same_shape_and_other_weights(encoder):
 
 def test_every_null_has_words():
     assert {"mean_output", "uniform", "rotated", "removed"} <= NULLS.keys()
+
+
+def test_what_closures_leave_out_is_named_with_its_share():
+    from encoder_zoo import tiny
+
+    ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(0))
+    found = probe(tiny("DeBERTa"), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_length=None)
+    assert [row["quantity"] for row in found.rows() if row["group"] == "left out"]
+    assert "disentangled relative positions" in found.findings()[1].text
+    assert len(found.findings()[1].numbers["omitted_logit_variance"]) == len(found.limits.cases)
+
+
+def test_places_misread_are_refused(monkeypatch):
+    """A table of biases that is not the model's own must not pass for it."""
+    from dataclasses import replace
+
+    from encoder_zoo import inputs, tiny
+
+    from attn_flow.hooks import architectures
+
+    wrong = lambda root, n: -root.encoder.compute_position_bias(torch.zeros(1, n, 1))[0]
+    table = [replace(a, score_table=wrong) if a.name == "MPNet" else a for a in architectures.ARCHITECTURES]
+    monkeypatch.setattr("attn_flow.hooks.layout.ARCHITECTURES", table)
+    with pytest.raises(ValueError, match="its weights and places as read leave"):
+        inquire(tiny("MPNet"), inputs("MPNet"))

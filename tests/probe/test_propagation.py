@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from encoder_zoo import POSITIONAL, every_architecture, fingerprint, inputs, tiny, without_positions
+from encoder_zoo import UNPLACED, every_architecture, fingerprint, inputs, tiny, without_positions
 from torch import Tensor
 
 from attn_flow.probe import propagate
@@ -24,7 +24,7 @@ def any_length(monkeypatch):
 @every_architecture
 def test_exact_attention_in_its_place_is_the_encoder(name, any_length):
     model, x = tiny(name, torch.float64), inputs(name, torch.float64)
-    if name in POSITIONAL:
+    if name in UNPLACED:
         x = without_positions(name, model, x)
     before = fingerprint(model)
     found = propagate(model, x, closure=exact)
