@@ -8,6 +8,7 @@
 # make check-docs      the same, built aside, and every link followed (what .ci/run adds)
 # make test-docs       its notebooks, its blocks of code as written, its links, its pages in a browser
 # make tutorials       run the notebooks again and keep what they print
+# make report-figures  the figures of docs/report.md anew, from what `make demo` kept
 # make encoders        fetch the real encoders of docs/ENCODERS.md into the user's cache (about 1 GB)
 # make test-encoders   the tests on those real encoders; what was not fetched is skipped by name
 SHELL := /bin/bash
@@ -21,7 +22,7 @@ export MPLBACKEND := Agg
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat mutants bench reproduce clean
-.PHONY: encoders test-encoders docs check-docs test-docs tutorials
+.PHONY: encoders test-encoders docs check-docs test-docs tutorials report-figures
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two, once)"
@@ -84,6 +85,9 @@ test-docs: $(DOCUMENTED)
 
 tutorials: $(DOCUMENTED)
 	$(BIN)/python docs/executing.py
+
+report-figures: demo
+	$(BIN)/python docs/drawing.py runs/demo
 
 encoders: $(READY)
 	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -e ".[encoders]"

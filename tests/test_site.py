@@ -83,6 +83,14 @@ def test_every_experiment_has_its_figure_in_the_gallery() -> None:
     assert {path.stem for path in (ROOT / "docs/figures").glob("*.png") if "report-" not in path.name} == set(NAMES)
 
 
+def test_every_figure_of_the_report_is_explained() -> None:
+    from attn_flow.probe.page import FIGURES
+
+    shown = re.findall(r"\(figures/report-(\w+)\.png\)", (ROOT / "docs/report.md").read_text())
+    assert shown == list(FIGURES)
+    assert {path.stem for path in (ROOT / "docs/figures").glob("report-*.png")} == {f"report-{name}" for name in shown}
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/tutorials").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_tutorials_hold_small_outputs_without_errors(path: Path) -> None:
     cells = json.loads(path.read_text())["cells"]

@@ -1,0 +1,31 @@
+"""`make report-figures`: the figures of docs/report.md, drawn anew from the probe that `make demo` kept."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+from matplotlib import pyplot
+from PIL import Image
+
+from attn_flow.probe import Probe
+from attn_flow.probe.page import FIGURES
+
+OUT = Path(__file__).parent / "figures"
+
+
+def write_figures(folder: str) -> None:
+    """Every figure of the report in `folder`, smaller and with 128 colours; prints what the page quotes."""
+    result = Probe.load(folder)
+    for name, (draw, *_) in FIGURES.items():
+        figure, drawn = draw(result), io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=110)
+        pyplot.close(figure)
+        Image.open(drawn).convert("RGB").quantize(128).save(OUT / f"report-{name}.png", optimize=True)
+    for finding in result.findings():
+        print(finding.verdict or "note", "|", finding.text)
+
+
+if __name__ == "__main__":
+    write_figures(sys.argv[1])
