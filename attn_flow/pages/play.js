@@ -96,11 +96,11 @@ function advance() {
   note();
 }
 
-const hues = cloud => Array.from({length: cloud.n}, (_, i) => `hsl(${Math.atan2(cloud.x[1][i], cloud.x[0][i]) * 180 / Math.PI} 65% 50%)`);
+const tokens = cloud => Array.from({length: cloud.n}, (_, i) => token(cloud, i));
 function colours() {
-  if (!against) return hues(initial);
+  if (!against) return hues(tokens(initial));
   if (against.side) return against.side.map(up => colour(up ? "plus" : "minus"));
-  return hues(against.limits || initial);
+  return hues(tokens(against.limits || initial));
 }
 
 function draw() {

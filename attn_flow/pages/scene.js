@@ -2,6 +2,12 @@
 "use strict";
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
+// Tokens' colours by their places around the third axis; brighter on a dark page.
+function hues(tokens) {
+  const light = colour("light");
+  return tokens.map(([x, y]) => `hsl(${Math.atan2(y, x) * 180 / Math.PI} 65% ${light})`);
+}
+
 // A canvas with as many pixels as the screen has: draw(context, width, height) in CSS pixels.
 function paint(canvas, draw) {
   const {clientWidth: w, clientHeight: h} = canvas, ratio = window.devicePixelRatio || 1;
