@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
 
@@ -39,7 +40,9 @@ NAMES = (
 def load(name: str) -> ModuleType:
     """The experiment's module."""
     if name not in NAMES:
-        raise ValueError(f"no experiment {name!r}; expected one of {', '.join(NAMES)}.")
+        near = get_close_matches(name, NAMES)
+        meant = f"did you mean {' or '.join(near)}? Expected" if near else "expected"
+        raise ValueError(f"no experiment {name!r}: {meant} one of {', '.join(NAMES)}.")
     return import_module(f"attn_flow.experiments.{name}")
 
 

@@ -151,6 +151,7 @@ def encoder(
     dtype: Dtype = "float32",
     pickle: Pickle = False,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """What was found in an encoder: the row matched, heads, norms, what theory omits, and a self-check.
 
@@ -159,7 +160,7 @@ def encoder(
     from attn_flow.hooks.trust import self_check
     from attn_flow.hooks.weights import encoder_facts
 
-    loaded, tokenizer, beta_factor = open_model(model, device, dtype, pickle, quiet=as_json)
+    loaded, tokenizer, beta_factor = open_model(model, device, dtype, pickle, quiet=quiet or as_json)
     as_trained(model, beta_factor)
     facts = encoder_facts(loaded)
     checked = []
@@ -184,6 +185,7 @@ def spectra(
     device: Device = "cpu",
     pickle: Pickle = False,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """The spectra of G, V and M = V G of every head, with the spectral case of M.
 
@@ -193,7 +195,7 @@ def spectra(
     from attn_flow.hooks.weights import attentions
     from attn_flow.probe.heads import head_spectra as run
 
-    loaded, _, beta_factor = open_model(model, device, "float64", pickle, quiet=as_json)
+    loaded, _, beta_factor = open_model(model, device, "float64", pickle, quiet=quiet or as_json)
     as_trained(model, beta_factor)
     found = run(attentions(loaded))
     if out is not None:

@@ -90,11 +90,10 @@ def test_the_loading_bar_is_silent_when_asked(quiet: list[str], tmp_path, capfd)
     for part in tiny_bert():
         part.save_pretrained(tmp_path / "bert")
     (tmp_path / "texts.txt").write_text("a b c d\nc d e\n")
-    words = ["record", str(tmp_path / "bert"), "--texts", str(tmp_path / "texts.txt"), "--out", str(tmp_path / "out")]
-    capfd.readouterr()
-    assert CliRunner().invoke(app, [*words, *quiet]).exit_code == 0
-    if not quiet:
-        assert logging.is_progress_bar_enabled()
-    else:
-        assert "it/s" not in capfd.readouterr().err
-        assert logging.is_progress_bar_enabled()  # only during the loading
+    record = ["--texts", str(tmp_path / "texts.txt"), "--out", str(tmp_path / "out")]
+    for command, options in (("record", record), ("encoder", []), ("spectra", [])):
+        capfd.readouterr()
+        assert CliRunner().invoke(app, [command, str(tmp_path / "bert"), *options, *quiet]).exit_code == 0
+        if quiet:
+            assert "it/s" not in capfd.readouterr().err
+        assert logging.is_progress_bar_enabled()  # silent only during the loading
