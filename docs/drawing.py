@@ -16,15 +16,13 @@ OUT = Path(__file__).parent / "figures"
 
 
 def write_figures(folder: str) -> None:
-    """Every figure of the report in `folder`, smaller and with 128 colours; prints what the page quotes."""
+    """Every figure of the report in `folder`, smaller and with 128 colours."""
     result = Probe.load(folder)
     for name, (draw, *_) in FIGURES.items():
         figure, drawn = draw(result), io.BytesIO()
         figure.savefig(drawn, format="png", dpi=110)
         pyplot.close(figure)
         Image.open(drawn).convert("RGB").quantize(128).save(OUT / f"report-{name}.png", optimize=True)
-    for finding in result.findings():
-        print(finding.verdict or "note", "|", finding.text)
 
 
 if __name__ == "__main__":
