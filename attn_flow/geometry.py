@@ -136,6 +136,7 @@ class Sphere:
         device: torch.device | str | None = None,
     ) -> Tensor:
         """n random tokens, (n, d); a tuple n = (batch, n) gives (batch, n, d)."""
+        checks.made_with(dtype, device, generator)
         return self.retract(torch.randn(_shape(n, d), generator=generator, dtype=dtype, device=device))
 
 
@@ -172,6 +173,7 @@ class Euclidean:
         device: torch.device | str | None = None,
     ) -> Tensor:
         """n random tokens, (n, d); a tuple n = (batch, n) gives (batch, n, d)."""
+        checks.made_with(dtype, device, generator)
         return 2 * torch.rand(_shape(n, d), generator=generator, dtype=dtype, device=device) - 1
 
 

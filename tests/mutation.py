@@ -48,8 +48,9 @@ ROOMS = {
 }
 ACROSS = ("dynamics/distributed.py",)  # called by processes that the tests start, which nobody notes
 EVERYWHERE = ("test_extremes.py", "test_bad_input.py")
-# Seconds that a mutant's tests may take beyond SLOWER times their own: an endless loop is noticed, too.
-TIMEOUT, SLOWER = 60, 4
+# Seconds of processor time that a mutant's tests may take beyond SLOWER times their own: an endless loop is noticed,
+# and a busy machine is not taken for one. What waits for ever is ended after WAITING times as many on the clock.
+TIMEOUT, SLOWER, WAITING = 60, 4, 10
 
 
 @dataclass(frozen=True)
@@ -336,7 +337,8 @@ def forked(folder: Path, tests: list[str], plugin: Any, answer: Any, timeout: in
     child = os.fork()
     if child == 0:
         os.setsid()
-        signal.alarm(timeout)
+        signal.setitimer(signal.ITIMER_PROF, timeout)
+        signal.alarm(WAITING * timeout)
         out = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1)
         os.dup2(out, 2)

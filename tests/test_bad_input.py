@@ -36,8 +36,10 @@ from attn_flow import (
     push_forward,
     zero_temperature_flow,
 )
+from attn_flow.dynamics import kicks, placement
 from attn_flow.hooks import flows, load, load_encoder, replace_attention
 from attn_flow.hooks.demo import tiny_bert
+from attn_flow.measures.quadrature import circle, fibonacci
 from attn_flow.observe.quantities import close_pairs, clusters, energy, pairwise_cosines
 from attn_flow.observe.tracking import track
 from attn_flow.prediction import fit_bound, phases_over_seeds, propagation_of_chaos, settle
@@ -293,6 +295,58 @@ FLOWS: dict[str, tuple[Callable[[], object], str]] = {
         r"step = 4, expected a name, a step function \(euler, rk4, your own\) or Adaptive\(\)",
     ),
 }
+# Arguments of another kind altogether: mypy would say so, and not everyone asks it.
+KINDS: dict[str, tuple[Callable[[], object], str]] = {
+    "a word for a placement": (
+        lambda: flow(A, X, 1.0, placement="pre"),  # type: ignore[arg-type]
+        r"placement is a str, expected one of attn_flow.dynamics.placement",
+    ),
+    "no placement": (lambda: flow(A, X, 1.0, placement=None), r"placement is a NoneType, expected one of"),  # type: ignore[arg-type]
+    "a number for noise": (
+        lambda: flow(A, X, 1.0, noise=0.1),  # type: ignore[arg-type]
+        r"noise is a float, expected a function \(x, generator\) -> kicks, such as kicks.independent\(sigma\)",
+    ),
+    "a number for a stop": (
+        lambda: flow(A, X, 1.0, stop=1e-3),  # type: ignore[arg-type]
+        r"stop is a float, expected a function \(t, cloud\) -> bool, such as consensus\(tol\)",
+    ),
+    "a seed for a generator": (lambda: flow(A, X, 1.0, generator=0), r"generator is a int, expected a torch.Generator"),  # type: ignore[arg-type]
+    "a seed for tokens": (lambda: Sphere().uniform(3, 3, generator=0), r"generator is a int, expected a torch"),  # type: ignore[arg-type]
+    "a number for a world": (lambda: flow(A, X, 1.0, world=2), r"world is a int, expected processes\(\)"),  # type: ignore[arg-type]
+    "a geometry's class": (
+        lambda: flow(A, X, 1.0, geometry=Sphere),  # type: ignore[arg-type]
+        r"geometry is a type, expected Sphere\(\), Euclidean\(\) or an Ellipsoid",
+    ),
+    "a table for times": (lambda: flow(A, X, {0: 1}), r"t is a dict, expected a time or times"),  # type: ignore[arg-type]
+    "a word for a push's time": (
+        lambda: push_forward(A, X, "1"),  # type: ignore[arg-type]
+        r"t is a str, expected a finite time of at least 0",
+    ),
+    "a word for a limit's time": (
+        lambda: limit(A).push_forward(X, "1"),  # type: ignore[arg-type]
+        r"t is a str, expected a finite time of at least 0; push_forward\(x\) without one is the limit itself",
+    ),
+    "a word for a dtype": (
+        lambda: Sphere().uniform(3, 3, dtype="float64"),
+        r"dtype = float64, expected a real floating",
+    ),  # type: ignore[arg-type]
+    "complex tokens": (lambda: Sphere().uniform(3, 3, dtype=torch.complex128), r"dtype = torch.complex128, expected a"),
+    "whole tokens": (lambda: Euclidean().uniform(3, 3, dtype=torch.int64), r"dtype = torch.int64, expected a real"),
+    "whole weights": (lambda: Attention.random(3, dtype=torch.int64), r"dtype = torch.int64, expected a real floating"),
+    "a number for a dtype": (lambda: Attention.identity(3, dtype=64), r"dtype = 64, expected a real floating dtype"),  # type: ignore[arg-type]
+    "whole nodes": (lambda: circle(8, dtype=torch.int64), r"dtype = torch.int64, expected a real floating dtype"),
+    "complex nodes": (lambda: fibonacci(8, dtype=torch.complex64), r"dtype = torch.complex64, expected a real"),
+    "an unknown device": (
+        lambda: Attention.random(3, device="nowhere"),
+        r"device = nowhere, which torch does not have here; use 'cpu'",
+    ),
+    "a number for a device": (lambda: Sphere().uniform(3, 3, device=3.5), r"device = 3.5, which torch does not have"),  # type: ignore[arg-type]
+    "a kick of a word": (lambda: kicks.independent("a"), r"sigma is a str, expected a finite number of at least 0"),  # type: ignore[arg-type]
+    "a negative kick": (lambda: kicks.common(-1.0), r"sigma = -1.0, expected a finite number of at least 0"),
+    "a kick of NaN": (lambda: kicks.linear(math.nan), r"sigma = nan, expected a finite number of at least 0"),
+    "a field without a kernel": (lambda: kicks.field(1.0), r"kernel is a float, expected a function of <x,y>"),  # type: ignore[arg-type]
+    "a step of length NaN": (lambda: placement.ngpt(math.nan), r"alpha = nan, expected a positive number"),
+}
 GEOMETRY: dict[str, tuple[Callable[[], object], str]] = {
     "radius": (lambda: Sphere(0.0), r"radius = 0.0, expected a positive number"),
     "no tokens": (
@@ -541,6 +595,7 @@ CASES = {
         ("cloud", CLOUDS),
         ("attention", ATTENTION),
         ("flow", FLOWS),
+        ("kind", KINDS),
         ("geometry", GEOMETRY),
         ("measure", MEASURES),
         ("density", DENSITIES),
@@ -618,8 +673,6 @@ def test_overflowing_scores_are_found_at_the_first_step() -> None:
 
 def test_a_token_without_direction_under_a_placement() -> None:
     """Two opposite tokens at beta = 0: the drift is exactly zero, and a unit vector along it does not exist."""
-    from attn_flow.dynamics import placement
-
     x = torch.tensor([[1.0, 0, 0], [-1.0, 0, 0]], dtype=F64)
     with pytest.raises(FloatingPointError, match=r"left the range of torch.float64 at t = 0.01"):
         flow(Attention.identity(3, 0.0, dtype=F64), x, 1.0, placement=placement.ngpt())

@@ -157,6 +157,7 @@ class Attention(Field):
             Attention(heads=1, dim=8, k=8, v=8, beta=2, unnormalised, float32)
         """
         checks.whole("d", d)
+        checks.made_with(dtype, device)
         eye = torch.eye(d, dtype=dtype, device=device)
         return cls(eye, None, None, None, beta, query_bias, value_bias, kind, causal, self_attention, truncation)
 
@@ -193,6 +194,7 @@ class Attention(Field):
         checks.one_of("law", law, ("gaussian", "symmetric", "orthogonal", "goe"))
         for name, number in (("d", d), ("heads", heads), ("head_dim", 1 if head_dim is None else head_dim)):
             checks.whole(name, number)
+        checks.made_with(dtype, device, generator)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=dtype, device=device) / math.sqrt(d)

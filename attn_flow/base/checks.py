@@ -249,6 +249,38 @@ def positive(name: str, value: float) -> None:
         raise ValueError(f"{name} = {value}, expected a positive number.")
 
 
+def nonnegative(name: str, value: float, what: str = "number", remedy: str = "") -> None:
+    """A finite number >= 0; `what` says of what kind, `remedy` what else to do."""
+    expected = f"expected a finite {what} of at least 0{remedy}."
+    try:
+        fine = bool(0 <= value < math.inf)
+    except (TypeError, RuntimeError):  # of a word, nothing, a complex number, or several
+        raise ValueError(f"{name} is a {type(value).__name__}, {expected}") from None
+    if not fine:
+        raise ValueError(f"{name} = {value}, {expected}")
+
+
+def function(name: str, value: object, arguments: str) -> None:
+    """Something to call; `arguments` says in words with what, and what it returns."""
+    if not callable(value):
+        raise ValueError(f"{name} is a {type(value).__name__}, expected a function {arguments}.")
+
+
+def made_with(
+    dtype: torch.dtype | None, device: torch.device | str | None, generator: torch.Generator | None = None
+) -> None:
+    """What new tokens or weights are made with: a real floating dtype and a device that is there; None: torch's own."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype = {dtype}, expected a real floating dtype such as torch.float64.")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator is a {type(generator).__name__}, expected a torch.Generator.")
+    if device is not None and not torch.compiler.is_compiling():
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, TypeError, AssertionError):
+            raise ValueError(f"device = {device}, which torch does not have here; use 'cpu'.") from None
+
+
 def whole(name: str, value: int, least: int = 1) -> None:
     """A whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attn_flow.base import checks
+
 Kick = Callable[[Tensor, torch.Generator | None], Tensor]
 
 
@@ -16,16 +18,19 @@ def _normal(shape: tuple[int, ...], x: Tensor, generator: torch.Generator | None
 
 def independent(sigma: float) -> Kick:
     """Every token its own kick: E xi_i xi_j^T = sigma^2 delta_ij I."""
+    checks.nonnegative("sigma", sigma)
     return lambda x, generator: sigma * _normal(tuple(x.shape), x, generator)
 
 
 def common(sigma: float) -> Kick:
     """One kick for all tokens of a cloud: E xi_i xi_j^T = sigma^2 I."""
+    checks.nonnegative("sigma", sigma)
     return lambda x, generator: sigma * _normal((*x.shape[:-2], 1, x.shape[-1]), x, generator).expand_as(x)
 
 
 def linear(sigma: float) -> Kick:
     """Random shared weights, xi(x) = sigma W x with W Gaussian: E xi(x) xi(y)^T = sigma^2 <x,y> I."""
+    checks.nonnegative("sigma", sigma)
 
     def kick(x: Tensor, generator: torch.Generator | None) -> Tensor:
         d = x.shape[-1]
@@ -39,6 +44,8 @@ def field(kernel: Callable[[Tensor], Tensor], sigma: float = 1.0) -> Kick:
 
     Drawn exactly at the tokens through the symmetric square root of the n x n matrix kernel(<x_i,x_j>).
     """
+    checks.function("kernel", kernel, "of <x,y>, such as torch.exp")
+    checks.nonnegative("sigma", sigma)
 
     def kick(x: Tensor, generator: torch.Generator | None) -> Tensor:
         eigenvalues, vectors = torch.linalg.eigh(kernel(x @ x.mT))

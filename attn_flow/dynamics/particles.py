@@ -121,6 +121,15 @@ def flow(
     if not validate and (isinstance(step, Adaptive) or stop is not None):
         asks = "step='adaptive'" if isinstance(step, Adaptive) else "stop="
         raise ValueError(f"validate=False with {asks}, which reads values after every step; use validate=True.")
+    if not isinstance(placement, Placement):
+        raise ValueError(f"placement is a {type(placement).__name__}, expected one of attn_flow.dynamics.placement.")
+    if not isinstance(world, Processes):
+        raise ValueError(f"world is a {type(world).__name__}, expected processes().")
+    if noise is not None:
+        checks.function("noise", noise, "(x, generator) -> kicks, such as kicks.independent(sigma)")
+    if stop is not None:
+        checks.function("stop", stop, "(t, cloud) -> bool, such as consensus(tol)")
+    checks.made_with(None, None, generator)
     geometry = (Euclidean() if placement.flat else Sphere()) if geometry is None else geometry
     field = as_field(attention)
     first = field.frozen(times[0])
@@ -188,8 +197,7 @@ def push_forward(
         >>> push_forward(Attention.identity(2), torch.tensor([[3.0, 4.0]]), 1.0)  # one token rests, on the sphere
         tensor([[0.6000, 0.8000]])
     """
-    if not 0 <= t < math.inf:
-        raise ValueError(f"t = {t}, expected a finite time of at least 0.")
+    checks.nonnegative("t", t, "time")
     return flow(
         attention,
         x0,
@@ -224,6 +232,8 @@ def _times(t: float | Sequence[float] | Tensor) -> list[float]:
         return torch.linspace(0, end, 101, dtype=torch.float64).tolist()
     if torch.compiler.is_compiling():
         return list(t)
+    if isinstance(t, dict | set | bytes):
+        raise ValueError(f"t is a {type(t).__name__}, expected a time or times.")
     times = torch.as_tensor(t, dtype=torch.float64)
     checks.times(times)
     return times.tolist()
@@ -242,7 +252,7 @@ def _start(
     """x0 checked and put on the geometry, padding on some point of it, with room for the field's batch."""
     checks.tokens("x0", x0)
     checks.positive("h", h)
-    if not hasattr(geometry, "retract"):
+    if not hasattr(geometry, "retract") or isinstance(geometry, type):
         raise ValueError(f"geometry is a {type(geometry).__name__}, expected Sphere(), Euclidean() or an Ellipsoid.")
     if context is not None and not field.attends:
         raise ValueError(f"{field!r} attends to nobody; expected an Attention in it, or context=None.")

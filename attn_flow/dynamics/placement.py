@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attn_flow.attention.fields import Function
+from attn_flow.base import checks
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ def _unit(x: Tensor) -> Tensor:
 
 def ngpt(alpha: float = 1.0) -> Placement:
     """Steps of length alpha in the direction of the drift."""
+    checks.positive("alpha", alpha)
     return Placement(f"ngpt(alpha={alpha:g})", lambda A, t, x: alpha * _unit(A(t, x)))
 
 

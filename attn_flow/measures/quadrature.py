@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attn_flow.base import checks
 from attn_flow.measures import Cloud
 
 TAIL = 18.0  # log-tan nodes run over |log tan(phi/2)| <= TAIL: angles down to 3e-8 from the axis
@@ -34,6 +35,7 @@ def circle(
     """
     if n < 2 or (towards is not None and n % 2):
         raise ValueError(f"n = {n}, expected at least 2 nodes, and an even number of them with towards=.")
+    checks.made_with(dtype, device)
     if towards is None:
         theta = 2 * math.pi * (torch.arange(n, dtype=dtype, device=device) + 0.5) / n
         weights = torch.full_like(theta, 1 / n)
@@ -60,6 +62,7 @@ def fibonacci(
     """
     if n < 2:
         raise ValueError(f"n = {n}, expected at least 2 nodes.")
+    checks.made_with(dtype, device)
     i = torch.arange(n, dtype=dtype, device=device) + 0.5
     z = 1 - 2 * i / n
     phi = math.pi * (3 - math.sqrt(5)) * i

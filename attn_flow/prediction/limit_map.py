@@ -168,8 +168,8 @@ class LimitMap:
             (Pi x = 0, x in ker G, not certified) raise; `settle` reports a nonlinear case token by token.
         """
         checks.tokens("x", x)
-        if t is not None and not 0 <= t < math.inf:
-            raise ValueError(f"t = {t}, expected a finite time >= 0; push_forward(x) without one is the limit itself.")
+        if t is not None:
+            checks.nonnegative("t", t, "time", "; push_forward(x) without one is the limit itself")
         if self.case == "nonlinear":
             return self._settled(x)
         x = self._outside_kernel(x)

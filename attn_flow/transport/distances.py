@@ -221,14 +221,14 @@ def solve(
     checks.one_of("cost", cost, ("euclidean", "geodesic"))
     checks.one_of("method", method, METHODS)
     checks.positive("rtol", rtol)
-    if not 0 < scaling < 1:
+    checks.positive("scaling", scaling)
+    if not scaling < 1:
         raise ValueError(f"scaling = {scaling}, expected a number between 0 and 1.")
     if blur is not None:
         checks.positive("blur", blur)
-    if merge_tol is not None and not merge_tol >= 0:
-        raise ValueError(f"merge_tol = {merge_tol}, expected a distance >= 0.")
-    if n_projections < 2:
-        raise ValueError(f"n_projections = {n_projections}, expected at least 2: one has no standard error.")
+    if merge_tol is not None:
+        checks.nonnegative("merge_tol", merge_tol, "distance")
+    checks.whole("n_projections", n_projections, 2)  # one has no standard error
     with checks.together():
         x, a, there_x = _cloud("x", x, weights_x, mask_x)
         y, b, there_y = _cloud("y", y, weights_y, mask_y)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_flow import Attention
 from attn_flow.attention import truncated
+from attn_flow.attention.projections import _norm_bound
 from attn_flow.averages import compiled, dense, fourier, near, sinkhorn
 from attn_flow.averages.patches import SET_ASIDE, SIZE, Patches, _highest_logits, _threshold, select
 
@@ -168,6 +169,35 @@ def test_the_bound_of_the_logits_is_attained() -> None:
     numbers = {name: torch.full((1, 1, 1), z, dtype=F64) for name, z in (("Q", 2.0), ("K", 3.0))}
     attention = Attention(**numbers, query_bias=row(0.5), beta=7.0)
     assert float(attention.prepared().logit_bound(2.0)) == pytest.approx(7 * (2 * 2 + 0.5) * 3 * 2)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (3, 7), (7, 3)])
+def test_the_bound_of_a_norm_is_attained_by_rank_one(shape: tuple[int, int]) -> None:
+    """And is too large by k^(1/16) at most, for k equal singular values; of several heads the largest counts."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = shape
+    u, v = torch.randn(rows, generator=generator, dtype=F64), torch.randn(columns, generator=generator, dtype=F64)
+    one = torch.outer(u, v)
+    assert float(_norm_bound(one[None])) == pytest.approx(float(u.norm() * v.norm()), rel=1e-12)
+    k = min(shape)
+    flat = 3 * torch.eye(rows, columns, dtype=F64)
+    assert float(_norm_bound(flat[None])) == pytest.approx(3 * k ** (1 / 16), rel=1e-12)
+    heads = torch.randn(20, rows, columns, generator=generator, dtype=F64)
+    exact = torch.linalg.matrix_norm(heads, ord=2)
+    each = torch.stack([_norm_bound(head[None]) for head in heads])
+    assert bool((exact <= each * (1 + 1e-12)).all())
+    assert bool((each <= exact * k ** (1 / 16) * (1 + 1e-12)).all())
+    assert float(_norm_bound(heads)) == pytest.approx(float(each.max()), rel=1e-12)
+    assert float(_norm_bound(1e-30 * heads)) == pytest.approx(1e-30 * float(each.max()), rel=1e-12)
+
+
+def test_the_norm_of_an_output_is_what_it_stretches() -> None:
+    O = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(1), dtype=F64)
+    Q = torch.ones(2, 3, 4, dtype=F64)
+    p = Attention(Q, Q, Q, O).prepared()
+    for h in range(2):
+        longest = float(torch.linalg.svdvals(O[h])[0])
+        assert float(p.output_norm(slice(h, h + 1))) == pytest.approx(longest, rel=1e-12)
 
 
 # --- on the circle ---------------------------------------------------------------------------------------------------

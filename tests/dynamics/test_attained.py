@@ -88,3 +88,6 @@ def test_a_process_alone_gathers_what_it_has() -> None:
     x = torch.ones(2, 3)
     assert ALONE.gathered_objects("mine") == ["mine"]
     assert torch.equal(ALONE.gathered(x), x[None])
+    assert ALONE.total(x) is x
+    assert ALONE.maxima(x) is x
+    assert ALONE.largest(3.0) == 3.0

@@ -1,6 +1,7 @@
 """Tokens of one cloud over processes: the path of one process, on all of them, whatever moves it; and their errors."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -67,6 +68,16 @@ def test_paths_and_errors_are_those_of_one_process(tmp_path: Path, count: int) -
     for name in several[0]["errors"]:
         for got, says in (of_rank["errors"][name] for of_rank in several):
             assert says in got, (name, got)
+    ranks = range(count)
+    for rank, each in enumerate(several):
+        assert each["said"] == {
+            "total": [sum(r + 1.0 for r in ranks), -float(sum(ranks))],
+            "maxima": [float(count), 0.0],
+            "largest": (float(count), math.inf),
+            "gathered": [[r + 1.0, float(-r)] for r in ranks],
+            "objects": [{"rank": r} for r in ranks],
+            "first": rank == 0,
+        }
     left = {name: path["about"].get("tokens_left") for name, path in one["paths"].items()}
     assert left["merging"] < count  # then moved by each
     assert count < left["a batch that merges"] < 20

@@ -167,7 +167,21 @@ def found_by(w: Processes) -> dict[str, Any]:
     """Of every case t, x and about; of every error what was said and what should have been."""
     paths = {name: case(w) for name, case in CASES.items()}
     errors = {} if w.count == 1 else {name: (message(case, w), says) for name, (case, says) in ERRORS.items()}
-    return {"paths": {name: {"t": p.t, "x": p.x, "about": p.about} for name, p in paths.items()}, "errors": errors}
+    found = {name: {"t": p.t, "x": p.x, "about": p.about} for name, p in paths.items()}
+    return {"paths": found, "errors": errors, "said": said_between(w)}
+
+
+def said_between(w: Processes) -> dict[str, Any]:
+    """What every process hears of all, each having said its rank plus one."""
+    own = torch.tensor([w.rank + 1.0, -w.rank], dtype=F64)
+    return {
+        "total": w.total(own.clone()).tolist(),
+        "maxima": w.maxima(own).tolist(),
+        "largest": (w.largest(w.rank + 1.0), w.largest(float("nan"))),
+        "gathered": w.gathered(own).tolist(),
+        "objects": w.gathered_objects({"rank": w.rank}),
+        "first": w.first,
+    }
 
 
 LOSSES: dict[str, Callable[[], Any]] = {

@@ -51,9 +51,18 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: limit(Attention.from_matrices(torch.diag(torch.tensor([1.0, 2.0])), -torch.eye(2))).width(0.0),
         r"beta = 0.0, expected 1 < beta < inf",
     ),
-    "push_forward at inf": (lambda: limit(ROTATING).push_forward(X, math.inf), r"t = inf, expected a finite time >= 0"),
-    "push_forward at NaN": (lambda: limit(ROTATING).push_forward(X, math.nan), r"t = nan, expected a finite time >= 0"),
-    "push_forward before 0": (lambda: limit(A).push_forward(X, -1.0), r"t = -1.0, expected a finite time >= 0"),
+    "push_forward at inf": (
+        lambda: limit(ROTATING).push_forward(X, math.inf),
+        r"t = inf, expected a finite time of at least 0",
+    ),
+    "push_forward at NaN": (
+        lambda: limit(ROTATING).push_forward(X, math.nan),
+        r"t = nan, expected a finite time of at least 0",
+    ),
+    "push_forward before 0": (
+        lambda: limit(A).push_forward(X, -1.0),
+        r"t = -1.0, expected a finite time of at least 0",
+    ),
     "push_forward too late": (
         lambda: limit(ROTATING).push_forward(X, 1e12),
         r"t = 1e\+12 takes at least .* panels of the time change",

@@ -22,6 +22,7 @@ from attn_flow.probe.law_alone import _covariance_cosine
 from attn_flow.probe.limit_law import CASES, affine_drift, approach_to_limits
 from attn_flow.probe.positions import omitted_shares
 from attn_flow.probe.result import _standard_error
+from attn_flow.probe.run import inquire
 from attn_flow.probe.transports import transport_check
 
 TEXTS = ["a b c d e f g h i j a c e g i b d f h j a d g j", "j i h g f e d c b a j h f d b i g e c a j g d a"]
@@ -122,3 +123,15 @@ def test_the_seconds_of_both_solvers_are_their_own(monkeypatch):
     assert len(found.level) > 0
     assert found.exact_seconds.unique().tolist() == [1.0]
     assert found.geomloss_seconds.unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("unknown", "refused"), [(2, False), (5, True)])
+def test_a_tenth_of_the_tokens_may_be_unknown(unknown, refused):
+    """Of 30 tokens, two of them special."""
+    model, tokenizer = tiny_bert()
+    text = " ".join([*"abcdefghij" * 2, *"abcdefgh"][: 28 - unknown] + ["what"] * unknown)
+    if refused:
+        with pytest.raises(ValueError, match="tokens are unknown"):
+            inquire(model, tokenizer, [text, text])
+    else:
+        assert inquire(model, tokenizer, [text, text]).about["unknown_token_share"] == pytest.approx(unknown / 30)

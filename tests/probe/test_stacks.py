@@ -10,7 +10,7 @@ from attn_flow.nn import DeepStack
 from attn_flow.probe import probe
 from attn_flow.probe.nulls import untrained_twin
 from attn_flow.probe.propagation import propagate
-from attn_flow.probe.stacks import record_stack, run_stack
+from attn_flow.probe.stacks import check_stack, record_stack, run_stack, stack_facts
 
 
 def stack(**options) -> DeepStack:
@@ -34,6 +34,26 @@ def test_what_is_recorded_is_what_the_stack_computes(options: dict) -> None:
             seen = before / before.norm(dim=-1, keepdim=True) if model.placement.flat else before
             assert float((clouds.z[layer][t] / seen).std()) < 1e-12  # the placement's own radius
             torch.testing.assert_close(clouds.out[layer][t], attention.drift(clouds.z[layer][t]), rtol=0, atol=1e-12)
+
+
+def test_tokens_are_named_by_their_ids_and_vectors_by_their_places() -> None:
+    assert record_stack(stack(), ids()).tokens == [[str(int(i)) for i in row] for row in ids()]
+    vectors = torch.randn(3, 24, 12, generator=torch.Generator().manual_seed(2))
+    assert record_stack(stack(points=True), vectors).tokens == [[str(i) for i in range(24)]] * 3
+
+
+def test_what_is_said_of_a_stack() -> None:
+    facts = stack_facts(stack(beta=2.0))
+    assert (facts["layers"], facts["heads"], facts["head_dim"], facts["dim"]) == (2, 2, 4, 8)
+    assert facts["beta"] == [2.0, 2.0]
+    assert facts["omits"] == ["feed-forward part"]
+    assert stack_facts(stack(ffn=0))["omits"] == []
+
+
+def test_the_check_of_a_stack_sees_every_layer() -> None:
+    checked = check_stack(stack(dtype=torch.float64), ids())
+    assert [check["layer"] for check in checked] == [0, 1]
+    assert all(check["error"] < 1e-10 for check in checked)
 
 
 def test_its_own_drift_carried_through_depth_is_the_stack_itself() -> None:

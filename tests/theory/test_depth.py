@@ -235,6 +235,20 @@ def test_frank_wolfe_gap_and_its_rate():
         assert (f(x) - before >= alpha / (1 + alpha) * gap - 1e-12).all()
 
 
+@pytest.mark.parametrize(("alpha", "steps"), [(1e4, 1), (1.0, 1), (1.0, 2), (0.5, 3)])
+def test_a_token_that_attains_the_rate_of_the_gap(alpha, steps):
+    """Far from 0 and near its leader f is linear: gap_k = rise (1+alpha)^-k, alpha K (1+alpha)^-K of the bound."""
+    far, near = 1e6, np.array([[1e6 - 1.0]])
+    rise = (far**2 - float(near[0, 0]) ** 2) / 2
+    gaps = []
+    for _ in range(steps):
+        gaps.append(float(hardmax.frank_wolfe_gap(near, [[far]])[0]))
+        near = (near + alpha * far) / (1 + alpha)
+    bound = float(hardmax.gap_bound(rise, alpha, steps))
+    assert min(gaps) <= bound
+    assert min(gaps) / bound == pytest.approx(alpha * steps * (1 + alpha) ** -steps, rel=1e-5)
+
+
 # --- gaussian --------------------------------------------------------------------------------------------------------
 
 

@@ -302,9 +302,11 @@ GOOD = normal(4, 3)
     (lambda: solve(GOOD, GOOD, method="magic"), "method = 'magic', expected one of 'auto'"),
     (lambda: solve(GOOD, GOOD, rtol=0), "rtol = 0, expected a positive number"),
     (lambda: solve(GOOD, GOOD, scaling=1.5), "scaling = 1.5, expected a number between 0 and 1"),
+    (lambda: solve(GOOD, GOOD, scaling="slow"), "scaling is a str, expected a positive number"),  # type: ignore[arg-type]
+    (lambda: solve(GOOD, GOOD, merge_tol="near"), "merge_tol is a str, expected a finite distance"),  # type: ignore[arg-type]
     (lambda: solve(GOOD, GOOD, blur=-1.0), "blur = -1.0, expected a positive number"),
-    (lambda: solve(GOOD, GOOD, merge_tol=-1.0), "merge_tol = -1.0, expected a distance >= 0"),
-    (lambda: solve(GOOD, GOOD, method="sliced", n_projections=1), "n_projections = 1, expected at least 2"),
+    (lambda: solve(GOOD, GOOD, merge_tol=-1.0), "merge_tol = -1.0, expected a finite distance of at least 0"),
+    (lambda: solve(GOOD, GOOD, method="sliced", n_projections=1), "n_projections = 1, expected a whole number"),
     (lambda: solve(GOOD, GOOD, cost="geodesic"), "expected one sphere around the origin; use Sphere(radius).retract"),
     (lambda: solve(GOOD, GOOD, method="line"), "method 'line' got d = 3, euclidean cost; expected d = 1"),
     (lambda: solve(GOOD, GOOD, method="circle"), "method 'circle' got d = 3"),
