@@ -3,6 +3,8 @@
     mutation.py                                     the mutants named below, and 3 drawn from every file
     mutation.py --rooms transport --per-file 8      more, of one room; --named none, --seed 1 for others
     mutation.py --only near.py                      of files and named mutants with this in their names
+    mutation.py --rooms probe --tests probe/test_stages.py      looked at by these tests alone, which is quicker;
+                                                    what they do not notice counts as a survivor
 
 The changed package lives beside --out. torch and pytest are imported once; each mutant is a fork that imports the
 changed package and runs the tests which call the changed function, the quickest first, until one fails. A first run
@@ -48,6 +50,7 @@ ROOMS = {
 }
 ACROSS = ("dynamics/distributed.py",)  # called by processes that the tests start, which nobody notes
 EVERYWHERE = ("test_extremes.py", "test_bad_input.py")
+CHOSEN: list[str] = []  # tests that were asked for, in the place of the room's
 # Seconds of processor time that a mutant's tests may take beyond SLOWER times their own: an endless loop is noticed,
 # and a busy machine is not taken for one. What waits for ever is ended after WAITING times as many on the clock.
 TIMEOUT, SLOWER, WAITING = 60, 4, 10
@@ -400,7 +403,8 @@ def sha(*texts: str) -> str:
 
 def tests_of(room: str, folder: Path) -> list[str]:
     everywhere = () if room == "probe" else EVERYWHERE  # which do not probe
-    return sorted(f"tests/{z}" for z in (*ROOMS[room], *everywhere) if (folder / "tests" / z).exists())
+    looked = CHOSEN or (*ROOMS[room], *everywhere)
+    return sorted(f"tests/{z}" for z in looked if (folder / "tests" / z).exists())
 
 
 def tests_digest(room: str, folder: Path) -> str:
@@ -448,8 +452,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--named", choices=["all", "none"], default="all")
     parser.add_argument("--only", default="")
+    parser.add_argument("--tests", nargs="*", default=[])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "mutants" / "results.jsonl")
     asked = parser.parse_args()
+    CHOSEN.extend(asked.tests)
     os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", MPLBACKEND="Agg")
     import hypothesis  # noqa: F401
     import ot  # noqa: F401
