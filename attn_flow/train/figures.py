@@ -15,6 +15,8 @@ from attn_flow.dynamics.trajectory import Trajectory
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+FEW = 5  # evaluations to join by a line, layers to name
+
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a run's log.jsonl."""
@@ -32,14 +34,15 @@ def run_figure(log: list[dict[str, Any]], path: Trajectory, summary: dict[str, A
             trained = [(line["update"], line[name]) for line in log if name in line]
             held = [(line["update"], line[f"held_out_{name}"]) for line in log if f"held_out_{name}" in line]
             axis.plot(*zip(*trained), color=TRUTH, alpha=0.35, linewidth=0.8, label="training batch")
-            axis.plot(*zip(*held), color=PREDICTION, marker="o", markersize=3, label="held out")
+            joined = "-" if len(held) > FEW else "none"  # a line through two points would say what was not measured
+            axis.plot(*zip(*held), color=PREDICTION, linestyle=joined, marker="o", markersize=4, label="held out")
             axis.set(title=name, xlabel="update")
         axes[1].axhline(summary["chance"], color=NULL, linestyle=":", label="a guess")
         axes[1].set_ylim(0, 1.03)
         axes[0].set_ylim(bottom=0)
         _betas(axes[2], log, summary["beta"])
         _cloud(axes[3], path)
-        for axis in axes[:3]:
+        for axis in axes[:2]:
             axis.legend()
         words = f"task {summary['task']}, {summary['updates']} updates, {summary['parameters']} parameters, "
         caption(figure, words + f"seed {summary['recipe']['seed']}; held-out accuracy {summary['accuracy']:.3f}")
@@ -48,20 +51,19 @@ def run_figure(log: list[dict[str, Any]], path: Trajectory, summary: dict[str, A
 
 def _betas(axis: Any, log: list[dict[str, Any]], last: list[list[float]]) -> None:
     """beta of every layer and head over the updates; a level where it does not move."""
-    colours = [f"C{i}" for i in range(10)]
     end = max(line["update"] for line in log)
     for l, heads in enumerate(last):
         for h, beta in enumerate(heads):
             line = [(entry["update"], entry[f"beta.{l}.{h}"]) for entry in log if f"beta.{l}.{h}" in entry]
             line = line or [(0, beta), (end, beta)]
-            axis.plot(
-                *zip(*line),
-                color=colours[l % 10],
-                alpha=1 - 0.6 * h / len(heads),
-                label=f"layer {l}" if h == 0 else None,
-            )
-    axis.set(title="beta", xlabel="update")
-    axis.set_ylim(bottom=0)
+            axis.plot(*zip(*line), color=f"C{l % 10}", alpha=1 - 0.6 * h / len(heads))
+        axis.plot([], [], color=f"C{l % 10}", label=f"layer {l}")
+    most = max(len(heads) for heads in last)
+    axis.set(title="beta" if most == 1 else "beta, a line a head (the first darkest)", xlabel="update")
+    low, high = axis.get_ylim()
+    axis.set_ylim(0.9 * low, 1.1 * high)
+    if len(last) <= FEW:
+        axis.legend()
 
 
 def _cloud(axis: Any, path: Trajectory) -> None:
@@ -72,7 +74,9 @@ def _cloud(axis: Any, path: Trajectory) -> None:
     times = path.t[:, None].expand(flat.shape[:-1])
     shown = axis.scatter(flat[..., 0], flat[..., 1], c=times, cmap="viridis_r", s=9, zorder=2)
     axis.figure.colorbar(shown, ax=axis, label="time through depth")
-    axis.set(title=f"{x.shape[1]} tokens of one input", xlabel="first axis", ylabel="second axis")
+    places = int(torch.unique(x[0], dim=0).shape[0])
+    which = "" if places == x.shape[1] else f", {places} of them different"
+    axis.set(title=f"{x.shape[1]} tokens of one input{which}", xlabel="first axis", ylabel="second axis")
     axis.set_aspect("equal", adjustable="datalim")
 
 

@@ -143,6 +143,9 @@ def test_the_figure_and_the_words(run: Path) -> None:
     figure = run_figure(log, found.path, summary)
     assert isinstance(figure, Figure)
     assert [axis.get_title(loc="left") for axis in figure.axes][:3] == ["loss", "accuracy", "beta"]
+    assert figure.axes[0].lines[1].get_linestyle() == "None"  # two evaluations are two points, no line between them
+    low, high = figure.axes[2].get_ylim()
+    assert 0 < low < float(stack.layers[0].beta[0]) < high
     layer = {"layer": 1, "beta": [2.0, 4.0], "rank": {"start": 3.0, "end": 1.5}, "limit": {"case": "fixed"}}
     layer |= {"clusters": {"start": 6.0, "end": 2.0}, "w2": {"start": 1.0, "end": 0.25}}
     assert layer_words(layer) == (
