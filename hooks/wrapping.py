@@ -209,7 +209,7 @@ class Wrapped:
         ):
             raise ValueError(
                 f"{self.block.path} evaluates its attention several times and would fill a cache of keys and values "
-                "with each; call the model with use_cache=False."
+                "with each; call the model with use_cache=False, or set model.config.use_cache = False."
             )
 
 
