@@ -127,6 +127,7 @@ NAMED = [
 PATH = "it chooses how the average is computed, not what it is"
 SPEED = "it sets how fast or in how much memory, not what"
 MARGIN = "a margin or a size to compare with, far from both sides of what it tells apart"
+LOOKS = "how a figure looks; what it draws is tested"
 EQUIVALENT: list[tuple[str, str, str]] = [
     ("attention/truncated.py", r"window = 0.0 if p.cold", PATH),
     ("attention/truncated.py", r"LONGEST", PATH),
@@ -146,6 +147,8 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ("prediction/requirements.py", r"(halved|doubled): 1e-9 ", MARGIN),
     ("prediction/spectral.py", r"distance <= max\(tol \* size, _rounding", MARGIN),
     ("probe/figures.py", r"set_yticks|set_xticks", "where a figure has its ticks"),
+    ("probe/figures.py", r"figsize|lw=|alpha=|ms=|lim=|set_ylim|zorder|shrink|axhline|axvline|get_cmap", LOOKS),
+    ("probe/nulls.py", r"% 2 == 0", "the two halves of the queries change their names"),
     ("probe/nulls.py", r"text \+ 1 -> \(text - 1", "another text is another one, before or after"),
     ("probe/quantised.py", r"(halved|doubled): 1e-30 ", "it keeps 0 out of a logarithm; what is there is masked or 0"),
     ("transport/candidates.py", r"ENTRIES = 1 << 20", SPEED),

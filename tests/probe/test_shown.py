@@ -40,7 +40,7 @@ def made() -> Probe:
     per_text = {name: 0.3 + random(L, T) for name in ("real", "if_held", "real_rotated")}
     per_text |= {z: random(L, T) for z in ("cosine", "cosine_without_c", "block_cosine", "size_of_Mx", "size_of_c")}
     words = lambda names: {name: f"the {name}" for name in names}
-    check = lambda layer: {"omits": "rotary" if layer else "", "omitted_logit_variance": 0.1 * layer}
+    check = lambda layer: {"omits": "rotary" if layer else "", "omitted_logit_variance": 0.1 * layer, "places": ""}
     about = {
         "encoder": {
             "model": "made",

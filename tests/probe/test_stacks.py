@@ -75,6 +75,13 @@ def test_a_stack_is_probed_and_left_as_it_was() -> None:
     before = copy.deepcopy(model.state_dict())
     result = probe(model, ids(), nulls=["rotated", "another_layer", "untrained"])
     assert result.findings()[1].numbers["layers"] == [0, 1]
+    assert {
+        "quantised_closure",
+        "cross_fitted_closure",
+        "text_mean_closure",
+        "sphere",
+        "oracle",
+    } <= result.closures.keys()
     assert result.about["encoder"]["architecture"] == "DeepStack"
     assert result.as_json()["propagation"]["oracle"]["w2"]
     assert model.training

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +51,7 @@ def clouds() -> Clouds:
     out = [[A.drift(x) for x in level] for A, level in zip(attentions, z)]
     special = [torch.arange(n) % (n - 1) == 0 for n in LENGTHS]
     tokens = [[f"{t}.{i}" for i in range(n)] for t, n in enumerate(LENGTHS)]
-    return Clouds(attentions, [None] * LAYERS, z, out, special, tokens, [0, 1, 2])
+    return Clouds(attentions, [None] * LAYERS, [None] * LAYERS, z, out, special, tokens, [0, 1, 2])
 
 
 def unit(x: Tensor) -> Tensor:
@@ -142,6 +143,23 @@ def test_the_regime_of_a_head_is_a_mean_over_queries_and_texts(clouds):
             assert float(getattr(found, name)[layer, head]) == pytest.approx(np.mean(values), rel=1e-6), name
 
 
+def test_some_stages_look_at_the_first_texts_only(clouds):
+    """Eight of them for the heads, four token by token, sixteen for the distances to the limit."""
+    many = replace(
+        clouds,
+        z=[level[:1] * 2 + level[1:2] * 15 + level[2:] for level in clouds.z],
+        out=[level[:1] * 2 + level[1:2] * 15 + level[2:] for level in clouds.out],
+        special=clouds.special[:1] * 2 + clouds.special[1:2] * 15 + clouds.special[2:],
+        tokens=clouds.tokens[:1] * 2 + clouds.tokens[1:2] * 15 + clouds.tokens[2:],
+        kept=list(range(18)),
+    )
+    whole, eight, seven = (head_regimes(many.first(n)).entropy for n in (18, 8, 7))
+    assert torch.equal(whole, eight)
+    assert not torch.equal(whole, seven)
+    assert reading.read_tokens(many).lengths.tolist() == [30, 30, 26, 26]
+    assert approach_to_limits(many, seeded(0)).real.shape == (LAYERS, 16)
+
+
 def test_spectra_are_those_of_the_matrices(clouds):
     found = head_spectra(clouds.attentions)
     assert found["layers"] == LAYERS
@@ -228,7 +246,7 @@ def test_the_view_shows_tokens_in_the_leading_directions_of_all_levels(clouds, m
 
 def test_exact_and_geomloss_are_compared_at_the_ends_and_in_the_middle(clouds):
     pytest.importorskip("geomloss")
-    two = Clouds(**{**vars(clouds), "z": [[x[:26] for x in level] for level in clouds.z]})
+    two = replace(clouds, z=[[x[:26] for x in level] for level in clouds.z])
     found = transport_check(two)
     levels = [int(level) for level in found.level]
     assert set(levels) <= {0, 1, 2}
@@ -284,7 +302,7 @@ def test_nulls_are_what_they_are_called(clouds):
 
 
 def test_uniform_attention_is_over_what_a_token_sees(clouds):
-    near = Clouds(**{**vars(clouds), "windows": [3] * LAYERS})
+    near = replace(clouds, windows=[3] * LAYERS)
     A, x = clouds.attentions[0], clouds.z[0][0]
     rows = [x[max(0, i - 3) : i + 4].mean(0) for i in range(30)]
     expected = assembled(A, torch.stack(rows) @ A.V.mT)
@@ -294,7 +312,7 @@ def test_uniform_attention_is_over_what_a_token_sees(clouds):
 @pytest.mark.parametrize("window", [None, 3])
 def test_random_tokens_beside_the_gaussian(clouds, window):
     """The Gaussian counts as all tokens that a query sees, and each of its own as one."""
-    seen = Clouds(**{**vars(clouds), "windows": [window] * LAYERS})
+    seen = replace(clouds, windows=[window] * LAYERS)
     space = seen.space(0, 0)
     draw = torch.rand(30, 30, generator=seeded(7))
     if window is not None:
@@ -325,19 +343,19 @@ def test_atoms_of_half_the_queries_serve_the_other_half(clouds):
 
 def test_layers_that_share_weights_are_not_other_ones(clouds):
     A, B = clouds.attentions
-    four = Clouds(**{**vars(clouds), "attentions": [A, B, A, B], "windows": [None] * 4})
+    four = replace(clouds, attentions=[A, B, A, B], windows=[None] * 4, places=[None] * 4)
     assert of_other_weights(four, 0) == [1, 3]
     assert of_other_weights(four, 1) == [2, 0]
-    assert of_other_weights(Clouds(**{**vars(clouds), "attentions": [A, A]}), 0) == []
+    assert of_other_weights(replace(clouds, attentions=[A, A]), 0) == []
 
 
 def test_nulls_that_an_encoder_cannot_have_are_left_out(clouds):
     names = list(nulls.NULLS)
     assert nulls.allowed(names, clouds) == names
     assert "another_text" not in nulls.allowed(names, clouds.first(1))
-    near = Clouds(**{**vars(clouds), "windows": [3] * LAYERS})
+    near = replace(clouds, windows=[3] * LAYERS)
     assert "another_text" not in nulls.allowed(names, near)
-    same = Clouds(**{**vars(clouds), "attentions": [clouds.attentions[0]] * 2})
+    same = replace(clouds, attentions=[clouds.attentions[0]] * 2)
     assert "another_layer" not in nulls.allowed(names, same)
 
 
@@ -420,7 +438,7 @@ def test_a_recorded_path_is_cut_into_texts(clouds):
         "id": [list(range(n)) for n in lengths],
     }
     path = Trajectory(torch.arange(5.0), x, mask=mask, labels=labels, about={"truncated": 2, "unknown_share": 0.25})
-    found = by_text(path, clouds.attentions, [None, None])
+    found = by_text(path, clouds.attentions, [None, None], [None, None])
     assert (found.kept, found.skipped, found.truncated, found.unknown) == ([0, 2], 1, 2, 0.25)
     assert found.tokens == [labels["token"][0], labels["token"][2]]
     for i, t in enumerate([0, 2]):
@@ -431,7 +449,7 @@ def test_a_recorded_path_is_cut_into_texts(clouds):
         assert found.special[i].tolist() == labels["special"][t]
     labels["id"][0][5] = 99
     again = Trajectory(torch.arange(5.0), x, mask=mask, labels=labels)
-    assert by_text(again, clouds.attentions, [None, None]).content != found.content
+    assert by_text(again, clouds.attentions, [None, None], [None, None]).content != found.content
 
 
 def test_the_first_texts_of_all(clouds):
@@ -442,7 +460,7 @@ def test_the_first_texts_of_all(clouds):
     assert two.kept == [0, 1]
     assert len(two.tokens) == 2
     assert not clouds.partial
-    assert Clouds(**{**vars(clouds), "windows": [None, 4]}).partial
+    assert replace(clouds, windows=[None, 4]).partial
 
 
 # --- atoms ------------------------------------------------------------------------------------------------------------
@@ -502,6 +520,10 @@ def test_the_metric_of_the_atoms_is_that_of_the_queries(clouds):
         assert atoms.share[h].tolist() == pytest.approx(
             [float(a[i] / a[atoms.label[h] == atoms.label[h, i]].sum()) for i in range(30)], rel=1e-6
         )
+
+
+def test_there_are_at_most_four_times_the_root_of_n_atoms(clouds):
+    assert quantise(clouds.space(0, 0), residual=0.0).counts.tolist() == [math.ceil(4 * math.sqrt(30))] * 2
 
 
 def test_masses_of_a_law_are_the_exponentials_of_their_logarithms(clouds):
