@@ -46,7 +46,8 @@ def label(axis: Axes, title: str, x: str, y: str, legend: bool = True) -> None:
     axis.set_ylabel(typeset(y), fontsize=9)
     if legend:
         handles, words = axis.get_legend_handles_labels()
-        axis.legend(handles, [typeset(word) for word in words], fontsize=7.5, frameon=False)
+        words = [typeset(word) for word in words]
+        axis.legend(handles, words, fontsize=7.5, borderpad=0.2, framealpha=0.85, edgecolor="none")
 
 
 def not_installed(axis: Axes) -> None:

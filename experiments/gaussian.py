@@ -151,6 +151,6 @@ def plot(numbers: dict[str, Any]) -> Figure:
         f"n={numbers['n']} tokens with the exact initial mean and covariance, softmax beta={numbers['beta']:g}, "
         f"RK4. Particles leave the "
         f"Gaussian law before blow-up: the tilted mean m + beta S g needs tokens at beta |S^(1/2) g| standard "
-        f"deviations, and n tokens reach sqrt(2 log n). Seed {numbers['seed']}.",
+        f"deviations, and n tokens reach $\\sqrt{{2\\log{{}}n}}$. Seed {numbers['seed']}.",
     )
     return figure

@@ -163,7 +163,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
             profile_["score"],
             "o",
             color=colour,
-            label=rf"particles, t={ratio:.1f} $t_{{crit}}$ ",
+            label=rf"particles, t={ratio:.1f} $t_{{\rm crit}}$ ",
         )
         b.plot(profile_["s"], profile_["finite"], color=colour, linewidth=0.8)
         b.plot(profile_["s"], profile_["theory"], **THEORY)
@@ -171,10 +171,13 @@ def plot(numbers: dict[str, Any]) -> Figure:
     label(b, r"retrieval of position s, $\beta=1$, $\lambda=1$, M=8", "position s of the source", r"$S_t(s)$")
     for (ratio, curve), colour in zip(numbers["curves"].items(), shades(4)):
         c.plot(
-            numbers["s"], np.array(curve) / np.array(curve)[-1], color=colour, label=rf"t={float(ratio):g} $t_{{crit}}$"
+            numbers["s"],
+            np.array(curve) / np.array(curve)[-1],
+            color=colour,
+            label=rf"t={float(ratio):g} $t_{{\rm crit}}$",
         )
     c.set_ylim(0, 3)
-    label(c, rf"closed form, $t_{{crit}}$={numbers['t_crit']:.4f}", "position s of the source", r"$S_t(s)/S_t(1)$")
+    label(c, rf"closed form, $t_{{\rm crit}}$={numbers['t_crit']:.4f}", "position s of the source", r"$S_t(s)/S_t(1)$")
     caption(
         figure,
         f"(a) 24 tokens on S^2, softmax, beta=1. (b) N={numbers['N']} positions, each a lattice of {numbers['m']} "

@@ -319,15 +319,18 @@ def plot(numbers: dict[str, Any]) -> Figure:
     run = numbers["runs"][0]
     edges = np.linspace(0, 2 * np.pi, 121)
     for density, time, colour in zip(run["density"], run["density_t"], shades(4)):
-        f.stairs(np.sqrt(np.array(density)), edges, color=colour, label=f"t={time:.2f}")
+        f.stairs(np.sqrt(np.array(density)), edges, color=colour, label=f"$t={time:.2f}$")
     for i, centre in enumerate(run["centres"]):
-        f.axvline(centre, **THEORY, label="predicted centre" if i == 0 else None)
+        f.axvline(centre, 0, 0.78, **THEORY, label="predicted centre" if i == 0 else None)
+    f.set_ylim(0, 1.25 * f.get_ylim()[1])  # room for the legend above the clusters
     label(
         f,
         rf"$\beta$={run['beta']:g}: clusters and predicted centres",
         r"angle $\theta$ (rad)",
         r"$\sqrt{\mathrm{mass\ per\ bin}}$",
+        legend=False,
     )
+    f.legend(fontsize=7.5, frameon=False, ncols=3, loc="upper center")
     counts = "; ".join(
         f"beta={r['beta']:g}: {', '.join(map(str, r['clusters']))} (k_max={r['k_max']})" for r in numbers["runs"]
     )

@@ -108,7 +108,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
             t, beta, np.asarray(fraction).T, cmap="viridis", vmin=0, vmax=1, shading="nearest", rasterized=True
         )
         axis.plot(curve, beta, color="white", linestyle="--", linewidth=1.5, label="equiangular ODE")
-        boundary = np.array(numbers["boundary"][d])
+        boundary = np.array(numbers["boundary"][d], dtype=float)  # on disk "nan" where it is open
         axis.plot(boundary, beta, color="#d55e00", linewidth=1, label="fraction 1/2")
         axis.set_xlim(0, t[-1])
         label(axis, f"d={d}: off by {100 * numbers['errors'][d]:.0f}% (median)", "time t", r"$\beta$", legend=False)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -44,8 +45,11 @@ def test_quick_run(name):
     figure = experiment.plot(numbers)
     assert isinstance(figure, Figure)
     assert all(axis.get_xlabel() for axis in figure.axes if axis.get_title())
-    # a figure can be drawn again from the numbers that were written to disk
-    assert isinstance(experiment.plot(json.loads(text)), Figure)
+    # the same figure can be drawn again from the numbers that were written to disk
+    again = experiment.plot(json.loads(text))
+    for before, after in zip(figure.axes, again.axes, strict=True):
+        for one, other in zip(before.lines, after.lines, strict=True):
+            np.testing.assert_allclose(one.get_xydata().astype(float), other.get_xydata().astype(float), rtol=1e-12)
     assert 20 < len(title(name)) <= 117
 
 
