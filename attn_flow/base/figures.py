@@ -39,7 +39,7 @@ MATHEMATICS = (
     (r"\)\^(\w)", r")$^{\1}$"),
     (r"(?<!\w)([A-Za-z])(\^|_)\(?([-\w/]+)\)?", r"$\1\2{\3}$"),
     (r"(?<!\w)(alpha|beta|gamma|kappa|lambda|mu|rho|sigma|theta)(?:_(\w+))?(?!\w)", r"$\\\1_{\2}$"),
-    (r"(?<![\w'^.])([b-zB-HJ-Z])(?![\w'.])", r"$\1$"),
+    (r"(?<![\w'^.])([b-zB-HJ-Z])(?![\w']|\.\w)", r"$\1$"),
 )
 STAYS = re.compile(r"(\$[^$]*\$|\([a-i](?:[,-] ?[a-i])*\))")  # what is typeset, and names of panels: (a), (b, c), (d-f)
 
