@@ -55,7 +55,7 @@ def text_limit(tokenizer: Any, model: nn.Module, max_length: int | None) -> int 
     if max_length is None:
         return limit
     added = tokenizer.num_special_tokens_to_add() if hasattr(tokenizer, "num_special_tokens_to_add") else 0
-    if max_length <= added:
+    if not isinstance(max_length, int) or max_length <= added:
         beside = f" beside the {added} that this tokenizer adds" if added else ""
         raise ValueError(f"max_length = {max_length}, expected at least {added + 1}: one token of the text{beside}.")
     if limit is not None and max_length > limit:
@@ -89,6 +89,14 @@ def row_texts(rows: Iterable[Any], field: str = "text") -> Iterator[str]:
     """
     if isinstance(rows, str):
         raise ValueError("texts is one string, expected a list of strings; pass [text].")
+    if not isinstance(rows, Iterable):
+        raise ValueError(f"texts is a {type(rows).__name__}, expected strings, or rows with {field!r}.")
+    if isinstance(rows, Mapping) or hasattr(rows, "columns"):  # which would give the names of its columns
+        names = ", ".join(map(str, rows if isinstance(rows, Mapping) else rows.columns))
+        raise ValueError(
+            f"texts is a {type(rows).__name__} of columns ({names}), expected strings: pass one column, such as "
+            f"rows[{field!r}]."
+        )
     for i, row in enumerate(rows):
         if isinstance(row, Mapping) and field not in row:
             raise ValueError(
@@ -161,7 +169,7 @@ def pieces(
     model: nn.Module, source: Any, texts: Iterable[str] | None, size: int, max_length: int | None = None
 ) -> Iterator[Piece]:
     """The batches of tokenizer and texts, or of ready inputs, in their order."""
-    if size < 1:
+    if not isinstance(size, int) or size < 1:
         raise ValueError(f"batch = {size}, expected at least one text at a time.")
     if texts is not None:
         return _text_pieces(model, source, texts, size, max_length)
@@ -233,6 +241,8 @@ def _ready_pieces(inputs: Mapping[str, Tensor], size: int, vocabulary: int | Non
         name = next(iter(tensors))
         raise ValueError(f"{name} has shape {tuple(leading.shape)}: no tokens; expected at least one text and token.")
     ids = tensors.get("input_ids")
+    if ids is not None and (ids.is_floating_point() or ids.is_complex()):
+        raise ValueError(f"input_ids have dtype {ids.dtype}, expected whole numbers; use input_ids.long().")
     if ids is not None and vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError(
             f"input_ids go from {int(ids.min())} to {int(ids.max())}, but this model embeds ids 0 to {vocabulary - 1}: "

@@ -37,6 +37,8 @@ def load_encoder(
         >>> type(model).__name__, tokenizer("a b").input_ids
         ('BertModel', [2, 5, 6, 3])
     """
+    if not isinstance(path, str | Path):
+        raise ValueError(f"path is a {type(path).__name__}, expected a folder, or a name of the hub or the zoo.")
     name = str(path)
     if name in ZOO and (fetched(name) or name not in EMBEDDED):
         model, tokenizer = load_fetched(name)

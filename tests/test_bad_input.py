@@ -40,6 +40,7 @@ from attn_flow.dynamics import kicks, placement
 from attn_flow.hooks import flows, load, load_encoder, replace_attention
 from attn_flow.hooks.demo import tiny_bert
 from attn_flow.measures.quadrature import circle, fibonacci
+from attn_flow.nn import ContinuousAttentionLayer, DeepStack
 from attn_flow.observe.quantities import close_pairs, clusters, energy, pairwise_cosines
 from attn_flow.observe.tracking import track
 from attn_flow.prediction import fit_bound, phases_over_seeds, propagation_of_chaos, settle
@@ -345,6 +346,22 @@ KINDS: dict[str, tuple[Callable[[], object], str]] = {
     "a negative kick": (lambda: kicks.common(-1.0), r"sigma = -1.0, expected a finite number of at least 0"),
     "a kick of NaN": (lambda: kicks.linear(math.nan), r"sigma = nan, expected a finite number of at least 0"),
     "a field without a kernel": (lambda: kicks.field(1.0), r"kernel is a float, expected a function of <x,y>"),  # type: ignore[arg-type]
+    "a mixture of a number": (lambda: Mixture(3, EYE[0]), r"components is a int, expected a list of measures"),  # type: ignore[arg-type]
+    "no steps": (lambda: Adaptive(max_steps=-1), r"max_steps = -1, expected a whole number of at least 1"),
+    "a layer of whole numbers": (
+        lambda: ContinuousAttentionLayer(8, 2, dtype=torch.int64),
+        r"dtype = torch.int64, expec",
+    ),
+    "a layer nowhere": (
+        lambda: ContinuousAttentionLayer(8, 2, device="nowhere"),
+        r"device = nowhere, which torch does",
+    ),
+    "a word for a horizon": (
+        lambda: ContinuousAttentionLayer(8, 2, horizon="long"),  # type: ignore[arg-type]
+        r"horizon = long, expected a positive, finite number",
+    ),
+    "a stack of whole numbers": (lambda: DeepStack(5, 3, dtype=torch.int64), r"dtype = torch.int64, expected a real"),
+    "a number for a folder": (lambda: load_encoder(3), r"path is a int, expected a folder, or a name"),  # type: ignore[arg-type]
     "a step of length NaN": (lambda: placement.ngpt(math.nan), r"alpha = nan, expected a positive number"),
 }
 GEOMETRY: dict[str, tuple[Callable[[], object], str]] = {

@@ -143,6 +143,7 @@ class Adaptive:
     def __post_init__(self) -> None:
         checks.positive("tol", self.tol)
         checks.positive("largest", self.largest)
+        checks.whole("max_steps", self.max_steps)
         if self.pair.embedded is None:
             raise ValueError(f"pair {self.pair.name!r} has no embedded result to estimate errors; use dopri5.")
 

@@ -36,6 +36,8 @@ class Mixture:
 
     def __post_init__(self) -> None:
         checks.tensor("weights", self.weights, "(..., components)")
+        if not isinstance(self.components, Sequence):
+            raise ValueError(f"components is a {type(self.components).__name__}, expected a list of measures.")
         odd = [mu for mu in self.components if not hasattr(mu, "tilted_mean")]
         if odd:
             raise ValueError(f"components hold a {type(odd[0]).__name__}, expected measures.")

@@ -90,9 +90,10 @@ class ContinuousAttentionLayer(nn.Module):
             raise ValueError(f"dim = {dim} is no multiple of heads = {heads}; give head_dim.")
         if int(steps) != steps or steps < 1:
             raise ValueError(f"steps = {steps}, expected a whole number of at least 1.")
-        if not 0 < horizon < math.inf:
+        if not isinstance(horizon, int | float) or not 0 < horizon < math.inf:
             raise ValueError(f"horizon = {horizon}, expected a positive, finite number.")
         checks.one_of("kind", kind, get_args(Kind))
+        checks.made_with(dtype, device)
         chosen = named_step(step)
         if isinstance(chosen, Adaptive):
             raise ValueError(f"step = {step}, expected a step function such as rk4: a layer takes equal steps.")

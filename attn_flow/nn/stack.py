@@ -85,6 +85,7 @@ class DeepStack(nn.Module):
             raise ValueError(f"ffn = {ffn}, noise = {noise}: expected 0 (none) or a positive, finite number.")
         checks.one_of("placement", placement, tuple(PLACEMENTS))
         checks.one_of("readout", readout, ("mean", "token"))
+        checks.made_with(dtype, None)
         geometry = (Euclidean() if PLACEMENTS[placement].flat else Sphere()) if geometry is None else geometry
         if PLACEMENTS[placement].flat and not isinstance(geometry, Euclidean):
             raise ValueError(f"placement {placement!r} moves the radius of tokens; expected geometry Euclidean().")

@@ -271,7 +271,7 @@ def inquire(
     unknown_names = [name for name in nulls if name not in NULLS]
     if unknown_names:
         raise ValueError(f"nulls has {unknown_names}, expected some of {', '.join(NULLS)}.")
-    if not 0 < beta_factor < float("inf"):
+    if not isinstance(beta_factor, int | float) or not 0 < beta_factor < float("inf"):
         raise ValueError(f"beta_factor = {beta_factor}, expected a positive, finite number.")
     model = encoder_inside(model)
     texts = None if texts is None else list(row_texts(texts))

@@ -54,6 +54,32 @@ def test_rows_without_a_text_are_refused() -> None:
         record(model, tokenizer, [{"body": "a b"}])
     with pytest.raises(ValueError, match="one string, expected a list"):
         record(model, tokenizer, "a b")
+    with pytest.raises(ValueError, match="texts is a int, expected strings, or rows with 'text'"):
+        record(model, tokenizer, 3)  # type: ignore[arg-type]
+
+
+def test_a_table_is_not_read_by_the_names_of_its_columns() -> None:
+    """Whose words a tokenizer may well know; NaN, as pandas has for nothing, is no text either."""
+    pandas = pytest.importorskip("pandas")
+    model, tokenizer = tiny_bert()
+    words = r"of columns \(a, text\), expected strings: pass one column, such as rows\['text'\]"
+    for table in ({"a": [0, 1], "text": TEXTS[:2]}, pandas.DataFrame({"a": [0, 1], "text": TEXTS[:2]})):
+        for read in (record, record_corpus):
+            with pytest.raises(ValueError, match=words):
+                read(model, tokenizer, table)
+    for column in (pandas.Series(["a b", None]), pandas.Series(["a b", float("nan")])):
+        with pytest.raises(ValueError, match=r"texts\[1\] is a (float|NoneType), expected str"):
+            record(model, tokenizer, column)
+
+
+def test_wrong_sizes_and_ids_are_named() -> None:
+    model, tokenizer = tiny_bert()
+    with pytest.raises(ValueError, match="batch = a, expected at least one text at a time"):
+        record(model, tokenizer, TEXTS, batch="a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_length = a, expected at least 3"):
+        record(model, tokenizer, TEXTS, max_length="a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"input_ids have dtype torch.float32, expected whole numbers"):
+        record(model, {"input_ids": torch.rand(1, 4)})
 
 
 def test_a_dataset_of_huggingface_and_its_stream_are_texts() -> None:
