@@ -34,7 +34,8 @@ class Architecture:
     attention adds. beta: the inverse temperature, if it is not 1/sqrt(k) or the module's own `scaling`. positions: how
     positions enter the scores, in words; empty if they do not. angles: a function of encoder, block and n that gives
     cos and sin (n, r) by which queries and keys at n places are turned; score_table: one of encoder and n that gives
-    what places add to the scores, (heads, n, n). causal: whether a token sees only those before it.
+    what places add to the scores, (heads, n, n); score_terms: one of encoder, block, queries and keys (heads, n, k)
+    that gives what contents and places together add. causal: whether a token sees only those before it.
 
     Example:
         >>> Architecture(
@@ -67,6 +68,7 @@ class Architecture:
     positions: str | Callable[[nn.Module], str] = ""
     angles: Callable[[nn.Module, nn.Module, int], tuple[Tensor, Tensor]] | None = None
     score_table: Callable[[nn.Module, int], Tensor] | None = None
+    score_terms: Callable[[nn.Module, nn.Module, Tensor, Tensor], Tensor] | None = None
     causal: bool | Callable[[nn.Module], bool] = False
     also_query: tuple[str, ...] = ()  # further query projections, scaled along with q when beta changes
     shared: bool = False
@@ -137,6 +139,18 @@ def _angles(attn: str, root: nn.Module, block: nn.Module, n: int) -> tuple[Tenso
         of_layer["layer_type"] = block.attention_type
     cos, sin = rotary(like.new_zeros(1, n, 1), position_ids=torch.arange(n, device=like.device)[None], **of_layer)
     return cos[0], sin[0]
+
+
+def _deberta_terms(root: Any, block: Any, q: Tensor, k: Tensor) -> Tensor:
+    core, terms = block.attention.self, 1 + len(block.attention.self.pos_att_type)
+    far, vectors = root.encoder.get_rel_pos(q), root.encoder.get_rel_embedding()
+    return core.disentangled_att_bias(_deberta_beta(core, q.shape[-1]) * q[None], k[None], far, vectors, terms)[0]
+
+
+def _deberta_v2_terms(root: Any, block: Any, q: Tensor, k: Tensor) -> Tensor:
+    core, encoder = block.attention.self, root.encoder
+    terms = 1 + sum(term in core.pos_att_type for term in ("c2p", "p2c"))
+    return core.disentangled_attention_bias(q, k, encoder.get_rel_pos(q), encoder.get_rel_embedding(), terms)
 
 
 def _mpnet_table(root: Any, n: int) -> Tensor:
@@ -281,6 +295,7 @@ ARCHITECTURES: list[Architecture] = [
         also_query=("attention.self.pos_q_proj",),
         beta=_deberta_beta,
         positions=_disentangled,
+        score_terms=_deberta_terms,
         refuse=("attention.self.head_logits_proj",),
     ),
     replace(
@@ -292,6 +307,7 @@ ARCHITECTURES: list[Architecture] = [
         also_query=("attention.self.pos_query_proj",),
         beta=_deberta_beta,
         positions=_disentangled,
+        score_terms=_deberta_v2_terms,
         after_norm=("encoder.conv", "encoder.conv.LayerNorm"),
     ),
     replace(

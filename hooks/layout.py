@@ -68,8 +68,9 @@ class Block:
 
     @property
     def knows_places(self) -> bool:
-        """Whether `hooks.places` can say how they do."""
-        return self.architecture.angles is not None or self.architecture.score_table is not None
+        """Whether positions enter the scores, and `hooks.places` can say how."""
+        arch = self.architecture
+        return bool(self.positions) and any(f is not None for f in (arch.angles, arch.score_table, arch.score_terms))
 
     @property
     def heads(self) -> int:

@@ -63,7 +63,6 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
 }
 POSITIONAL = {"DeBERTa", "DeBERTa-v2", "DeBERTa-v3", "MPNet", "ModernBERT", "GPT-NeoX", "GPT-NeoX serial", "Llama"}
 POSITIONAL |= {"T5 encoder"}
-UNPLACED = {"DeBERTa", "DeBERTa-v2", "DeBERTa-v3"}  # whose positions meet contents in a way that is not read
 IMAGES = {"ViT", "DINOv2", "CLIP vision"}
 CAUSAL = {"GPT-2", "GPT-NeoX", "GPT-NeoX serial", "Llama"}
 

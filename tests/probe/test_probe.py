@@ -1,10 +1,13 @@
 """The probe on the real MiniLM: ladder and nulls in their order, goals with margin, files that are never stale."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from encoder_zoo import inputs, tiny
 
+from attn_flow.hooks import architectures
 from attn_flow.hooks.demo import topics
 from attn_flow.hooks.trust import fingerprint
 from attn_flow.probe import NULLS, Probe, probe
@@ -314,8 +317,6 @@ def test_wrong_options_are_named(encoder, texts, options, message):
 
 @pytest.mark.parametrize("name", ["GPT-2", "ModernBERT"])
 def test_where_tokens_are_hidden_only_closures_that_see_what_a_token_sees(name, tmp_path):
-    from encoder_zoo import tiny
-
     from attn_flow.probe.page import write_report
 
     ids = torch.randint(3, 60, (3, 40), generator=torch.Generator().manual_seed(0))
@@ -354,26 +355,23 @@ def test_every_null_has_words():
     assert {"mean_output", "uniform", "rotated", "removed"} <= NULLS.keys()
 
 
-def test_what_closures_leave_out_is_named_with_its_share():
-    from encoder_zoo import tiny
+def of_mpnet(**changes):
+    """The table of architectures with another row of MPNet."""
+    return [replace(a, **changes) if a.name == "MPNet" else a for a in architectures.ARCHITECTURES]
 
+
+def test_what_closures_leave_out_is_named_with_its_share(monkeypatch):
+    monkeypatch.setattr("attn_flow.hooks.layout.ARCHITECTURES", of_mpnet(score_table=None))
     ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(0))
-    found = probe(tiny("DeBERTa"), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_length=None)
+    found = probe(tiny("MPNet"), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_length=None)
     assert [row["quantity"] for row in found.rows() if row["group"] == "left out"]
-    assert "disentangled relative positions" in found.findings()[1].text
+    assert "relative position bias" in found.findings()[1].text
     assert len(found.findings()[1].numbers["omitted_logit_variance"]) == len(found.limits.cases)
 
 
 def test_places_misread_are_refused(monkeypatch):
     """A table of biases that is not the model's own must not pass for it."""
-    from dataclasses import replace
-
-    from encoder_zoo import inputs, tiny
-
-    from attn_flow.hooks import architectures
-
     wrong = lambda root, n: -root.encoder.compute_position_bias(torch.zeros(1, n, 1))[0]
-    table = [replace(a, score_table=wrong) if a.name == "MPNet" else a for a in architectures.ARCHITECTURES]
-    monkeypatch.setattr("attn_flow.hooks.layout.ARCHITECTURES", table)
+    monkeypatch.setattr("attn_flow.hooks.layout.ARCHITECTURES", of_mpnet(score_table=wrong))
     with pytest.raises(ValueError, match="its weights and places as read leave"):
         inquire(tiny("MPNet"), inputs("MPNet"))

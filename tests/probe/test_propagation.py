@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
-from encoder_zoo import UNPLACED, every_architecture, fingerprint, inputs, tiny, without_positions
+from encoder_zoo import every_architecture, fingerprint, inputs, tiny
 from torch import Tensor
 
 from attn_flow.probe import propagate
+from attn_flow.probe.clouds import record_clouds
 from attn_flow.probe.head_space import HeadSpace
+from attn_flow.probe.nulls import agreement_of
 from attn_flow.probe.propagation import Passes, compare_passes
 
 
@@ -24,13 +26,19 @@ def any_length(monkeypatch):
 @every_architecture
 def test_exact_attention_in_its_place_is_the_encoder(name, any_length):
     model, x = tiny(name, torch.float64), inputs(name, torch.float64)
-    if name in UNPLACED:
-        x = without_positions(name, model, x)
     before = fingerprint(model)
     found = propagate(model, x, closure=exact)
     assert fingerprint(model) == before
     assert float(found.w2.max()) < 1e-6  # distances of 1e-9 and between texts of order one
     assert float(found.embedding_cosine.min()) > 1 - 1e-9
+
+
+@every_architecture
+def test_exact_attention_is_what_a_colder_layer_computes(name, any_length):
+    """Whether beta multiplies what places add (DeBERTa) or not (T5), it is in the scores as in the model's own."""
+    clouds = record_clouds(tiny(name, torch.float64), inputs(name, torch.float64), None, beta_factor=2.0)
+    found = agreement_of(clouds, exact)
+    assert float(found.explained.min()) > 1 - 1e-9  # angles and softmax of some are float32
 
 
 def test_attention_removed_is_not_the_encoder(any_length):
