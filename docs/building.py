@@ -48,10 +48,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Inner products <x, y> that are no tags, and lists that follow a sentence without a blank line, as on GitHub."""
+    """Inner products <x, y> that are no tags; lists and bold headings of a line that follow one without a blank one."""
 
     def change(text: str) -> str:
-        text = re.sub(r"^(?![-|>#\s])(.+)\n(?=- )", r"\1\n\n", text, flags=re.MULTILINE)
+        text = re.sub(r"^(?![-|>#\s])(.+)\n(?=- |\*\*[^*\n]+\.\*\* )", r"\1\n\n", text, flags=re.MULTILINE)
         return re.sub(rf"<{TAGS}(?=[/A-Za-z|])", "&lt;", text)
 
     return outside_code(markdown, change)
