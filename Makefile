@@ -9,7 +9,7 @@
 # make test-docs       its notebooks, its blocks of code as written, its links, its pages in a browser
 # make tutorials       run the notebooks again and keep what they print
 # make report-figures  the figures of docs/report.md anew, from what `make demo` kept
-# make encoders        fetch the real encoders of docs/ENCODERS.md into the user's cache (about 1 GB)
+# make encoders        fetch the real encoders of docs/encoders.md into the user's cache (about 1 GB)
 # make test-encoders   the tests on those real encoders; what was not fetched is skipped by name
 SHELL := /bin/bash
 PYTHON ?= python3

@@ -1,6 +1,6 @@
 """Thirteen real encoders, one question: does attention act through a law of the cloud, in a layer and through depth?
 
-The probe's closures and nulls on every encoder of `attn-flow encoders` that was fetched (docs/ENCODERS.md), on inputs
+The probe's closures and nulls on every encoder of `attn-flow encoders` that was fetched (docs/encoders.md), on inputs
 of its own kind; the same architecture untrained, two pairs before and after fine-tuning, and the tied blocks of ALBERT
 and chytorch-rxnmap run beyond their depth. Ours: no paper compares encoders of so many kinds. What holds in all of
 them, in most or in few is counted, so that a claim may fail. Encoders that were not fetched are named and left out.

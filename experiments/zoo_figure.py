@@ -34,7 +34,7 @@ def regime(run: dict[str, Any]) -> str:
 
 
 def table_rows(numbers: dict[str, Any]) -> list[list[str]]:
-    """A row for every encoder, as docs/ENCODERS.md has them; `COLUMNS` names the columns."""
+    """A row for every encoder, as docs/encoders.md has them; `COLUMNS` names the columns."""
     rows = []
     for name, run in numbers["models"].items():
         null, height = best_null(run)

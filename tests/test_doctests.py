@@ -67,5 +67,5 @@ def test_pages(page: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_pages_have_examples() -> None:
     assert sum(len(examples(page)) for page in PAGES) >= 5
-    assert len(examples("THEORY.md")) >= 4
-    assert "# prints" in "".join(examples("THEORY.md"))
+    assert len(examples("theory.md")) >= 4
+    assert "# prints" in "".join(examples("theory.md"))

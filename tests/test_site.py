@@ -77,6 +77,10 @@ def _exists(home: list[str], name: str) -> bool:
     return False
 
 
+def test_names_of_pages_are_small_letters() -> None:
+    assert [path.name for path in PAGES] == [path.name.lower() for path in PAGES]
+
+
 def test_every_experiment_has_its_figure_in_the_gallery() -> None:
     from attn_flow.experiments import NAMES
 
@@ -155,7 +159,7 @@ def test_formulas_are_drawn_and_inner_products_are_no_tags(site: Path) -> None:
     pages = {path.name: path.read_text() for path in site.glob("*.html")}
     assert pages["index.html"].count("<math") >= 4
     assert not [name for name, text in pages.items() if 'class="arithmatex"' in text]
-    assert "Scores are &lt;G x, y&gt;" in pages["THEORY.html"]
+    assert "Scores are &lt;G x, y&gt;" in pages["theory.html"]
 
 
 @pytest.mark.docs

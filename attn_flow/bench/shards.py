@@ -19,7 +19,7 @@ COUNT = 2
 
 
 def sharding_ratios(quick: bool) -> Iterator[Ratio]:
-    """A drift of two processes against that of one, and the constants of the cost model in docs/SCALE.md."""
+    """A drift of two processes against that of one, and the constants of the cost model in docs/scale.md."""
     sizes = [(n, d) for d in (3, 64) for n in ((500, 1000) if quick else (1000, 2000, 4000, 8000))]
     call = f"from attn_flow.bench.shards import measure; measure({sizes}, {3 if quick else 7})"
     done = subprocess.run(

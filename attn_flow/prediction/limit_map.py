@@ -139,7 +139,7 @@ class LimitMap:
         The clusters are as narrow as the temperature resolves, e^{-gt} = beta^{-1/2}, at t = log(beta)/(2g). From then
         on their offset, beta^{-1/2}, grows at the exit rate x, while tokens that linger still arrive: W2 of those falls
         like e^{-c_2 t}. Where the tail is no slower than g, c_2 = g, this is log(beta)/(2g) and W2 ~ beta^{-1/2} there;
-        where it is (c_2 < g), the two meet later, and corrections fall slowly with beta (docs/THEORY.md, section 1).
+        where it is (c_2 < g), the two meet later, and corrections fall slowly with beta (docs/theory.md, section 1).
         Needs an asymmetric law (`requires`).
         """
         if self.g is None or self.rate_w2 is None or self.case == "jordan":
