@@ -198,10 +198,13 @@ class _Spectral:
         rho = density.to(torch.float64).density(x) if isinstance(density, VonMisesFisher) else density(x)
         if not isinstance(rho, Tensor):
             raise ValueError(f"density returned a {type(rho).__name__}, expected a tensor of shape {tuple(w.shape)}.")
-        if rho.shape != w.shape or not bool(torch.isfinite(rho).all() & (rho >= 0).all() & (rho.max() > 0)):
+        if rho.shape != w.shape:
             raise ValueError(
-                f"density returned shape {tuple(rho.shape)}, expected {tuple(w.shape)} finite, nonnegative numbers."
+                f"density returned shape {tuple(rho.shape)}, expected {tuple(w.shape)}, one for each node."
             )
+        if not bool(torch.isfinite(rho).all() & (rho >= 0).all() & (rho.max() > 0)):
+            values = f"{float(rho.min()):.3g} to {float(rho.max()):.3g}"
+            raise ValueError(f"density returned values from {values}, expected finite numbers >= 0, not all of them 0.")
         c = self.basis.values.mT @ (w * rho.double())
         c = c / c[0].clone()
         self.check(c, None)

@@ -287,5 +287,5 @@ def left_range(x: Tensor, t: float) -> FloatingPointError:
     """What is raised where tokens, or the logits of them, overflow."""
     return FloatingPointError(
         f"tokens left the range of {x.dtype} at t = {t:.6g}. Use a smaller h (unnormalised attention needs "
-        "h <= .02 e^-beta), float64, or Adaptive()."
+        "h <= .02 e^-beta), float64, or Adaptive(); a Drift of your own may have returned NaN or inf."
     )

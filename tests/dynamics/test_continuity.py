@@ -135,8 +135,11 @@ def test_bad_arguments_are_refused():
         with pytest.raises(ValueError, match=words):
             density_flow(attention, uniform, [0.0, 1.0], **options)  # type: ignore[arg-type]
     negative: object = lambda x: x[:, 0]
-    with pytest.raises(ValueError, match="nonnegative"):
+    with pytest.raises(ValueError, match="values from -1 to 1, expected finite numbers >= 0"):
         density_flow(Attention.identity(2, dtype=F64), negative, [0.0, 1.0])  # type: ignore[arg-type]
+    short: object = lambda x: x[:3, 0] ** 2
+    with pytest.raises(ValueError, match=r"density returned shape \(3,\), expected"):
+        density_flow(Attention.identity(2, dtype=F64), short, [0.0, 1.0])  # type: ignore[arg-type]
 
 
 def test_the_repr_is_short():

@@ -190,6 +190,12 @@ def test_steps_keep_their_order_across_a_jump(step, order) -> None:
     torch.testing.assert_close(first, push_forward(A, x0, 1 / 3, step=step, h=1.0), atol=1e-15, rtol=0)
 
 
+def test_a_drift_that_returns_nan_is_named() -> None:
+    x = Sphere().uniform(4, 3)
+    with pytest.raises(FloatingPointError, match="a Drift of your own may have returned NaN"):
+        flow(Attention.identity(3) + Drift(lambda t, x: x * math.nan), x, t=1.0)
+
+
 def test_a_path_remembers_its_field(tmp_path) -> None:
     A = Attention.identity(3, 2.0, dtype=F64)
     field = Layers([A, A.with_beta(9.0) + Drift(torch.tanh_, tokenwise=True)], [0.0, 1.0, math.inf])
