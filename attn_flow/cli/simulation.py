@@ -98,13 +98,15 @@ def simulate(
     if not world.first:
         return None
     law = f"{len(cloud.x)} {'weighted nodes' if cloud.weights is not None else 'tokens'} in d = {cloud.x.shape[-1]}"
+    unmet = {need["name"]: None for run in runs for need in run["requires"] if need["met"] is False}
     coarse = ", ".join(number_name(r["beta"]) for r in runs if r["resolution"]["verdict"] == "unresolved")
     numbers = {
         "limit": prediction.as_dict(),
         "runs": runs,
         "n": len(cloud.x),
         "caption": f"{law}, {step}, $h = {h:.3g}$; limit case: {prediction.case}."
-        + rf" Too few points for the prediction at $\beta$ = {coarse}." * bool(coarse),
+        + rf" Too few points for the prediction at $\beta$ = {coarse}." * bool(coarse)
+        + f" What it requires is not met: {', '.join(unmet)}." * bool(unmet),
     }
     if out is not None:
         from attn_flow.cli.figures import simulation_figure
