@@ -13,6 +13,7 @@ from torch import nn
 from attn_flow.attention import Attention
 from attn_flow.hooks.demo import tiny_bert
 from attn_flow.prediction.spectral import spectrum
+from attn_flow.probe import clouds as clouds_module
 from attn_flow.probe import reading
 from attn_flow.probe.closures import atoms_and_bulk
 from attn_flow.probe.clouds import Clouds, record_clouds
@@ -136,3 +137,10 @@ def test_a_tenth_of_the_tokens_may_be_unknown(unknown, refused):
     else:
         share = inquire(model, tokenizer, [text, text], max_length=32).about["unknown_token_share"]
         assert share == pytest.approx(unknown / 28)
+
+
+def test_places_are_read_for_the_longest_text(monkeypatch):
+    lengths = []
+    monkeypatch.setattr(clouds_module, "read_places", lambda block, length: lengths.append(length))
+    assert recorded().places == [None, None]
+    assert lengths == [26, 26]  # 24 words and two special tokens, in both layers

@@ -4,6 +4,7 @@ The numbers are drawn at random, so that no two of them are alike; no encoder ru
 """
 
 import base64
+import html
 import json
 from dataclasses import fields
 from typing import Any
@@ -446,6 +447,10 @@ def test_the_page_says_what_was_probed_and_compared(made):
         ]
         assert "<tr>" + "".join(f"<td>{z}</td>" for z in cells) + "</tr>" in text
     assert all(f"{name}.png" in text for name in page.FIGURES)
+    shown = [text.index(f'<img alt="{html.escape(question)}"') for _, question, _ in page.FIGURES.values()]
+    assert text.count("<img alt=") == len(set(shown)) == len(page.FIGURES)  # each once
+    first = [text.index(f'<img alt="{html.escape(page.FIGURES[name][1])}"') for name in page.FIRST]
+    assert max(first) < text.index('id="findings"') < min(place for place in shown if place not in first)
 
 
 def test_the_scene_has_every_token_at_every_level(made):
