@@ -144,7 +144,7 @@ def estimate(attention: Attention, prediction: LimitMap, cloud: Cloud, times: Te
 
 
 def _times(t: Sequence[float], h: float) -> Tensor:
-    """The times themselves, or up to MEASURED equal parts of [0, T], each of one step or more."""
+    """The times themselves, or up to MEASURED equal parts of [0, T], each of one step or more, but at least two."""
     if not 0 < h < math.inf:
         raise ValueError(f"h = {h}, expected a positive, finite step.")
     times = torch.tensor(t, dtype=torch.float64)
@@ -152,7 +152,11 @@ def _times(t: Sequence[float], h: float) -> Tensor:
         raise ValueError(f"t = {', '.join(map(str, t))}: expected one positive, finite end, or times that increase.")
     if float(times[-1]) / h > MOST_STEPS:
         raise ValueError(f"t = {t[-1]:g} in steps of h = {h:g} are more than {MOST_STEPS:.0e} steps; use a larger h.")
-    if len(t) > 1:
+    if len(t) == 2:
+        raise ValueError(
+            f"t = {t[0]:g}, {t[1]:g}: expected one end, or three times or more, between which phases are told."
+        )
+    if len(t) > 2:
         return times
-    parts = min(MEASURED, math.ceil(t[0] / h * (1 - 1e-12)))
+    parts = min(MEASURED, max(2, math.ceil(t[0] / h * (1 - 1e-12))))
     return torch.linspace(0, t[0], parts + 1, dtype=torch.float64)

@@ -184,6 +184,7 @@ COMMANDS = [
     (["predict", "two.txt", "x"], "is damaged or no safetensors file"),
     (["predict", "nowhere"], "no text to predict"),
     ([*SIMULATE, "--out", "text.npy"], "--out text.npy cannot be written (File exists); give another folder"),
+    (["simulate", *GV, "--tokens", "5", "--t", "0.5,1"], "t = 0.5, 1: expected one end, or three times or more"),
     (["simulate", "--G", "1", "--V", "1", "--quadrature"], "quadrature nodes exist for d = 2 and 3"),
     # reproduce, bench
     (["reproduce"], "which experiment?"),
@@ -362,7 +363,19 @@ def test_every_model_has_its_own_folder_inside_out():
 
 def test_every_beta_has_its_own_files(tmp_path):
     betas = ["1000000", "1000001", "0.1", "0.10000001"]
-    words = ["simulate", *GV, "--tokens", "5", "--t", ".2", "--beta", ",".join(betas), "--out", str(tmp_path), "--json"]
+    words = [
+        "simulate",
+        *GV,
+        "--tokens",
+        "5",
+        "--t",
+        ".01",
+        "--beta",
+        ",".join(betas),
+        "--out",
+        str(tmp_path),
+        "--json",
+    ]
     found = json.loads(CliRunner().invoke(app, words).stdout)
     assert [run["beta"] for run in found["runs"]] == [float(beta) for beta in betas]
     assert len(list(tmp_path.glob("path_beta_*.safetensors"))) == 4
