@@ -23,10 +23,13 @@ FLAGS = (
 )
 
 
-def look(page: Path, script: str, folder: Path, width: int = 1200, fragment: str = "") -> dict[str, Any]:
+def look(
+    page: Path, script: str, folder: Path, width: int = 1200, fragment: str = "", scheme: str = "light"
+) -> dict[str, Any]:
     """What `script`, the body of an async function run on a copy of the page, returns; plus `title` and `fits`.
 
     Fails where the page throws, rejects or writes an error to the console. `fits`: nothing is wider than the frame.
+    scheme: "light" or "dark", what a page is told that its reader prefers.
     """
     assert CHROMIUM is not None
     watched = f"""<script>
@@ -41,7 +44,8 @@ def look(page: Path, script: str, folder: Path, width: int = 1200, fragment: str
     # A frame, since a window of Chromium's cannot be narrower than 500 pixels.
     frame = folder / "frame.html"
     source = f"page.html{fragment}"
-    frame.write_text(f'<body><iframe src="{source}" style="width:{width}px;height:900px"></iframe></body>')
+    style = f"width:{width}px;height:900px;color-scheme:{scheme}"
+    frame.write_text(f'<body><iframe src="{source}" style="{style}"></iframe></body>')
     command = [CHROMIUM, *FLAGS.split(), f"--user-data-dir={folder / 'profile'}", frame.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     told = re.search(r'data-facts="([^"]*)"', done.stdout)

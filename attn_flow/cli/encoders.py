@@ -345,10 +345,10 @@ def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> lis
 
     if path is not None:
         return load_texts(path, field)
-    if demo:
-        return [text for text in topics() if len(text) > 900][:DEMO_TEXTS]
     name = model.partition("@")[0]
-    if name in ZOO and name != "minilm" and fetched(name):  # minilm has --demo
+    if demo or name == "minilm":
+        return [text for text in topics() if len(text) > 900][:DEMO_TEXTS]
+    if name in ZOO and fetched(name):
         return sample_inputs(name)[:DEMO_TEXTS]
     if name == "rxnmapper":
         return reactions()

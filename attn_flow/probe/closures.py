@@ -36,7 +36,8 @@ class Cost:
 class Closure:
     """A step of the ladder: `measure(space)` is the law it puts in the place of the cloud.
 
-    name: contains "closure"; title: in figures. cost: numbers and exact tokens it uses. Your own goes to `probe`.
+    name: contains "closure"; title: in figures. cost: numbers and exact tokens it uses. after: the step that it adds an
+    ingredient to, empty for the mean output. Your own goes to `propagate`.
 
     Example:
         >>> cost = LADDER["gaussian_closure"].cost
@@ -50,6 +51,7 @@ class Closure:
     measure: Callable[[HeadSpace], Measure]
     cost: Callable[[HeadSpace], Cost]
     partial: bool = True  # whether it has a form for tokens that see only a part of the text (causal, local)
+    after: str = ""
 
 
 def gaussian(space: HeadSpace) -> Measure:
@@ -227,18 +229,21 @@ LADDER: dict[str, Closure] = {
             "+ special tokens",
             lambda s: atoms_and_bulk(s, sinks(s, 0)),
             lambda s: Cost(_moments(s) + _atoms(s, _few(s)), 0),
+            after="gaussian_closure",
         ),
         Closure(
             "sinks_closure",
             "+ sinks",
             lambda s: atoms_and_bulk(s, sinks(s)),
             lambda s: Cost(_moments(s) + _atoms(s, _few(s, SINKS)), 0),
+            after="special_closure",
         ),
         Closure(
             "window_closure",
             "+ window (version 0.1)",
             lambda s: atoms_and_bulk(s, sinks(s), WINDOW),
             lambda s: Cost(_moments(s) + _atoms(s, _few(s, SINKS)), len(WINDOW)),
+            after="sinks_closure",
         ),
         Closure(
             "logits_closure",
@@ -246,6 +251,7 @@ LADDER: dict[str, Closure] = {
             logit_law,
             lambda s: Cost(_moments(s) + _atoms(s, _few(s, SINKS)) + s.n - _few(s, SINKS), 0),
             partial=False,
+            after="sinks_closure",
         ),
         Closure(
             "clusters_closure",
@@ -253,14 +259,16 @@ LADDER: dict[str, Closure] = {
             clusters,
             lambda s: Cost(number_of_clusters(s.x)[1] * (_moments(s) + 1) + _atoms(s, _few(s, SINKS)), 0),
             partial=False,
+            after="sinks_closure",
         ),
-        Closure("quantised_closure", "atoms of the heads", quantised, _masses, partial=False),
+        Closure("quantised_closure", "atoms of the heads", quantised, _masses, partial=False, after="clusters_closure"),
         Closure(
             "quantised_window_closure",
             "atoms of the heads + window",
             quantised_and_window,
             lambda s: _masses(s, WINDOW),
             partial=False,
+            after="quantised_closure",
         ),
     )
 }

@@ -94,13 +94,20 @@ def ladder_figure(result: Any) -> Figure:
         found = {n: result.interval(result.closures[n].explained.mean(0)) for n in shown}
         found |= {n: result.interval(result.closures[n].explained.mean(0)) for n in controls}
         found |= {n: result.interval(agreement.explained.mean(0)) for n, agreement in result.nulls.items()}
-        _dots(b, result, found, least=-1.0)
+        order = _dots(b, result, found, least=-1.0)
+        for name, gain in result.gains().items():
+            at = max(-1.0, float(found[name].low if found[name].known else found[name].mean))
+            words = f"{float(gain.mean()):+.2f}"
+            b.annotate(
+                words, (at, order.index(name)), (-5, 0), textcoords="offset points", ha="right", va="center", fontsize=7
+            )
         b.axvline(0, color="0.6", lw=0.8, zorder=0)
         b.set(xlabel="explained variance, mean over layers", title="steps and nulls", xlim=(-1.05, 1.02))
         caption(
             figure,
-            "On the encoder's own states. Numbers in brackets: shared numbers a head + exact tokens of a query's own.\n"
-            "Nulls left of -1 are drawn at the edge. The untrained twin is another model: easy, and no evidence.",
+            "On the encoder's own states. In brackets: shared numbers a head + exact tokens of a query's own. Beside a "
+            "step: its gain over the one it adds to.\nNulls left of -1 are drawn at the edge. The untrained twin is "
+            "another model: easy, and no evidence.",
         )
     return figure
 
@@ -157,8 +164,8 @@ def _line(axes: Axes, xs: Sequence[int], seen: Interval, name: str, label: str) 
         _band(axes, xs, seen, COLOURS[name], label, dashed=name == "oracle")
 
 
-def _dots(axes: Axes, result: Any, found: dict[str, Interval], least: float = -np.inf) -> None:
-    """One row a name, best on top, with its interval."""
+def _dots(axes: Axes, result: Any, found: dict[str, Interval], least: float = -np.inf) -> list[str]:
+    """One row a name, best on top, with its interval. Returns the names from below."""
     order = sorted(found, key=lambda name: float(found[name].mean))
     for row, name in enumerate(order):
         seen = found[name]
@@ -169,6 +176,7 @@ def _dots(axes: Axes, result: Any, found: dict[str, Interval], least: float = -n
         axes.plot([mean], [row], mark, color=colour, ms=5)
     axes.set_yticks(range(len(order)), [_title(result, name) for name in order], fontsize=7.5)
     axes.set_ylim(-0.6, len(order) - 0.4)
+    return order
 
 
 def _band(

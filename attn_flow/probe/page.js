@@ -22,9 +22,8 @@ function attentionRow(which, layer, head, query) {
   return Array.from(weights[which].subarray(start, start + m), b => (b / 255) ** 2);
 }
 
-function colour(missed) {  // white at 0, red at 1 and beyond
-  const s = Math.min(1, Math.sqrt(Math.max(0, missed)));
-  return `rgb(255, ${Math.round(255 - 175 * s)}, ${Math.round(255 - 185 * s)})`;
+function colour(missed) {  // nothing at 0, red at 1 and beyond, on a light page and on a dark one
+  return `rgba(var(--missed), ${(.75 * Math.min(1, Math.sqrt(Math.max(0, missed)))).toFixed(3)})`;
 }
 
 function showText() {
@@ -114,6 +113,41 @@ function showTable() {
   }));
 }
 
+// The heads that the closure explains worst and best; a click looks at one.
+function showHeads() {
+  const all = data.explained.flatMap((row, layer) => row.map((value, head) => ({layer, head, value})));
+  all.sort((a, b) => a.value - b.value);
+  const few = Math.min(data.named, all.length >> 1), home = at("heads");
+  for (const [words, heads] of [["Worst heads: ", all.slice(0, few)], ["Best: ", all.slice(all.length - few).reverse()]]) {
+    home.append(words);
+    for (const {layer, head, value} of heads) {
+      const b = make("button", `layer ${layer}, head ${head}: ${value.toFixed(2)}`);
+      b.type = "button";
+      b.addEventListener("click", () => {
+        at("which-layer").value = layer;
+        at("which-head").value = head;
+        if (chosen === null) chosen = 0;
+        at("which-text").value = 0;
+        showText();
+        showRow();
+      });
+      home.append(b, " ");
+    }
+  }
+}
+
+// The cloud in the page's own colours, also when a reader turns the light off.
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function lit() {
+  const page = getComputedStyle(document.documentElement), value = name => page.getPropertyValue(name).trim();
+  const look = {paper_bgcolor: value("--back"), "font.color": value("--text"), "sliders[0].bgcolor": value("--note"),
+    "sliders[0].activebgcolor": value("--line"), "updatemenus[0].bgcolor": value("--note")};
+  for (const axis of ["xaxis", "yaxis", "zaxis"])
+    Object.assign(look, {[`scene.${axis}.backgroundcolor`]: value("--note"), [`scene.${axis}.gridcolor`]: value("--line"),
+      [`scene.${axis}.zerolinecolor`]: value("--line"), [`scene.${axis}.showbackground`]: true});
+  return look;
+}
+
 options(at("which-text"), data.texts.map((_, i) => i), 0);
 options(at("which-layer"), Array.from({length: data.layers}, (_, i) => i), 0);
 options(at("which-head"), Array.from({length: data.heads}, (_, i) => i), 0);
@@ -126,5 +160,9 @@ at("which-head").addEventListener("change", showRow);
 at("group").addEventListener("change", showTable);
 at("search").addEventListener("input", showTable);
 showText();
+showHeads();
 showTable();
-Plotly.newPlot("cloud", scene.data, scene.layout, {responsive: true}).then(() => Plotly.addFrames("cloud", scene.frames));
+Plotly.newPlot("cloud", scene.data, scene.layout, {responsive: true})
+  .then(() => Plotly.addFrames("cloud", scene.frames))
+  .then(() => Plotly.relayout("cloud", lit()));
+dark.addEventListener("change", () => Plotly.relayout("cloud", lit()));

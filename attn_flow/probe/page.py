@@ -50,6 +50,7 @@ FIGURES = {
 FIRST = ("propagation", "ladder")  # before the text; the other figures come after it
 TAGS = {"supported": "yes", "partly": "partly", "not supported": "no", None: "note"}
 SINKS_NAMED = 6
+HEADS_NAMED = 3  # of the worst, and of the best
 
 
 def write_report(result: Probe, folder: str | Path, title: str = "") -> Path:
@@ -120,12 +121,13 @@ def _page(result: Probe, images: dict[str, bytes], title: str) -> str:
 
 _READING = """<h2>The text, token by token</h2>
 <p class="about">Colour: how badly the closure misses a token in the chosen layer (its squared error over the
-variance of the text's outputs; white: not at all, red: no better than a constant). Click a token to see where it
-attends, and where the closure says it does.</p>
+variance of the text's outputs; none: not at all, red: no better than a constant). Click a token to see where it
+attends, and where the closure says it does; click a head to look at it.</p>
 <p class="controls"><label>text <select id="which-text"></select></label>
 <label>layer <select id="which-layer"></select></label></p>
 <div id="text"></div>
 <p id="sinks" class="about"></p>
+<p id="heads"></p>
 <div id="row"><p class="controls"><label>head <select id="which-head"></select></label>
 <span id="row-title" class="about">Click a token of the first text.</span></p><div id="bars"></div></div>"""
 _TABLE = """<h2>All numbers</h2><p class="about">Mean over texts, below it the 95% bootstrap interval. Click a column to
@@ -243,6 +245,7 @@ def _data(result: Probe) -> dict[str, Any]:
             "closure": _packed(seen.closure_rows) if seen.closure_rows.numel() else "",
         },
         "sinks": SINKS_NAMED,
+        "named": HEADS_NAMED,
         "table": [
             {k: _short(v) if isinstance(v, float) else v for k, v in {**row, "quantity": _named(result, row)}.items()}
             for row in rows

@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_flow.base.files import plain, read_tensors, write_json, write_tensors
 from attn_flow.probe import findings
 from attn_flow.probe.agreement import Agreement
+from attn_flow.probe.closures import LADDER
 from attn_flow.probe.evolution import BETAS, Evolution, View
 from attn_flow.probe.findings import Finding, Interval, bootstrap, by_layer, layers_named, ratio_of_means, span
 from attn_flow.probe.heads import HeadRegimes
@@ -83,6 +84,11 @@ class Probe:
         real = limits.real_rotated if rotated else limits.real
         return ratio_of_means(1 - real, 1 - limits.if_held, self.about["seed"])
 
+    def gains(self) -> dict[str, Tensor]:
+        """What each step of the ladder explains beyond the step it adds to, by name, (layers, texts)."""
+        explained = {name: self.closures[name].explained for name in LADDER if name in self.closures}
+        return {name: z - explained[LADDER[name].after] if LADDER[name].after else z for name, z in explained.items()}
+
     @property
     def omitted(self) -> Tensor | None:
         """Share of the logits' variance that closures leave out, by layer; None where that is nothing."""
@@ -121,6 +127,8 @@ class Probe:
             for name, agreement in table.items():
                 for measure in MEASURES:
                     add(group, f"{name}: {measure}", getattr(agreement, measure))
+        for name, gain in self.gains().items():
+            add("ladder", f"{name}: gain", gain)
         for name, through in self.propagation.items():
             add("through depth", f"{name}: w2", through.w2, first=1)
         add("law alone", "w2", self.law_alone.w2, first=1)
@@ -154,6 +162,7 @@ class Probe:
         """findings, layers and propagation by name, and what was probed: plain JSON."""
         agreements = {**self.closures, **self.nulls}
         intervals = {m: {name: self.interval(getattr(a, m)) for name, a in agreements.items()} for m in MEASURES}
+        gains = {name: self.interval(gain).mean for name, gain in self.gains().items()}
         layers = []
         for layer in range(self.about["encoder"]["layers"]):
             row: dict[str, Any] = {"layer": layer}
@@ -162,6 +171,7 @@ class Probe:
             row["explained_interval"] = {
                 name: [float(seen.low[layer]), float(seen.high[layer])] for name, seen in intervals["explained"].items()
             }
+            row["gain"] = {name: float(gain[layer]) for name, gain in gains.items()}
             layers.append(row)
         propagation = {}
         for name, p in self.propagation.items():
@@ -296,7 +306,8 @@ class Probe:
             numbers["omitted_logit_variance"] = self.omitted
         if self.inside_words:
             text += f". Laws are of contents and places here: inside the closures are {self.inside_words}"
-        numbers["nulls"] = {n: o.mean for n, o in nulls.items()}
+        reported = {n: self.nulls[n].explained.mean(-1) for n in DISREGARDED if n in self.nulls}
+        numbers["nulls"] = {n: o.mean for n, o in nulls.items()} | reported
         return Finding(verdict, _sentence(text + "."), plain(numbers))
 
     def _theorem(self) -> Finding:

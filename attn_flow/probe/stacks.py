@@ -6,6 +6,7 @@ depth is the drift at every step of every layer. Feed-forward parts and normalis
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -119,23 +120,68 @@ def stack_facts(stack: DeepStack) -> dict[str, Any]:
 
 
 def check_stack(stack: DeepStack, inputs: Any) -> list[dict[str, Any]]:
-    """The Attentions read, against the stack's own passes: clouds after every layer, on the first text."""
+    """The Attentions read, against every drift that the layers compute, on the first text and in float64.
+
+    What is checked is how weights are read, so that a copy in float64 may be asked: rounding is far from any wrong
+    weight there. `error` is the largest |read - computed| of a layer over the size of the terms that are summed.
+    """
+    twin = copy.deepcopy(stack).double()
     ids = stack_inputs(inputs)[:1]
-    own = [after[0] for _, after in stack.paths(ids)]
-    read = run_stack(stack, ids[0], own_drift(stack.attentions()), 0)
-    found, steps = [], stack.depth * (len(stack.paths(ids)[0][0]) - 1)
-    for layer in range(stack.depth):
-        error = float((read[layer + 1] - own[layer]).norm() / own[layer].norm())
-        # Rounding of one step is carried on by the next; a wrong weight is off by parts in ten.
-        if not error <= 1e4 * steps * precision(own[layer]):
+    ids = ids.double() if ids.is_floating_point() else ids
+    found, fired = twin.attentions(), count()
+    errors: list[list[float]] = [[] for _ in found]
+    allowed: list[list[float]] = [[] for _ in found]
+
+    def evolve(layer: Any, x: Tensor, field: Any, *rest: Any) -> Tensor:
+        l = next(fired)
+
+        def watched(weights: Any, x: Tensor) -> Tensor:
+            computed = field(weights, x)
+            size = _size_of_terms(found[l], x[0])
+            difference = (found[l].drift(x[0]) - computed[0]).norm()
+            errors[l].append(float(torch.where(difference > 0, difference / size, 0.0)))
+            allowed[l].append(precision(x) * _length_of_sums(found[l], x[0]))
+            return computed
+
+        return type(layer).evolve(layer, x, watched, *rest)
+
+    for layer in twin.layers:
+        if hasattr(layer, "evolve"):
+            layer.evolve = partial(evolve, layer)
+    with torch.no_grad():
+        twin.paths(ids)
+    for l in range(stack.depth):
+        if not errors[l] or any(not e <= most for e, most in zip(errors[l], allowed[l])):
+            seen = f"differ from those of the weights read by {max(errors[l]):.1e}" if errors[l] else "are not seen"
             raise ValueError(
-                f"layer {layer} of DeepStack: its tokens differ from those of the weights read by {error:.1e}; a layer "
-                "of another kind inside? Use attn_flow.train.what_was_learned."
+                f"layer {l} of DeepStack: its drifts {seen}; a layer of another kind inside? Use "
+                "attn_flow.train.what_was_learned."
             )
-        found.append(
-            {"layer": layer, "error": error, "exact": True, "omits": "", "places": "", "omitted_logit_variance": 0.0}
-        )
-    return found
+    return [
+        {"layer": l, "error": max(errors[l]), "exact": True, "omits": "", "places": "", "omitted_logit_variance": 0.0}
+        for l in range(stack.depth)
+    ]
+
+
+def _size_of_terms(A: Attention, x: Tensor) -> Tensor:
+    """(sum_h |O_h V_h| max|x| + |value bias|) sqrt(n): no drift of tokens x (n, d), and no partial sum, is larger."""
+    values = A.tensors["O"].norm(dim=(-2, -1)) * A.tensors["V"].norm(dim=(-2, -1))
+    bias = 0.0 if A.value_bias is None else A.value_bias.norm()
+    return (values.sum() * x.norm(dim=-1).max() + bias) * len(x) ** 0.5
+
+
+def _length_of_sums(A: Attention, x: Tensor) -> float:
+    """How many half ulps of the size of its terms a drift may round by, twice: of what is read and of what is computed.
+
+    A sum of m products rounds by m half ulps of the product of the norms. Logits are two sums of d and one of k <= d,
+    at most L in size: (3 d + 3) L, and L more for what exp is given; an error e of a logit is one of e of its
+    exponential, and another e of the sum that this is divided by. Averages, V and O: 2 n + 2 d; then heads and biases.
+    """
+    n, d = x.shape
+    query = A.Q.norm(dim=(-2, -1)) * x.norm(dim=-1).max()
+    query = query if A.query_bias is None else query + A.query_bias.norm(dim=-1)
+    L = float((A.beta * query * A.tensors["K"].norm(dim=(-2, -1)) * x.norm(dim=-1).max()).max())
+    return 2 * (3 * d + 4) * L + 2 * n + 2 * d + A.heads + 4
 
 
 def chosen_rows(inputs: Any, kept: Sequence[int]) -> Tensor:

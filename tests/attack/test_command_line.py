@@ -250,7 +250,7 @@ COMMANDS = [
     ([*TRAIN, "--dim", "10000000"], "a stack of 1 layers of width 10000000 needs about"),
     # encoders
     (["probe"], "which model?"),
-    (["probe", "minilm"], "which texts?"),
+    (["probe", "./my-bert"], "which texts?"),
     (["probe", "minilm", "--texts", "nowhere.txt"], "nowhere.txt"),
     (["probe", "minilm", "--images", "folder.npy"], "folder.npy holds no image"),
     *[([*PROBE, "--first", n], SMALL) for n in ("0", "-1")],

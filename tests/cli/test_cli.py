@@ -78,7 +78,7 @@ def test_simulate_is_reproducible_and_takes_own_tokens(tmp_path):
         (["reproduce", "everything"], "no experiment 'everything': expected one of concentration"),
         (["reproduce", "hardmx"], "no experiment 'hardmx': did you mean hardmax? Expected one of concentration"),
         (["probe"], "which model?"),
-        (["probe", "minilm"], "which texts?"),
+        (["probe", "./my-bert"], "which texts?"),
         (["probe", "minilm", "--texts", "nowhere.txt"], "no file nowhere.txt"),
         (["probe", "minilm@hot", "--demo"], "expected @random or @beta_factor=FACTOR"),
         (["probe", "minilm", "--demo", "--device", "cuda"], "no CUDA device"),
@@ -150,6 +150,13 @@ def test_probe_compares_models_and_does_not_repeat_itself(tmp_path):
     assert (tmp_path / "minilm" / "report.html").exists()
     again = run(*words, "--out", str(tmp_path), "--quiet")
     assert again.stdout.count("finished before") == 2
+
+
+def test_the_embedded_names_have_texts_of_their_own():
+    from attn_flow.cli.encoders import read_texts
+
+    assert read_texts(None, "text", False, "minilm@random") == read_texts(None, "text", True)
+    assert all(">>" in text for text in read_texts(None, "text", False, "rxnmapper"))
 
 
 def test_probe_reads_jsonl_and_standard_input(tmp_path):

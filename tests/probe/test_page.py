@@ -83,6 +83,11 @@ def test_page_lives_in_a_browser(page, tmp_path, width):
     const painted = colours();
     change('which-layer', 4, 'change');
     say('layer', painted !== colours());
+    say('heads', document.querySelectorAll('#heads button').length);
+    const worst = document.querySelector('#heads button');
+    worst.click();
+    say('worst', worst.textContent.startsWith(`layer ${at('which-layer').value}, head ${at('which-head').value}:`) &&
+      at('row-title').textContent.includes(`head ${at('which-head').value} `));
     const rows = () => Array.from(document.querySelectorAll('#table tr')).slice(1);
     const all = rows().length;
     change('search', 'rotated explained', 'input');
@@ -96,8 +101,50 @@ def test_page_lives_in_a_browser(page, tmp_path, width):
     return facts;"""
     facts = browser.look(page, script, tmp_path, width)
     assert facts.pop("title") != "owned"
-    true = dict.fromkeys(("moved", "legend", "head", "layer", "found", "sorted", "fits"), True)
-    assert facts == true | {"tokens": 100, "bars": 12, "findings": 7, "images": 5}
+    true = dict.fromkeys(("moved", "legend", "head", "layer", "worst", "found", "sorted", "fits"), True)
+    assert facts == true | {"tokens": 100, "bars": 12, "heads": 6, "findings": 7, "images": 5}
+
+
+@pytest.mark.browser
+@browser.needed
+def test_the_page_follows_its_readers_light(page, tmp_path):
+    """Light and dark, at a phone's width: words keep the contrast of 4.5 that WCAG asks for, figures turn over."""
+    script = """
+    const cloud = at('cloud');
+    for (let i = 0; i < 100 && !(cloud._transitionData && cloud._transitionData._frames.length); i++)
+      await new Promise(r => setTimeout(r, 100));
+    await new Promise(r => setTimeout(r, 500));
+    document.querySelectorAll('details').forEach(d => { d.open = true; });
+    document.querySelectorAll('#text button')[5].click();
+    const channels = colour => colour.match(/[\\d.]+/g).map(Number);
+    const behind = node => {  // what lies behind a node's words, from the page up
+      const [r, g, b, a = 1] = channels(getComputedStyle(node).backgroundColor);
+      if (a === 1 || node === document.documentElement) return [r, g, b];
+      const below = behind(node.parentElement);
+      return [r, g, b].map((c, i) => a * c + (1 - a) * below[i]);
+    };
+    const light = colour => colour.map(c => c / 255).map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
+      .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
+    const contrast = node => {
+      const [a, b] = [channels(getComputedStyle(node).color).slice(0, 3), behind(node)].map(light);
+      return (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+    };
+    const kinds = 'h1, h2, p, li, a, .tag, th, td, small, summary, dt, dd, button';
+    const words = Array.from(document.querySelectorAll(kinds));
+    const faint = words.filter(node => node.textContent.trim()).map(n => [contrast(n), n.outerHTML.slice(0, 80)]);
+    const back = light(channels(getComputedStyle(document.body).backgroundColor).slice(0, 3));
+    return {back, paper: cloud._fullLayout.paper_bgcolor, filter: getComputedStyle(document.images[0]).filter,
+            seen: faint.length, faint: faint.filter(([c]) => c < 4.5)};"""
+    seen = {scheme: browser.look(page, script, tmp_path, 390, scheme=scheme) for scheme in ("light", "dark")}
+    for found in seen.values():
+        assert found["seen"] > 200
+        assert found["faint"] == []
+        assert found["fits"]
+    assert seen["light"]["back"] == 1
+    assert seen["dark"]["back"] < 0.02
+    assert seen["light"]["paper"] != seen["dark"]["paper"]
+    assert seen["light"]["filter"] == "none"
+    assert "invert" in seen["dark"]["filter"]
 
 
 def test_every_token_of_the_page_has_its_own_numbers(result):

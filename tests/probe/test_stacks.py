@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_flow.nn import DeepStack
+from attn_flow.nn import ContinuousAttentionLayer, DeepStack
 from attn_flow.probe import probe
 from attn_flow.probe.nulls import untrained_twin
 from attn_flow.probe.propagation import propagate
@@ -113,3 +113,36 @@ def test_inputs_of_a_stack_are_refused_by_name() -> None:
         probe(stack(), {"a": 1, "b": 2})
     with pytest.raises(ValueError, match="inputs have 5 tokens a text, expected at least 22"):
         propagate(stack(), ids()[:, :5])
+
+
+@pytest.mark.parametrize("options", [{}, {"shared": True}, {"placement": "pre", "bias": True}, {"beta": 200.0}])
+def test_what_is_read_of_a_stack_is_checked_to_its_rounding(options: dict) -> None:
+    model, x = stack(**options), ids()
+    before = copy.deepcopy(model.state_dict())
+    checked = check_stack(model, x)
+    assert [c["layer"] for c in checked] == [0, 1]
+    assert max(c["error"] for c in checked) < 1e-12
+    assert all(torch.equal(before[name], z) for name, z in model.state_dict().items())
+    assert all("evolve" not in layer.__dict__ for layer in model.layers)
+
+
+class Stronger(ContinuousAttentionLayer):
+    """Pushes a millionth more than its weights say: less than float32 could tell from its rounding through depth."""
+
+    def forward(self, x, mask=None, return_path=False):
+        return self.evolve(x, lambda p, x: (1 + 1e-6) * self.attention().drift(x), mask, return_path)
+
+
+class Still(ContinuousAttentionLayer):
+    def forward(self, x, mask=None, return_path=False):
+        return torch.stack([x] * (self.steps + 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [(Stronger, "differ from those of the weights read by"), (Still, "not seen")]
+)
+def test_a_layer_that_does_not_compute_what_its_weights_say_is_refused(kind: type, message: str) -> None:
+    model = stack()
+    model.layers[1].__class__ = kind
+    with pytest.raises(ValueError, match=f"layer 1 of DeepStack: its drifts .*{message}"):
+        check_stack(model, ids())
