@@ -68,7 +68,7 @@ def propagation_figure(result: Any) -> Figure:
         caption(
             figure,
             f"{about['encoder']['model']}, {texts} texts, seed {about['seed']}; attention replaced in EVERY layer, all "
-            "else as trained. Colour: closures; grey: nulls and controls; black: oracle. Bands: 95% over texts.",
+            "else as trained. Colour: closures; dashed: oracle; dashed grey: nulls, controls. Bands: 95% over texts.",
         )
     return figure
 
@@ -211,7 +211,7 @@ HEAD_MAPS = {
         "above about sqrt(2 log n) a few tokens win: no Gaussian can follow.",
     ),
     "effective_beta": ("effective beta", "beta |G x| |y|: the inverse temperature on the unit sphere."),
-    "explained": ("variance the closure explains", "of the head's own average; the pale cells are what it misses."),
+    "explained": ("variance the closure explains", "of the head's own average: low where the closure misses it."),
     "leading": ("leading eigenvalue of V G", "real part; where it is negative or 0 the theory's limit degenerates."),
 }
 
@@ -224,7 +224,9 @@ def heads_figure(result: Any) -> Figure:
         for axes, (name, (title, _)) in zip(panels.flat, HEAD_MAPS.items()):
             value = getattr(result.heads, name).numpy()
             low, high = np.nanquantile(value, (0.05, 0.95))
-            image = axes.imshow(value, aspect="auto", origin="lower", vmin=low, vmax=max(high, low + 1e-9))
+            image = axes.imshow(
+                value, aspect="auto", origin="lower", vmin=low, vmax=max(high, low + 1e-9), cmap="Blues"
+            )
             axes.set(title=title, xlabel="head", ylabel="layer", xticks=range(0, heads, 2), yticks=range(layers))
             figure.colorbar(image, ax=axes, shrink=0.9, extend="both")
         caption(figure, "Each cell: mean over texts. Colours span the 5th to the 95th percentile.")
@@ -238,7 +240,7 @@ def evolution_figure(result: Any) -> Figure:
         figure, ((a, b), (c, d)) = pyplot.subplots(2, 2, figsize=(9.5, 6))
         levels = seen.histogram.shape[0]
         centres = ((seen.edges[1:] + seen.edges[:-1]) / 2).numpy()
-        colours = pyplot.get_cmap("viridis")(torch.linspace(0, 0.95, levels).numpy())
+        colours = pyplot.get_cmap("viridis")(torch.linspace(0, 0.85, levels).numpy())
         density = seen.histogram / (seen.edges[1] - seen.edges[0])
         for level in range(levels):
             a.plot(centres, density[level].numpy(), color=colours[level], label=f"{level}", lw=1.2)

@@ -118,8 +118,9 @@ function showHeads() {
   const all = data.explained.flatMap((row, layer) => row.map((value, head) => ({layer, head, value})));
   all.sort((a, b) => a.value - b.value);
   const few = Math.min(data.named, all.length >> 1), home = at("heads");
-  for (const [words, heads] of [["Worst heads: ", all.slice(0, few)], ["Best: ", all.slice(all.length - few).reverse()]]) {
-    home.append(words);
+  for (const [words, heads] of [["Worst heads: ", all.slice(0, few)], ["Best heads: ", all.slice(all.length - few).reverse()]]) {
+    const line = make("div", words);
+    home.append(line);
     for (const {layer, head, value} of heads) {
       const b = make("button", `layer ${layer}, head ${head}: ${value.toFixed(2)}`);
       b.type = "button";
@@ -131,7 +132,7 @@ function showHeads() {
         showText();
         showRow();
       });
-      home.append(b, " ");
+      line.append(b, " ");
     }
   }
 }

@@ -127,7 +127,7 @@ attends, and where the closure says it does; click a head to look at it.</p>
 <label>layer <select id="which-layer"></select></label></p>
 <div id="text"></div>
 <p id="sinks" class="about"></p>
-<p id="heads"></p>
+<div id="heads"></div>
 <div id="row"><p class="controls"><label>head <select id="which-head"></select></label>
 <span id="row-title" class="about">Click a token of the first text.</span></p><div id="bars"></div></div>"""
 _TABLE = """<h2>All numbers</h2><p class="about">Mean over texts, below it the 95% bootstrap interval. Click a column to
