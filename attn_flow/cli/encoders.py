@@ -48,7 +48,9 @@ def probe(
         "runs/probe"
     ),
     nulls: Annotated[bool, typer.Option(help="Compare with nulls: attention removed, rotated, untrained ...")] = True,
-    max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each text.")] = 160,
+    max_length: Annotated[
+        int, typer.Option(min=2, help="Tokens kept of each text, at most what the model takes.")
+    ] = 160,
     first: Annotated[int | None, typer.Option(min=1, help="Use the first so many texts only.")] = None,
     again: Annotated[bool, typer.Option(help="Compute again what a finished run has already.")] = False,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or name of another tokenizer for the texts.")] = None,

@@ -24,7 +24,7 @@ from torch import nn
 
 from attn_flow.base.files import read_tensors, versions, write_tensors
 from attn_flow.base.progress import progress_bar
-from attn_flow.hooks.inputs import pieces, row_texts
+from attn_flow.hooks.inputs import length_limit, pieces, row_texts
 from attn_flow.hooks.layout import blocks, encoder_inside
 from attn_flow.hooks.trust import fingerprint, self_check
 from attn_flow.hooks.weights import encoder_facts
@@ -89,10 +89,11 @@ def probe(
     """Probe an encoder on texts: `probe(model, tokenizer, texts)`, or `probe(model, inputs)` with ready inputs.
 
     model: a known encoder, or what holds one, or a `DeepStack` with its ids or vectors (texts, n, ...) as inputs.
-    nulls: which nulls to run (see NULLS; () for none). max_length: tokens kept of each text (None: what the model
-    takes). batch: texts in a forward pass. beta_factor: on the trained inverse temperature; the model itself runs
-    colder (above 1) or warmer. seed: of every random null and of the bootstrap. transport: "exact", "geomloss" or
-    "auto" (geomloss on CUDA). max_unknown: the share of tokens unknown to the tokenizer above which texts are refused.
+    nulls: which nulls to run (see NULLS; () for none). max_length: tokens kept of each text, at most what the model
+    takes (None: as many). batch: texts in a forward pass. beta_factor: on the trained inverse temperature; the model
+    itself runs colder (above 1) or warmer. seed: of every random null and of the bootstrap. transport: "exact",
+    "geomloss" or "auto" (geomloss on CUDA). max_unknown: the share of tokens unknown to the tokenizer above which texts
+    are refused.
     parts: a folder where finished stages are kept, so that the same call continues after a kill.
     Returns a `Probe`: `findings()`, `rows()`, `as_json()`, `plot()`, `save(folder)`.
 
@@ -281,6 +282,8 @@ def inquire(
         checked = check_stack(model, source)
         clouds, facts = record_stack(model, source, beta_factor), stack_facts(model)
     else:
+        takes = None if texts is None else length_limit(source, model)
+        max_length = min(max_length, takes) if max_length is not None and takes is not None else max_length
         checked = _checked(model, source, texts, max_length)
         clouds = record_clouds(model, source, texts, batch, max_length, beta_factor, max_unknown)
         facts = encoder_facts(model)

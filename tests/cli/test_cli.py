@@ -173,6 +173,27 @@ def test_probe_reads_jsonl_and_standard_input(tmp_path):
     assert "no text field 'text' (found body)" in " ".join(done.stderr.split())
 
 
+def test_probe_takes_another_tokenizer_and_geomloss(tmp_path):
+    """Texts of capitals: unknown to the model's own tokenizer, and so refused; distances by geomloss where asked."""
+    pytest.importorskip("geomloss")
+    from attn_flow.hooks.demo import tiny_bert, word_tokenizer
+
+    for part in tiny_bert():
+        part.save_pretrained(tmp_path / "model")
+    capitals = word_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"ABCDEFGHIJ"], 32)
+    capitals.save_pretrained(tmp_path / "capitals")
+    (tmp_path / "t.txt").write_text(
+        "A B C D E F G H I J A C E G I B D F H J A D G\nJ I H G F E D C B A J H F D B I G E C A J G D"
+    )
+    words = ["probe", str(tmp_path / "model"), "--texts", str(tmp_path / "t.txt"), "--out", str(tmp_path / "out")]
+    words += ["--no-nulls", "--transport", "geomloss", "--json"]
+    assert "are unknown to" in " ".join(run(*words, code=2).stderr.split())
+    found = json.loads(run(*words, "--tokenizer", str(tmp_path / "capitals")).stdout)
+    assert found["about"]["unknown_token_share"] == 0
+    assert found["about"]["transport"] == "geomloss"
+    assert json.loads((tmp_path / "out" / "probe.json").read_text())["tokens"][0][1:4] == ["A", "B", "C"]
+
+
 def test_probe_of_a_vision_model(tmp_path):
     """A tiny ViT, saved as a folder, on a folder of images; without --images it asks for them."""
     from PIL import Image

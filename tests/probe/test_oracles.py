@@ -24,7 +24,8 @@ from attn_flow.probe.limit_law import CASES, affine_drift, approach_to_limits
 from attn_flow.probe.positions import omitted_shares
 from attn_flow.probe.result import _standard_error
 from attn_flow.probe.run import inquire
-from attn_flow.probe.transports import transport_check
+from attn_flow.probe.transports import RTOL, transport_check, w2
+from attn_flow.transport import solve
 
 TEXTS = ["a b c d e f g h i j a c e g i b d f h j a d g j", "j i h g f e d c b a j h f d b i g e c a j g d a"]
 
@@ -113,6 +114,19 @@ def test_rows_of_attention_are_kept_within_their_number(entries, monkeypatch):
 def test_the_standard_error_of_the_mean():
     values = np.random.default_rng(0).normal(size=7)
     assert _standard_error(torch.from_numpy(values)) == pytest.approx(scipy.stats.sem(values), rel=1e-12)
+
+
+def test_where_geomloss_proves_nothing_the_distance_is_exact(generator):
+    pytest.importorskip("geomloss")
+    x = torch.randn(30, 4, generator=generator, dtype=torch.float64)
+    moved = x + 1e-7 * torch.randn(30, 4, generator=generator, dtype=torch.float64)
+    with pytest.raises(ValueError, match="proves only"):
+        solve(x, moved, method="geomloss", rtol=RTOL)
+    assert (
+        w2(x, moved, "geomloss")
+        == w2(x, moved, "auto")
+        == pytest.approx(float((x - moved).square().sum(-1).mean().sqrt()))
+    )
 
 
 def test_the_seconds_of_both_solvers_are_their_own(monkeypatch):

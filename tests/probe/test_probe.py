@@ -332,6 +332,16 @@ def test_a_strangers_tokenizer_is_refused_unless_asked_for(encoder):
     assert inquire(model, tokenizer, texts, max_length=40, max_unknown=1.0).about["unknown_token_share"] > 0.9
 
 
+def test_a_model_of_short_texts_keeps_as_many_tokens_as_it_takes():
+    from attn_flow.hooks.demo import tiny_bert
+
+    texts = ["a b c d e f g h i j " * 4, "j i h g f e d c b a " * 4]
+    with pytest.warns(UserWarning, match="truncated"):
+        asked = inquire(*tiny_bert(), texts)  # 160 by default, and 32 is all it takes
+    assert asked.about["max_length"] == 32
+    assert asked.about["tokens"] == 64
+
+
 def test_short_texts_are_an_error_when_nothing_is_left(encoder):
     with pytest.raises(ValueError, match=rf"no text has {SHORTEST} tokens"):
         probe(*encoder, ["two words"], nulls=[])
