@@ -153,26 +153,6 @@ def test_the_mean_pairwise_cosine_leaves_the_diagonal_out(encoder, texts):
     assert float(cloud_evolution(clouds).pairwise_cosine[2, 0]) == pytest.approx(sum(pairs) / len(pairs), rel=1e-9)
 
 
-def test_json_and_table_hold_the_means_of_the_numbers(result):
-    words, rows = result.as_json(), result.rows()
-    cell = {(row["group"], row["quantity"], row["layer"], row.get("head")): row["mean"] for row in rows}
-    for group, table in (("closure", result.closures), ("null", result.nulls)):
-        for name, agreement in table.items():
-            for measure in ("explained", "centred_cosine", "cosine"):
-                for layer, values in enumerate(getattr(agreement, measure).tolist()):
-                    mean = pytest.approx(sum(values) / 4, rel=1e-9, abs=1e-12)
-                    assert words["layers"][layer][measure][name] == mean
-                    assert cell[group, f"{name}: {measure}", layer, None] == mean
-    for name, through in result.propagation.items():
-        row = words["propagation"][name]
-        assert row["w2"] == pytest.approx([sum(w) / 4 for w in through.w2.tolist()])
-        assert row["embedding_cosine"] == pytest.approx(sum(through.embedding_cosine.tolist()) / 4)
-        assert row["neighbour_agreement"] == pytest.approx(sum(through.neighbour_agreement.tolist()) / 4)
-        low, high = row["w2_interval"]
-        assert all(a <= b <= c for a, b, c in zip(low, row["w2"], high))
-    assert cell["heads", "entropy", 3, 7] == float(result.heads.entropy[3, 7])
-
-
 def test_gains_add_up_to_the_last_step(result):
     gains, before = (
         result.gains(),
