@@ -86,8 +86,13 @@ class Probe:
 
     def gains(self) -> dict[str, Tensor]:
         """What each step of the ladder explains beyond the step it adds to, by name, (layers, texts)."""
-        explained = {name: self.closures[name].explained for name in LADDER if name in self.closures}
-        return {name: z - explained[LADDER[name].after] if LADDER[name].after else z for name, z in explained.items()}
+        explained = {name: agreement.explained for name, agreement in self.closures.items()}
+        steps = {name: step.after for name, step in LADDER.items() if name in explained}
+        return {
+            name: explained[name] - explained[after] if after else explained[name]
+            for name, after in steps.items()
+            if not after or after in explained
+        }
 
     @property
     def omitted(self) -> Tensor | None:

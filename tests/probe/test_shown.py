@@ -114,6 +114,15 @@ def test_every_number_of_the_table_is_the_one_of_its_name_and_layer(made):
         for name, agreement in found.items():
             for measure in ("explained", "centred_cosine", "cosine"):
                 expected[group, f"{name}: {measure}"] = getattr(agreement, measure), 0
+    quantised = made.closures["quantised_closure"].explained
+    expected["ladder", "gaussian_closure: gain"] = (
+        made.closures["gaussian_closure"].explained,
+        0,
+    )  # over the mean output
+    expected["ladder", "quantised_window_closure: gain"] = (
+        made.closures["quantised_window_closure"].explained - quantised,
+        0,
+    )
     for name, through in made.propagation.items():
         expected["through depth", f"{name}: w2"] = through.w2, 1
     expected["law alone", "w2"] = made.law_alone.w2, 1
@@ -155,6 +164,8 @@ def test_the_json_says_the_same_numbers(made):
         for name, agreement in agreements.items():
             seen = bootstrap(agreement.explained, seed=3)
             assert row["explained_interval"][name] == pytest.approx([float(seen.low[layer]), float(seen.high[layer])])
+        before, after = (made.closures[f"quantised{z}_closure"].explained[layer].mean() for z in ("", "_window"))
+        assert row["gain"]["quantised_window_closure"] == pytest.approx(float(after - before))
     assert len(words["layers"]) == L
     for name, p in made.propagation.items():
         row = words["propagation"][name]
@@ -318,6 +329,8 @@ def test_the_figure_of_the_ladder_draws_its_numbers(made):
         x, y = lines[titled(made, name)]
         assert x == [0, 1, 2]
         assert y == pytest.approx(mean_of(made.closures[name].explained))
+    gains = {z.get_text() for z in b.texts}
+    assert gains == {f"{float(gain.mean()):+.2f}" for gain in made.gains().values()}
     every = {n: made.closures[n] for n in (*shown, *CONTROLS)} | made.nulls
     assert rows_of_dots(b) == {titled(made, n): pytest.approx(float(g.explained.mean())) for n, g in every.items()}
 
