@@ -145,7 +145,8 @@ def check_stack(stack: DeepStack, inputs: Any) -> list[dict[str, Any]]:
 
         return type(layer).evolve(layer, x, watched, *rest)
 
-    for layer in twin.layers:
+    layers: list[Any] = list(twin.layers)
+    for layer in layers:
         if hasattr(layer, "evolve"):
             layer.evolve = partial(evolve, layer)
     with torch.no_grad():
