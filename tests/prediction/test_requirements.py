@@ -308,6 +308,18 @@ def test_without_an_exit_w2_rests_at_the_mass_that_crossed() -> None:
     assert float(w2_curve(path, found)[-1]) == pytest.approx(2 * math.sqrt(delta), rel=0.01)
 
 
+@pytest.mark.parametrize(("beta", "rate"), [(30.0, 0.41), (100.0, 0.35)])
+def test_C_is_admissible_and_far_from_sharp(beta: float, rate: float) -> None:
+    """Token by token, the distance between the flows at beta and at zero temperature grows slower than e^{Ct}."""
+    cloud, t = quadrature.circle(400, lambda theta: torch.exp(torch.cos(theta - 1))), [0.0, 2.0, 6.0]
+    A = Attention.from_matrices(diag(3, 1), diag(1, 2), beta)
+    warm, cold = flow(A, cloud.x, t, weights=cloud.weights, h=0.1).x, zero_temperature_flow(A, cloud.x, t).x
+    error = ((warm - cold).square().sum(-1) * cloud.weights).sum(-1).sqrt()
+    assert float(torch.log(error[2] / error[1]) / 4) == pytest.approx(rate, abs=0.02)
+    admissible = limit(A).C
+    assert admissible == pytest.approx(10.0)
+
+
 @pytest.mark.slow
 def test_what_w2_is_made_of_where_the_tail_is_slow() -> None:
     """W2^2 = A e^{-kappa t} + B beta^{-(1 + x/g)} e^{2xt} + D beta^{-2} e^{kappa t}: tokens that linger, clusters that
