@@ -8,6 +8,7 @@ then come out again the same.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from attn_flow.base.files import read_tensors, versions, write_tensors
 from attn_flow.nn.stack import DeepStack
 from attn_flow.train.recipes import Recipe
 from attn_flow.train.tasks import Task
-from attn_flow.train.texts import HIDDEN, Vocabulary
+from attn_flow.train.texts import HIDDEN, UNKNOWN, Vocabulary
 
 FORMAT = "attn_flow.train"
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
@@ -148,14 +149,26 @@ class TrainedStack(DeepStack):
 
     @torch.no_grad()
     def predict(self, texts: Sequence[str]) -> list[Answer]:
-        """An Answer for each text. A stack of task "masked" fills in the characters written as `_`."""
+        """An Answer for each text. A stack of task "masked" fills in the characters written as `_`.
+
+        Texts without a word that the stack was trained on are told by a warning: their answers are guesses.
+        """
         if isinstance(texts, str):
             raise ValueError("texts is one string, expected a list of strings; pass [text].")
+        for i, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise ValueError(f"texts[{i}] is {text!r}, expected a string.")
         if self.reads is None:
             raise ValueError(f"this stack was trained on {self.recipe.task!r}, not on texts; call it with its inputs.")
+        if not texts:
+            return []
         was = self.training
         self.eval()
         x, mask = self.reads.encode(texts)
+        strange = int((x <= UNKNOWN).all(-1).sum())
+        if self.reads.labels and strange:
+            message = f"{strange} of {len(texts)} texts hold no word that the stack was trained on; it guesses."
+            warnings.warn(message, stacklevel=3)  # no_grad stands between
         if not self.reads.labels:
             hidden = torch.tensor(
                 [[c == HIDE for c in text.ljust(self.reads.longest)[: self.reads.longest]] for text in texts]

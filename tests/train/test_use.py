@@ -35,7 +35,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_predictions_are_those_of_the_stack_by_hand(run: Path) -> None:
     stack = load(run)
     assert stack.recipe.updates == 80
-    answers = stack.predict(["lovely thing", "poor song", ""])
+    with pytest.warns(UserWarning, match="1 of 3 texts hold no word"):
+        answers = stack.predict(["lovely thing", "poor song", "quite another"])
     assert [a.label for a in answers[:2]] == ["yes", "no"]
     assert stack.reads is not None
     ids = torch.tensor([[2 + stack.reads.words.index("poor"), 2 + stack.reads.words.index("song"), 0, 0]])
@@ -44,6 +45,9 @@ def test_predictions_are_those_of_the_stack_by_hand(run: Path) -> None:
     assert answers[1].probability == pytest.approx(float(chance[0]), rel=1e-6)
     with pytest.raises(ValueError, match="one string"):
         stack.predict("poor song")
+    with pytest.raises(ValueError, match=r"texts\[1\] is 3, expected a string"):
+        stack.predict(["poor song", 3])
+    assert stack.predict([]) == []
 
 
 def test_predict_from_the_command_line(run: Path, tmp_path: Path) -> None:
