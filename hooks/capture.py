@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attn_flow.dynamics.distributed import ALONE, Processes
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.attach import deepened, evaluating
 from attn_flow.hooks.inputs import pieces, report_truncation
@@ -34,6 +35,7 @@ def record(
     dtype: torch.dtype | None = None,
     max_unknown: float = 0.1,
     check: bool = True,
+    world: Processes = ALONE,
 ) -> Trajectory:
     """The path of real tokens through an encoder: `record(model, tokenizer, texts)` or `record(model, inputs)`.
 
@@ -46,6 +48,7 @@ def record(
     dtype: of the states; by default the model's, half precision as float32.
     max_unknown: the share of unknown tokens above which the texts are refused (see `unknown_share`).
     check: first compare the weights as read with what the layers compute, on a few tokens (see `self_check`).
+    world: `processes()`, which share the batches; each of them returns the path of all texts.
 
     Returns a Trajectory: x (points, texts, n, d), mask (texts, n), t counting layers, one label per token. For a corpus
     too large for memory see `record_corpus`.
@@ -67,7 +70,9 @@ def record(
     truncated, limit, unknown, content = 0, None, 0, 0
     as_built = build(model) if check else None  # before hooks are attached
     with deepened(model, depth), recording(model, points) as tape, evaluating(model):
-        for piece in pieces(model, source, texts, batch, max_length):
+        for b, piece in enumerate(pieces(model, source, texts, batch, max_length)):
+            if b % world.count != world.rank:
+                continue
             part = piece.make()
             unknown, content = unknown + part.unknown, content + part.content
             refuse_unknown(tokenizer, unknown, content, max_unknown, last=False)
@@ -76,10 +81,28 @@ def record(
             forward(model, tape, part)
             paths.append(_cast(tape.trajectory(part, special=special, tokenizer=tokenizer), dtype))
             truncated, limit = truncated + part.truncated, part.limit
+    if world.count > 1:
+        paths, counts = _of_all(paths, (truncated, unknown, content), world)
+        truncated, unknown, content = counts
     refuse_unknown(tokenizer, unknown, content, max_unknown)
-    report_truncation(truncated, limit)
+    if world.first:
+        report_truncation(truncated, limit)
     share = {} if tokenizer is None else {"unknown_share": unknown / max(1, content)}
     return joined(paths, {"truncated": truncated, "special": special, "depth": depth, **share})
+
+
+def _of_all(
+    paths: list[Trajectory], counts: tuple[int, int, int], world: Processes
+) -> tuple[list[Trajectory], list[int]]:
+    """The batches of all processes in the order of the texts, on this process's device, and the sums of counts."""
+    home = [replace(path, x=path.x.cpu(), mask=None if path.mask is None else path.mask.cpu()) for path in paths]
+    shares = world.gathered_objects((home, counts))
+    batches = sum(len(share) for share, _ in shares)
+    whole = [shares[b % world.count][0][b // world.count] for b in range(batches)]
+    if paths:
+        device = paths[0].x.device
+        whole = [replace(p, x=p.x.to(device), mask=None if p.mask is None else p.mask.to(device)) for p in whole]
+    return whole, [sum(column) for column in zip(*(numbers for _, numbers in shares))]
 
 
 def _cast(path: Trajectory, dtype: torch.dtype | None) -> Trajectory:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,10 +76,13 @@ def probe(
       attn-flow probe ./my-bert --texts corpus.txt --out runs/mine
 
       attn-flow probe minilm minilm@random minilm@beta_factor=4 --texts corpus.jsonl --out runs/compare
+
+      torchrun --nproc-per-node=2 -m attn_flow probe minilm --texts corpus.jsonl --out runs/shared
     """
     import torch
 
     from attn_flow.base.files import writing_alone
+    from attn_flow.dynamics.distributed import processes
     from attn_flow.hooks.loading import load_tokenizer
     from attn_flow.hooks.zoo import own_inputs
     from attn_flow.probe.nulls import NULLS
@@ -93,6 +98,10 @@ def probe(
     if source is not None and first is not None:
         source = source[:first]
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    world = processes(patience=timedelta(days=1))  # while the first process writes a report, the others wait
+    if place == "cuda" and world.count > 1:
+        place = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    show = world.first and not as_json
     found: dict[str, Probe] = {}
     for name in named:
         folder = out if len(named) == 1 else out / folder_name(name)
@@ -114,19 +123,25 @@ def probe(
             seed=seed,
             transport=transport,
             max_unknown=max_unknown,
+            world=world,
         )
-        if not again and finished_before(folder, asked.key):
-            if not as_json:
+        if not again and world.gathered_objects(finished_before(folder, asked.key))[0]:
+            if show:
                 echo(f"{name}: finished before, see {folder}/report.html (--again computes it anew)")
-            found[name] = Probe.load(folder)
+            if world.first:
+                found[name] = Probe.load(folder)
             continue
-        with writing_alone(folder / "probe.json"):
+        with writing_alone(folder / "probe.json") if world.first else nullcontext():
             found[name] = asked.answer(None if again else folder / "parts", progress=not (quiet or as_json))
+            if not world.first:
+                continue
             page = write_report(found[name], folder, title=f"Is {name} a mean-field flow?")
-        if not as_json:
+        if show:
             for finding in found[name].findings():
                 echo(f"- {finding}")
             echo(f"report: {page}")
+    if not world.first:
+        return
     if len(found) > 1:
         page = write_comparison(found, out, {name: folder_name(name) for name in found})
         if not as_json:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.attention import Attention
+from attn_flow.dynamics.distributed import ALONE, Processes
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.capture import record
 from attn_flow.hooks.layout import Block, blocks
@@ -96,12 +97,22 @@ def record_clouds(
     max_length: int | None = None,
     beta_factor: float = 1.0,
     max_unknown: float = 0.1,
+    world: Processes = ALONE,
 ) -> Clouds:
     """Record a model run at `beta_factor` times its trained inverse temperature; see `record` for the rest."""
     found = [A.with_beta(beta_factor * A.beta) for A in attentions(model)]
     points = ("attn_in", "attn_out", f"resid_post.{len(found) - 1}")
     with torch.no_grad(), nullcontext() if beta_factor == 1 else scale_beta(model, beta_factor):
-        path = record(model, source, texts, points=points, batch=batch, max_length=max_length, max_unknown=max_unknown)
+        path = record(
+            model,
+            source,
+            texts,
+            points=points,
+            batch=batch,
+            max_length=max_length,
+            max_unknown=max_unknown,
+            world=world,
+        )
     length, here = path.x.shape[-2], blocks(model)
     return by_text(path, found, [reach(block) for block in here], [read_places(block, length) for block in here])
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attn_flow.dynamics.distributed import ALONE, Processes
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.observe import quantities
 from attn_flow.observe.tracking import track
@@ -47,14 +48,14 @@ class View:
     place: Tensor
 
 
-def cloud_evolution(clouds: Clouds) -> Evolution:
-    """The numbers of every level and text."""
+def cloud_evolution(clouds: Clouds, world: Processes = ALONE) -> Evolution:
+    """The numbers of every level and text; zero for the texts of other processes (see `evolution_of_all`)."""
     levels, T = len(clouds.z), clouds.texts
     cosine, rank, count, merges, splits = (torch.zeros(levels, T, dtype=torch.float64) for _ in range(5))
     energy = torch.zeros(len(BETAS), levels, T, dtype=torch.float64)
     histogram = torch.zeros(levels, BINS, dtype=torch.float64)
     edges = torch.zeros(BINS + 1, dtype=torch.float64)
-    for t in range(T):
+    for t in range(world.rank, T, world.count):
         x = torch.stack([directions(level[t]) for level in clouds.z])
         n = x.shape[1]
         masses, edges = quantities.pairwise_cosines(x, BINS)
@@ -69,6 +70,13 @@ def cloud_evolution(clouds: Clouds) -> Evolution:
             if event.kind in ("merge", "split"):
                 (merges if event.kind == "merge" else splits)[int(event.t), t] += 1
     return Evolution(cosine, rank, count, merges, splits, energy, histogram, edges.cpu())
+
+
+def evolution_of_all(shares: list[Evolution]) -> Evolution:
+    """What processes found, each of its own texts, together."""
+    names = [name for name in vars(shares[0]) if name != "edges"]
+    sums = {name: torch.stack([getattr(share, name) for share in shares]).sum(0) for name in names}
+    return Evolution(**sums, edges=shares[0].edges)
 
 
 def token_view(clouds: Clouds, generator: torch.Generator) -> View:

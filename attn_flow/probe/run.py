@@ -24,6 +24,7 @@ from torch import nn
 
 from attn_flow.base.files import read_tensors, versions, write_tensors
 from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.distributed import ALONE, Processes
 from attn_flow.hooks.inputs import length_limit, pieces, row_texts
 from attn_flow.hooks.layout import blocks, encoder_inside
 from attn_flow.hooks.trust import fingerprint, self_check
@@ -34,7 +35,7 @@ from attn_flow.probe import nulls as null_models
 from attn_flow.probe.agreement import Agreement
 from attn_flow.probe.closures import Closure
 from attn_flow.probe.clouds import Clouds, record_clouds
-from attn_flow.probe.evolution import cloud_evolution, token_view
+from attn_flow.probe.evolution import cloud_evolution, evolution_of_all, token_view
 from attn_flow.probe.head_space import HeadSpace
 from attn_flow.probe.heads import head_regimes
 from attn_flow.probe.law_alone import carry_law
@@ -65,6 +66,7 @@ LAYER_TEXTS = 16  # texts on which closures and nulls are compared layer by laye
 DEPTH_TEXTS = 16  # texts carried through depth
 INSIDE = 0.01  # of the variance of a layer's logits: places that leave more unexplained were misread
 RUNS_MODEL = ("propagation", "law_alone", "nulls/untrained")  # stages that run an encoder: one after the other
+SHARED = {"evolution": evolution_of_all}  # stages that look at every text: processes share out these
 EXTRA = {
     CROSS_FITTED: "atoms of the heads, found without the query",
     "sphere": "full sphere, zero temperature",
@@ -85,6 +87,7 @@ def probe(
     max_unknown: float = 0.1,
     progress: bool = False,
     parts: str | Path | None = None,
+    world: Processes = ALONE,
 ) -> Probe:
     """Probe an encoder on texts: `probe(model, tokenizer, texts)`, or `probe(model, inputs)` with ready inputs.
 
@@ -95,6 +98,7 @@ def probe(
     "geomloss" or "auto" (geomloss on CUDA). max_unknown: the share of tokens unknown to the tokenizer above which texts
     are refused.
     parts: a folder where finished stages are kept, so that the same call continues after a kill.
+    world: `attn_flow.dynamics.distributed.processes()`, which share the work; each returns the whole answer.
     Returns a `Probe`: `findings()`, `rows()`, `as_json()`, `plot()`, `save(folder)`.
 
     >>> from attn_flow.hooks.demo import minilm, topics
@@ -114,6 +118,7 @@ def probe(
         seed=seed,
         transport=transport,
         max_unknown=max_unknown,
+        world=world,
     )
     return asked.answer(parts, progress)
 
@@ -127,6 +132,7 @@ class Inquiry:
     texts: list[str] | None
     clouds: Clouds
     about: dict[str, Any]
+    world: Processes = ALONE
 
     @property
     def key(self) -> str:
@@ -136,12 +142,17 @@ class Inquiry:
     def answer(self, parts: str | Path | None = None, progress: bool = False) -> Probe:
         """Run every stage, or take it from its file in `parts`.
 
-        With two threads or more on a CPU, the stages that run the encoder go beside those that do not.
+        With two threads or more on a CPU, the stages that run the encoder go beside those that do not. Several
+        processes share out the stages, and in those of `SHARED`, which look at every text, the texts.
         """
         stages = self._stages()
+        runs_model = [stage for stage in stages if stage.partition("/")[0] in RUNS_MODEL or stage in RUNS_MODEL]
+        others = [stage for stage in stages if stage not in runs_model]
+        whole = [stage for stage in runs_model + others if stage not in SHARED]  # both kinds evenly over processes
+        own = {*whole[self.world.rank :: self.world.count], *SHARED}
         done: dict[str, Any] = {}
         stopped = threading.Event()
-        with progress_bar("probe", len(stages), progress) as advance:
+        with progress_bar("probe", len(own), progress and self.world.first) as advance:
 
             def run(lane: Iterable[str]) -> None:
                 try:
@@ -149,7 +160,9 @@ class Inquiry:
                         for stage in lane:
                             if stopped.is_set():
                                 return
-                            done[stage] = _kept(parts, stage, self.key, stages[stage])
+                            if stage not in own:
+                                continue
+                            done[stage] = _kept(self._folder(parts, stage), stage, self.key, stages[stage])
                             advance(note=stage)
                 except BaseException:
                     stopped.set()
@@ -159,15 +172,16 @@ class Inquiry:
             if self.about["device"] != "cpu" or threads < 2:
                 run(stages)
             else:
-                runs_model = [stage for stage in stages if stage.partition("/")[0] in RUNS_MODEL or stage in RUNS_MODEL]
                 torch.set_num_threads(threads // 2)
                 try:
                     with ThreadPoolExecutor(1) as pool:
                         beside = pool.submit(run, runs_model)
-                        run([stage for stage in stages if stage not in runs_model])
+                        run(others)
                         beside.result()
                 finally:
                     torch.set_num_threads(threads)
+        if self.world.count > 1:
+            done = _of_all(done, self.world)
         found: dict[str, Any] = {group: {} for group in BY_NAME}
         for stage in stages:
             group, _, name = stage.partition("/")
@@ -177,6 +191,12 @@ class Inquiry:
                 found[group] = done[stage]
         about = {**self.about, "order": {group: list(found[group]) for group in BY_NAME}}
         return Probe(about, **found, tokens=self.clouds.tokens)
+
+    def _folder(self, parts: str | Path | None, stage: str) -> str | Path | None:
+        """Where a stage is kept; one whose texts are shared out, apart for each process."""
+        if parts is None or self.world.count == 1 or stage not in SHARED:
+            return parts
+        return Path(parts) / f"{self.world.rank}-of-{self.world.count}"
 
     @cached_property
     def _bench(self) -> Bench:
@@ -219,7 +239,7 @@ class Inquiry:
         found["law_alone"] = lambda: carry_law(self._bench, self._generator("law_alone"))
         found["limits"] = lambda: approach_to_limits(clouds, self._generator("limits"), method)
         found["heads"] = lambda: head_regimes(clouds)
-        found["evolution"] = lambda: cloud_evolution(clouds)
+        found["evolution"] = lambda: cloud_evolution(clouds, self.world)
         found["view"] = lambda: token_view(clouds, self._generator("view"))
         found["transports"] = lambda: transport_check(clouds)
         found["reading"] = lambda: read_tokens(clouds)
@@ -264,6 +284,7 @@ def inquire(
     seed: int = 0,
     transport: str = "auto",
     max_unknown: float = 0.1,
+    world: Processes = ALONE,
 ) -> Inquiry:
     """Record an encoder, check that its weights were read rightly, and name what is asked; arguments as `probe`'s.
 
@@ -285,7 +306,7 @@ def inquire(
         takes = None if texts is None else length_limit(source, model)
         max_length = min(max_length, takes) if max_length is not None and takes is not None else max_length
         checked = _checked(model, source, texts, max_length)
-        clouds = record_clouds(model, source, texts, batch, max_length, beta_factor, max_unknown)
+        clouds = record_clouds(model, source, texts, batch, max_length, beta_factor, max_unknown, world)
         facts = encoder_facts(model)
     solver(transport, clouds.z[0][0].device)
     ladder = steps(clouds)
@@ -316,7 +337,7 @@ def inquire(
     about["key"] = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
     about["costs"] = {name: asdict(_cost(step, clouds)) for name, step in ladder.items()}
     about["self_check"] = checked
-    return Inquiry(model, source, texts, clouds, about)
+    return Inquiry(model, source, texts, clouds, about, world)
 
 
 def _checked(model: nn.Module, source: Any, texts: list[str] | None, max_length: int | None) -> list[dict[str, Any]]:
@@ -361,6 +382,14 @@ def _cost(step: Closure, clouds: Clouds) -> Any:
     """The cost of a closure on the first text, mean over layers."""
     found = [step.cost(clouds.space(layer, 0)) for layer in range(clouds.layers)]
     return type(found[0])(sum(c.numbers for c in found) / len(found), found[0].own_tokens)
+
+
+def _of_all(done: dict[str, Any], world: Processes) -> dict[str, Any]:
+    """The stages of all processes; those of shared texts put together."""
+    home = {stage: replace(part, **{k: z.cpu() for k, z in vars(part).items()}) for stage, part in done.items()}
+    shares = world.gathered_objects(home)
+    together = {stage: part for share in shares for stage, part in share.items()}
+    return together | {stage: join([share[stage] for share in shares]) for stage, join in SHARED.items()}
 
 
 def _kept(parts: str | Path | None, stage: str, key: str, compute: Callable[[], Any]) -> Any:
