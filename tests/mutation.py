@@ -107,9 +107,9 @@ NAMED = [
     ("dynamics/steppers.py", "(self.tol * scale)).amax())", "(self.tol * scale)).mean())"),
     ("dynamics/steppers.py", "norm(dim=-1).clamp_min(1.0)", "norm(dim=-1)"),
     ("dynamics/steppers.py", "(error_before, 1e-30) / error**2)", "(error_before, 1e-30) / error)"),
-    ("transport/entropic.py", "lowered = torch.minimum(g, exact)", "lowered = g"),
-    ("transport/entropic.py", "- float(rows @ (x * mean).sum(-1)) - product)", "- float(rows @ (x * mean).sum(-1)))"),
-    ("transport/entropic.py", "- 4 * (x.shape[1] + 2) * torch.finfo(x.dtype).eps * size", ""),
+    ("transport/feasible.py", "lowered = torch.minimum(g, exact)", "lowered = g"),
+    ("transport/feasible.py", "(rows * (x * mean).sum(-1)).sum(-1) - product)", "(rows * (x * mean).sum(-1)).sum(-1))"),
+    ("transport/feasible.py", " - rounding[:, None]", ""),
     ("transport/entropic.py", "max(high - distance, distance - low)", "min(high - distance, distance - low)"),
     ("transport/candidates.py", "gap=proved + leak(plan, a, b) * _largest(x, y, ground)", "gap=proved"),
     ("transport/candidates.py", "np.minimum(floor, last - rounding)", "np.minimum(floor, last)"),
@@ -117,10 +117,10 @@ NAMED = [
     ("transport/candidates.py", "cost - float(a @ floor + b @ v)", "cost - float(a @ u + b @ v)"),
     ("transport/coupling.py", "gap=gap + leak(plan, a, b) * float(unit)", "gap=gap"),
     ("transport/coupling.py", "gap = max(least - (c_low + k_low * (theta - low)), 0.0)", "gap = 0.0"),
-    ("transport/distances.py", "return error <= max(rtol * distance.item()", "return error <= max(error"),
-    ("transport/distances.py", "return X, A, Y, B, moved_x + moved_y", "return X, A, Y, B, moved_x"),
-    ("transport/distances.py", "share < 1 else gap ** (1 / p)", "share < 1 else gap"),
-    ("transport/distances.py", "-math.expm1(math.log1p(-share) / p)", "share / (2 * p)"),
+    ("transport/plans.py", "return error <= max(rtol * distance.item()", "return error <= max(error"),
+    ("transport/atoms.py", "return X, A, Y, B, moved_x + moved_y", "return X, A, Y, B, moved_x"),
+    ("transport/plans.py", "share < 1 else gap ** (1 / p)", "share < 1 else gap"),
+    ("transport/plans.py", "-math.expm1(math.log1p(-share) / p)", "share / (2 * p)"),
 ]  # fmt: skip
 
 # Survivors that change nothing a test could see: (file, pattern of the changed line or of the change, why).
@@ -153,7 +153,7 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ("probe/quantised.py", r"(halved|doubled): 1e-30 ", "it keeps 0 out of a logarithm; what is there is masked or 0"),
     ("transport/candidates.py", r"ENTRIES = 1 << 20", SPEED),
     ("transport/candidates.py", r"(halved|doubled): 1e-6 ", "what is proved is returned, whatever was aimed at"),
-    ("transport/distances.py", r"(halved|doubled): 1e3 ", PATH),
+    ("transport/scales.py", r"(halved|doubled): 1e3 ", PATH),
 ]
 
 

@@ -1,8 +1,9 @@
 """W_2 of a batch of pairs on an accelerator: the Sinkhorn divergence and its proved interval, all pairs at once.
 
-The mathematics is that of `entropic`, whose loops are made for a CPU and ask a value after every sweep. Here the number
-of sweeps is known beforehand, sums are taken with their maximum, and the host reads once before the schedule and after
-every tenth sweep of the interval, however many pairs and points there are. A point without mass is there and unseen.
+The mathematics is that of `entropic`, whose schedule is made for a CPU and asks a value after every sweep. Here the
+number of sweeps is known beforehand, sums are taken with their maximum, and the host reads once before the schedule and
+after every tenth sweep of the interval, however many pairs and points there are. A point without mass is there and
+unseen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.base.memory import require
-from attn_flow.transport.entropic import BLURS, GEOMLOSS_BYTES, TIGHTEN, anneal
+from attn_flow.transport.entropic import BLURS, GEOMLOSS_BYTES, anneal
+from attn_flow.transport.feasible import interval
 
 # Entries of the matrices of all pairs that are held at once.
 ENTRIES = 1 << 24
@@ -51,41 +53,6 @@ def divergence(
     g_y, within_y, _, _ = schedule(y, b, y, b)
     S = (a * (f - f_x)).sum(-1) + (b * (g - g_y)).sum(-1)
     return S, (a[..., None] * (within_x - to_y), b[..., None] * (within_y - to_x), f - f_x, g - g_y), g
-
-
-def interval(x: Tensor, a: Tensor, y: Tensor, b: Tensor, g: Tensor, blur: float, goal: Tensor) -> tuple[Tensor, Tensor]:
-    """Proved bounds of W_2^2 (B,) as in `entropic.interval`; iterated until all are `goal` apart, with a read each."""
-    eps, log_a, log_b = blur**2, a.log(), b.log()
-    norms = ((a * x.square().sum(-1)).sum(-1) + (b * y.square().sum(-1)).sum(-1)) / 2
-    upper, lower = torch.full_like(goal, math.inf), torch.zeros_like(goal)
-    for step in range(TIGHTEN):
-        f = softmin(eps, x, y, log_b + g / eps)[0]
-        exact = softmin(eps, y, x, log_a + f / eps)[0]
-        if step % 10 == 9 or step == 0:
-            lowered = torch.minimum(g, exact)
-            soft, mean = softmin(eps, x, y, log_b + lowered / eps)
-            rows, columns = a * ((f - soft) / eps).exp(), b * ((lowered - exact) / eps).exp()
-            rest_x, rest_y = (a - rows).clamp(min=0), (b - columns).clamp(min=0)
-            rest = rest_x.sum(-1)
-            product = ((rest_x[..., None] * x).sum(1) * (rest_y[..., None] * y).sum(1)).sum(-1)
-            product = torch.where(rest > 0, product / torch.where(rest > 0, rest, 1.0), 0.0)
-            upper = torch.minimum(upper, norms - (rows * (x * mean).sum(-1)).sum(-1) - product)
-            u = _transform(x, y, exact, b > 0)
-            lower = torch.maximum(lower, (a * u).sum(-1) + (b * _transform(y, x, u, a > 0)).sum(-1))
-            if checks.read(((upper - lower) - goal / 2).amax())[0] <= 0:
-                break
-        g = exact
-    return 2 * lower, 2 * upper
-
-
-def _transform(x: Tensor, y: Tensor, g: Tensor, there: Tensor) -> Tensor:
-    """min_j |x_i - y_j|^2/2 - g_j over the points that are there, (B, n), lowered by what rounding may have added."""
-    offset = torch.where(there, y.square().sum(-1) / 2 - g, math.inf)[:, None, :]
-    rows = x.split(max(1, ENTRIES // (len(x) * y.shape[1])), dim=1)
-    least = torch.cat([torch.baddbmm(offset, some, y.mT, alpha=-1).amin(-1) for some in rows], dim=1)
-    size = x.square().sum(-1).amax(-1) + y.square().sum(-1).amax(-1) + torch.where(there, g.abs(), 0.0).amax(-1)
-    rounding = 4 * (x.shape[-1] + 2) * torch.finfo(x.dtype).eps * size
-    return least + x.square().sum(-1) / 2 - rounding[:, None]
 
 
 def certified(
@@ -159,7 +126,7 @@ def _at_blur(
         for d, z in zip(slopes, (x, y, a, b)):
             slope = slope + (d.double() * (z - z.detach())).flatten(1).sum(-1)
     S = S.double()
-    low, high = interval(X, A, Y, B, g.double(), blur, rtol * S.clamp(min=0))
+    low, high = interval(X, A, Y, B, g.double(), blur, rtol * S.clamp(min=0), softmin, ENTRIES)
     low = low.sqrt()
     high = torch.maximum(high.clamp(min=0).sqrt(), low)
     distance = (2 * S).clamp(min=0).sqrt().clamp(low, high)

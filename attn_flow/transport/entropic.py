@@ -6,8 +6,7 @@ chapter 3: symmetric averaged updates, eps annealed from the squared diameter); 
 of one kernel matrix give the softmins of both sides at once, in memory linear in n, and the means of y and x under
 its rows and columns, which is all the gradient needs.
 The estimate alone is up to 80% wrong on clustered clouds. So potentials and plan are made feasible, which bounds the
-optimum from both sides (rounding: Altschuler, Weed & Rigollet, NeurIPS 2017), and what the interval does not hold
-to `rtol` is refused.
+optimum from both sides (`feasible`), and what the interval does not hold to `rtol` is refused.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from torch import Tensor
 
 from attn_flow.base.memory import require
 from attn_flow.transport.coupling import Ground
+from attn_flow.transport.feasible import interval
 
 # Blurs tried, as parts of the diameter, when none is given.
 BLURS = (0.1, 0.05, 0.02, 0.01, 0.005)
-# Iterations at the last eps that tighten the interval; each is two softmins.
-TIGHTEN = 40
 # Entries of a cost matrix held at once where no fused kernel gives the log-sum-exp.
 ENTRIES = 1 << 22
 # Entries of a kernel matrix in one block: what the second cache holds.
@@ -49,14 +47,11 @@ class Divergence:
 
 
 def softmin(eps: float, x: Tensor, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """-eps log sum_j e^{h_j - |x_i - y_j|^2/(2 eps)} (n,), and the mean of y under those weights (n, d)."""
-    bias = h - y.square().sum(-1) / (2 * eps)
-    q, k = x[None, None].contiguous(), y[None, None].contiguous()
-    mean, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, k, attn_mask=bias[None, None, None], scale=1 / eps
-    )
-    mean, lse = mean[0, 0], lse[0, 0]
-    return x.square().sum(-1) / 2 - eps * lse, mean
+    """-eps log sum_j e^{h_j - |x_i - y_j|^2/(2 eps)} (..., n), and the mean of y under those weights (..., n, d)."""
+    bias = (h - y.square().sum(-1) / (2 * eps)).reshape(-1, 1, 1, y.shape[-2])
+    q, k = (z.reshape(-1, 1, *z.shape[-2:]).contiguous() for z in (x, y))
+    mean, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, attn_mask=bias, scale=1 / eps)
+    return x.square().sum(-1) / 2 - eps * lse.reshape(x.shape[:-1]), mean.reshape(x.shape)
 
 
 def softmins(
@@ -135,42 +130,6 @@ def divergence(x: Tensor, a: Tensor, y: Tensor, b: Tensor, blur: float, scaling:
     )
 
 
-def interval(x: Tensor, a: Tensor, y: Tensor, b: Tensor, g: Tensor, blur: float, goal: float) -> tuple[float, float]:
-    """Proved bounds of W_2^2 from a potential g of y, in float64; iterated until they are `goal` apart or stop closing.
-
-    Upper: g lowered until no column has too much mass, the rest moved by the product plan.
-    Lower: f_i = min_j C_ij - g_j and g_j = min_i C_ij - f_i over all pairs, which is dual feasible.
-    """
-    eps, log_a, log_b = blur**2, a.log(), b.log()
-    norms = float(a @ x.square().sum(-1) + b @ y.square().sum(-1)) / 2
-    upper, lower = math.inf, 0.0
-    for step in range(TIGHTEN):
-        f = softmin(eps, x, y, log_b + g / eps)[0]
-        exact = softmin(eps, y, x, log_a + f / eps)[0]
-        if step % 10 == 9 or step == 0:
-            lowered = torch.minimum(g, exact)
-            soft, mean = softmin(eps, x, y, log_b + lowered / eps)
-            rows, columns = a * ((f - soft) / eps).exp(), b * ((lowered - exact) / eps).exp()
-            rest_x, rest_y = (a - rows).clamp(min=0), (b - columns).clamp(min=0)
-            rest = float(rest_x.sum())
-            product = float((rest_x @ x) @ (rest_y @ y)) / rest if rest > 0 else 0.0
-            upper = min(upper, norms - float(rows @ (x * mean).sum(-1)) - product)
-            u = _transform(x, y, exact)
-            lower = max(lower, float(a @ u + b @ _transform(y, x, u)))
-            if upper - lower <= goal / 2:
-                break
-        g = exact
-    return 2 * lower, 2 * upper
-
-
-def _transform(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
-    """min_j |x_i - y_j|^2/2 - g_j, (n,), lowered by what rounding may have added."""
-    offset = y.square().sum(-1) / 2 - g
-    least = [torch.addmm(offset, rows, y.T, alpha=-1).amin(-1) for rows in x.split(max(ENTRIES // len(y), 1))]
-    size = float(x.square().sum(-1).max() + y.square().sum(-1).max() + g.abs().max())
-    return torch.cat(least) + x.square().sum(-1) / 2 - 4 * (x.shape[1] + 2) * torch.finfo(x.dtype).eps * size
-
-
 def certified(
     x: Tensor,
     a: Tensor,
@@ -211,7 +170,9 @@ def certified(
             moves = ((S.dx, x), (S.dy, y), (S.da, a), (S.db, b))
             slope = torch.stack([(d.double() * (z - z.detach())).sum() for d, z in moves]).sum()
         # From an estimate W^2, an interval of width 2 rtol W^2 is an error of rtol W on either side.
-        low, high = interval(X, A, Y, B, g.double(), size, rtol * max(value, 0.0))
+        goal = A.new_tensor([rtol * max(value, 0.0)])
+        pair = (z[None] for z in (X, A, Y, B, g.double()))
+        low, high = (float(z) for z in interval(*pair, size, goal, softmin, ENTRIES))
         low, high = math.sqrt(low), math.sqrt(max(high, low))
         distance = min(max(math.sqrt(max(2 * value, 0.0)), low), high)
         error = max(high - distance, distance - low)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_flow.transport import candidates, coupling, distances, entropic, solve
+from attn_flow.transport import candidates, coupling, entropic, feasible, plans, solve
 from attn_flow.transport.coupling import Ground, Plan
 
 F64 = torch.float64
@@ -76,7 +76,11 @@ def test_the_least_reduced_cost_of_the_interval_allows_for_rounding() -> None:
     """Far from zero the products lose digits, half of them upwards."""
     x, y, g = 1e6 + normal(100, 3), 1e6 + normal(100, 3, seed=1), normal(100, seed=2)
     exact = (torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist") ** 2 / 2 - g).amin(-1)
-    assert bool((entropic._transform(x, y, g) <= exact).all())
+    assert bool(
+        (
+            feasible.least_reduced(x[None], y[None], g[None], torch.ones(1, 100, dtype=torch.bool), 1000)[0] <= exact
+        ).all()
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -86,9 +90,10 @@ def test_the_interval_holds_from_any_potential(seed: int) -> None:
     a = torch.softmax(normal(6, seed=200 + seed), 0)
     b = torch.softmax(normal(6, seed=300 + seed), 0)
     exact = float(solve(x, y, weights_x=a, weights_y=b, method="simplex").distance) ** 2
+    goal = torch.full((1,), 1e9, dtype=F64)  # the first interval, not a tightened one
     for size in (0.3, 1.0, 3.0):
-        g = size * normal(6, seed=400 + seed)
-        low, high = entropic.interval(x, a, y, b, g, 0.5, 1e9)  # the first interval, not a tightened one
+        pair = (z[None] for z in (x, a, y, b, size * normal(6, seed=400 + seed)))
+        low, high = feasible.interval(*pair, 0.5, goal, entropic.softmin, entropic.ENTRIES)
         assert low <= exact * (1 + 1e-12)
         assert high >= exact * (1 - 1e-12)
 
@@ -120,15 +125,15 @@ def test_what_merging_moved_is_counted_on_both_sides() -> None:
 def test_a_gap_of_the_cost_as_an_error_of_the_distance(p: float) -> None:
     for distance, gap in ((2.0, 0.5), (2.0, 1.9), (1.0, 1.0), (0.0, 1e-6), (0.1, 7.0)):
         expected = distance - max(distance**p - gap, 0.0) ** (1 / p) if distance**p > gap else gap ** (1 / p)
-        assert distances._in_distance(distance, gap, p) == pytest.approx(expected)
-    tiny = distances._in_distance(1.0, 1e-20, p)
+        assert plans.gap_in_distance(distance, gap, p) == pytest.approx(expected)
+    tiny = plans.gap_in_distance(1.0, 1e-20, p)
     assert tiny == pytest.approx(1e-20 / p, rel=1e-9)  # where the difference would be zero
 
 
 def test_an_error_beyond_rtol_is_refused() -> None:
     """Certified by the shortlist's gap, made large."""
-    good = lambda error: distances._good(torch.tensor(2.0), error, 0.01, 4.0, 2.0)
+    good = lambda error: plans.good_enough(torch.tensor(2.0), error, 0.01, 4.0, 2.0)
     assert good(0.019)
     assert not good(0.021)
-    assert distances._good(torch.tensor(0.0), 3e-6, 0.01, 4.0, 1.0)  # rounding: 1e-6 of the extent
-    assert not distances._good(torch.tensor(0.0), 5e-6, 0.01, 4.0, 1.0)
+    assert plans.good_enough(torch.tensor(0.0), 3e-6, 0.01, 4.0, 1.0)  # rounding: 1e-6 of the extent
+    assert not plans.good_enough(torch.tensor(0.0), 5e-6, 0.01, 4.0, 1.0)

@@ -21,7 +21,8 @@ from attn_flow.transport import distances
 from attn_flow.transport.candidates import _sparse, nearest, shortlist
 from attn_flow.transport.coupling import Ground, Plan, staircase
 from attn_flow.transport.distances import Limits, solve, wasserstein
-from attn_flow.transport.entropic import divergence, interval, softmin, softmins
+from attn_flow.transport.entropic import ENTRIES, divergence, softmin, softmins
+from attn_flow.transport.feasible import interval
 
 F64 = torch.float64
 
@@ -266,13 +267,12 @@ def test_the_interval_holds_the_distance(name: str, blur: float) -> None:
     known = float(wasserstein(x, y)) ** 2
     a = torch.full((len(x),), 1 / len(x), dtype=F64)
     g = divergence(x, a, y, a, blur, 0.5, 4.0).g
-    low, high = interval(x, a, y, a, g, blur, 0.0)
-    assert low <= known + 1e-12
-    assert high >= known - 1e-12
     # A wrong potential widens the interval and never breaks it.
-    low, high = interval(x, a, y, a, g + 0.1 * normal(len(y), seed=9), blur, math.inf)
-    assert low <= known + 1e-12
-    assert high >= known - 1e-12
+    for some, goal in ((g, 0.0), (g + 0.1 * normal(len(y), seed=9), math.inf)):
+        pair = (z[None] for z in (x, a, y, a, some))
+        low, high = interval(*pair, blur, torch.tensor([goal], dtype=F64), softmin, ENTRIES)
+        assert float(low) <= known + 1e-12
+        assert float(high) >= known - 1e-12
 
 
 @pytest.mark.parametrize("method", ["sinkhorn", "geomloss"])
