@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention.projections import ALL, Projections
-from attn_flow.averages import compiled, dense, fourier, near
-from attn_flow.averages.patches import worth
+from attn_flow.averages import compiled, costs, dense, fourier, near
+from attn_flow.averages.patches import share_seen
 from attn_flow.base.words import introduce
 
 # The share of a query's weights that may be left out where nothing else is asked: what the dtype hardly resolves.
 TRUNCATION = {torch.float32: 1e-6, torch.float64: 1e-12}
 COMPILED_PAIRS = 2**22  # pairs of queries and keys from which the compiled kernel pays for putting them in order
 LONGEST = 1e15  # tokens and, squared, logits beyond which bounds in float32 leave its range
-FEWEST_PAIRS = min(COMPILED_PAIRS, fourier.PAIRS, near.PAIRS)  # from which anything here can pay
+FEWEST_PAIRS = 2**18  # below which nothing here can pay: calling the ways takes longer than all pairs
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,14 +48,17 @@ def over_near_keys(
     if torch.is_autocast_enabled(x.device.type):  # it would round what the bounds are made of
         return None
     longest = math.sqrt(p.dim) * max(dense.largest(x), dense.largest(y))
-    if not (longest < LONGEST and float(p.logit_bound(longest)) < LONGEST**2):
+    if not (longest < LONGEST and (logits := float(p.logit_bound(longest))) < LONGEST**2):
         return None
     # The compiled kernel is faster than the fused one on everything.
     always = always or (_compiled(p, x) and x.shape[-2] * y.shape[-2] >= COMPILED_PAIRS)
-    most = 1.0 if always else near.MASKED_WORTH if masked else near.WORTH
+    double = x.dtype == torch.float64 or logits > dense.LOGIT_RANGE  # what all pairs would be computed in
+    most = 1.0 if always else _most(p, x, y, double, masked)
     batch = dense.broadcast(x.shape[:-2], y.shape[:-2], p.batch, torch.Size(()) if bias is None else bias.shape[:-2])
-    if not always and not _skipping_pays(p, x, y, bias, tolerance, most, batch):
+    by_series = _ways(p, x, y, bias, tolerance, batch, double, always)
+    if by_series is None:
         return None
+    series = iter(by_series)
     masks: dict[str, Any] = {"causal": p.causal, "exclude_self": not p.self_attention, "first": first}
     exact = p if p.cold else p.double
     x64 = x if p.cold else x.double()
@@ -68,7 +71,7 @@ def over_near_keys(
             options: dict[str, Any] = {"key_bias": b, "most": most}
             if p.cold:
                 one = near.hardmax(q, k, v, **options)
-            elif not masked and fourier.fits(q, k, p.scale, tolerance, x.dtype):
+            elif next(series):
                 one = fourier.softmax(q, k, v, tolerance=tolerance, key_bias=b, scale=p.scale)
             else:
                 one = near.softmax(q, k, v, tolerance=tolerance, scale=p.scale, **options, **masks)
@@ -85,25 +88,58 @@ def over_near_keys(
     return Truncated(p.with_constant(total), error.to(x.dtype), pairs)
 
 
+def _most(p: Projections, x: Tensor, y: Tensor, double: bool, masked: bool) -> float:
+    """The share of pairs beyond which all keys take less time, once patches are there."""
+    known = costs.here()
+    everything = known.dense(1, 1, p.key_width + p.value_width, double, p.cold)
+    return min(1.0, everything / known.near_pair(x.dtype == torch.float64, masked, p.cold))
+
+
 def _compiled(p: Projections, x: Tensor) -> bool:
     return not p.cold and compiled.serves(max(p.key_width, p.value_width), x.dtype, x.device)
 
 
-def _skipping_pays(
-    p: Projections, x: Tensor, y: Tensor, bias: Tensor | None, tolerance: float, most: float, batch: torch.Size
-) -> bool:
-    """Whether every head and cloud is large, narrow and cold enough, before anything is copied."""
-    pairs, width = x.shape[-2] * y.shape[-2], p.key_width
-    on_a_circle = width == 2 and not (p.cold or p.causal) and p.self_attention
-    if width > near.WIDTH or pairs < (fourier.PAIRS if on_a_circle else near.PAIRS):
-        return False
-    window = 0.0 if p.cold else math.log(y.shape[-2] / tolerance)
-    return all(
-        (on_a_circle and fourier.fits(q, k, p.scale, tolerance, x.dtype))
-        or (pairs >= near.PAIRS and worth(q, k, b, p.scale, window, most))
-        for h in range(p.heads)
-        for q, k, b, _ in _clouds(p, x, y, bias, slice(h, h + 1), batch)
-    )
+def _ways(
+    p: Projections,
+    x: Tensor,
+    y: Tensor,
+    bias: Tensor | None,
+    tolerance: float,
+    batch: torch.Size,
+    double: bool,
+    always: bool,
+) -> list[bool] | None:
+    """Head by head and cloud by cloud, whether a Fourier series is the way rather than near keys, by what each costs.
+
+    None where all pairs take less time, unless `always`. double: all pairs would be in float64.
+    """
+    m, n, masked, known = x.shape[-2], y.shape[-2], p.causal or not p.self_attention, costs.here()
+    everything, ordered = known.dense(m, n, p.key_width + p.value_width, double, p.cold), known.patches(m, n)
+    on_a_circle = p.key_width == 2 and not (p.cold or masked)
+    if always and not on_a_circle:
+        return [False] * (p.heads * math.prod(batch))
+    if p.key_width > near.WIDTH:
+        ordered = math.inf
+    if not always and everything < min(ordered, known.series(m, n, 1) if on_a_circle else math.inf):
+        return None
+    pair = known.near_pair(x.dtype == torch.float64, masked, p.cold)
+    window = 0.0 if p.cold else math.log(n / tolerance)
+    by_series, gained = [], 0.0
+    for h in range(p.heads):
+        for q, k, b, _ in _clouds(p, x, y, bias, slice(h, h + 1), batch):
+            terms = fourier.fits(q, k, p.scale, tolerance, x.dtype) if on_a_circle else 0
+            series = known.series(m, n, terms) if terms else math.inf
+            if always:
+                by_series.append(series < everything)
+                continue
+            skipping = math.inf
+            if ordered < min(series, everything):
+                skipping = ordered + m * n * pair * share_seen(q, k, b, p.scale, window)
+            if min(series, skipping) == math.inf:
+                return None
+            by_series.append(series < skipping)
+            gained += everything - min(series, skipping)
+    return by_series if always or gained > 0 else None
 
 
 def _clouds(

@@ -20,8 +20,6 @@ from torch import Tensor
 from attn_flow.averages import bessel
 from attn_flow.averages.near import Near, over_all
 
-PAIRS = 2**21  # pairs of queries and keys below which the dense kernel is as fast
-COST = 8  # what a term costs, in pairs of the dense kernel
 ENTRIES = 2**18  # features held at once
 EPS = torch.finfo(torch.float64).eps
 ROUNDING = 4 * EPS  # of a sum whose terms add up to one
@@ -40,18 +38,19 @@ def terms(b: float) -> int:
     return most
 
 
-def fits(q: Tensor, k: Tensor, scale: float, tolerance: float, dtype: torch.dtype) -> bool:
-    """Whether keys k (n, 2) lie on a circle around zero as far as `dtype` tells, and few terms do for queries q."""
-    if k.shape[-1] != 2 or len(q) * len(k) < PAIRS:
-        return False
+def fits(q: Tensor, k: Tensor, scale: float, tolerance: float, dtype: torch.dtype) -> int:
+    """How many terms do for queries q if keys k (n, 2) lie on a circle around zero as far as `dtype` tells, else 0."""
+    if k.shape[-1] != 2:
+        return 0
     lengths, norms = q.norm(dim=-1), k.norm(dim=-1)
     low, high = float(norms.min()), float(norms.max())
     if high - low > ROUND * torch.finfo(dtype).eps * high:
-        return False
+        return 0
     # Where keys are not quite on the circle, `softmax` corrects for a query of mean length.
     uncorrected = scale * float(_range(lengths)) * (high - low)
-    cost = COST * terms(scale * float(lengths.max()) * high) * (len(q) + len(k))
-    return uncorrected <= max(tolerance, ROUNDING * scale) and cost < len(q) * len(k)
+    if uncorrected > max(tolerance, ROUNDING * scale):
+        return 0
+    return terms(scale * float(lengths.max()) * high)
 
 
 def softmax(

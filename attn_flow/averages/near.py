@@ -24,9 +24,7 @@ from torch import Tensor
 from attn_flow.averages import compiled, dense
 from attn_flow.averages.patches import Patches, Selection, select
 
-PAIRS = 2**26  # pairs of queries and keys below which putting them in order costs more than 5% of the average itself
 WIDTH = 16  # width of keys beyond which patches of neighbours are as wide as the cloud
-WORTH, MASKED_WORTH = 0.4, 0.06  # share of pairs above which the dense kernel is faster, without and with a mask
 BOUNDS = 2**21  # bounds held at once
 ENTRIES, MASKED_ENTRIES = 2**16, 2**14  # keys gathered at once; a mask makes a matrix of each patch
 UNSEEN = 0.1  # part of the tolerance for what the compiled kernel leaves out query by query

@@ -106,8 +106,8 @@ class Selection:
                 begun = end
 
 
-def worth(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, window: float, most: float) -> bool:
-    """Whether patches will leave less than the share `most` of pairs, asked of a few queries before anything is sorted.
+def share_seen(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, window: float) -> float:
+    """The share of pairs that patches will leave, about: asked of a few queries before anything is sorted.
 
     window: how far below the highest logit a key matters. A patch is taken to be as wide as the ball that holds SIZE
     neighbours.
@@ -118,7 +118,7 @@ def worth(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, window: float
     away = torch.cdist(k[best[:, 0]], k)
     radius, reach = (z.kthvalue(min(SIZE, z.shape[-1]), dim=-1, keepdim=True)[0] for z in (torch.cdist(some, q), away))
     seen = logits - top + scale * radius * (away + reach) >= -window
-    return float(seen.float().mean()) < most
+    return float(seen.float().mean())
 
 
 def select(queries: Patches, keys: Patches, bias: Tensor, scale: float, tolerance: float | None) -> Selection:

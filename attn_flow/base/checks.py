@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 _hidden: ContextVar[bool] = ContextVar("hidden", default=False)  # True inside `unseen`
-# What `together` is to read: where something is suspect, and who then looks closer.
-_suspects: ContextVar[list[tuple[Tensor, Callable[[], None]]] | None] = ContextVar("suspects", default=None)
+# What `together` is to read, and who is then told.
+_awaited: ContextVar[list[tuple[Tensor, Callable[[float], None]]] | None] = ContextVar("awaited", default=None)
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -52,28 +52,32 @@ def unseen(hidden: bool = True) -> Iterator[None]:
 @contextmanager
 def together() -> Iterator[None]:
     """What is checked inside of tensors on an accelerator is read at the end, once; on a CPU it is read at once."""
-    if torch.compiler.is_compiling() or _suspects.get() is not None:
+    if torch.compiler.is_compiling() or _awaited.get() is not None:
         yield
         return
-    found: list[tuple[Tensor, Callable[[], None]]] = []
-    token = _suspects.set(found)
+    found: list[tuple[Tensor, Callable[[float], None]]] = []
+    token = _awaited.set(found)
     try:
         yield
     finally:
-        _suspects.reset(token)
+        _awaited.reset(token)
     if found:
-        for suspect, (_, look) in zip(read(*(where for where, _ in found)), found):
-            if suspect:
-                look()
+        for value, (_, listener) in zip(read(*(number for number, _ in found)), found):
+            listener(value)
 
 
 def look_if(suspect: Tensor, look: Callable[[], None]) -> None:
     """Call look, which raises if it finds something, where suspect () is True: now, or at the end of `together`."""
-    pending = _suspects.get()
-    if pending is not None and suspect.device.type != "cpu":
-        pending.append((suspect, look))
-    elif bool(suspect):
-        look()
+    tell(suspect, lambda found: look() if found else None)
+
+
+def tell(number: Tensor, listener: Callable[[float], None]) -> None:
+    """Give the listener what number () is: now, or at the end of `together`, after what was asked before."""
+    pending = _awaited.get()
+    if pending is not None and number.device.type != "cpu":
+        pending.append((number, listener))
+    else:
+        listener(float(number))
 
 
 def read(*numbers: Tensor) -> list[float]:

@@ -21,6 +21,7 @@ from attn_flow.bench.dense_drifts import drift_ratios, memory_ratios
 from attn_flow.bench.distances import transport_ratios
 from attn_flow.bench.encoders import encoder_ratios
 from attn_flow.bench.flows import plateau_ratios, sweep_ratios
+from attn_flow.bench.growth import growth_ratios
 from attn_flow.bench.layers import layer_ratios
 from attn_flow.bench.measure import Ratio
 from attn_flow.bench.reads import read_ratios
@@ -35,6 +36,7 @@ CASES: dict[str, Callable[[bool], Iterator[Ratio]]] = {
     "choice": choice_ratios,
     "precision": precision_ratios,
     "memory": memory_ratios,
+    "growth": growth_ratios,
     "sweep": sweep_ratios,
     "plateau": plateau_ratios,
     "transport": transport_ratios,

@@ -296,13 +296,13 @@ def bench(
     cases: Annotated[
         list[str] | None,
         typer.Argument(
-            help="drift, cold, circle, kernel, precision, memory, sweep, plateau, transport, job, encoder, sharding, "
+            help="drift, cold, circle, kernel, choice, precision, memory, growth, sweep, plateau, transport, job, encoder, sharding, "
             "layer, compile, reads; all of them if none is named."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Small sizes.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Threads of torch.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for bench.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for bench.json, and growth.png of `growth`.")] = None,
     as_json: Json = False,
 ) -> None:
     """Speed and memory against the alternatives, run side by side: ratios below 1 are in our favour.
@@ -317,6 +317,11 @@ def bench(
     found = ratios(cases, quick=quick, threads=threads, progress=not as_json)
     if out is not None:
         write_json({**found, "versions": versions()}, out / "bench.json")
+        if grown := [row for row in found["rows"] if "sizes" in row]:
+            from attn_flow.base.figures import save_figure
+            from attn_flow.bench.growth_figure import growth_figure
+
+            save_figure(growth_figure(grown, found["processor"]), out / "growth.png")
     if as_json:
         say(found)
         return
@@ -327,7 +332,8 @@ def bench(
 def _rest(row: dict[str, Any]) -> str:
     """The numbers behind a ratio."""
     known = ("case", "against", "ratio")
-    return ", ".join(f"{name} {value:.3g}" for name, value in row.items() if name not in known)
+    numbers = {name: value for name, value in row.items() if name not in known and isinstance(value, (int, float))}
+    return ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
 
 
 for each in (encoders.probe, encoders.encoder, encoders.spectra, encoders.record, encoders.merge, train, predict):
