@@ -28,8 +28,7 @@ ROUND = 16  # units in the last place by which the norms of points on a circle m
 
 def terms(b: float) -> int:
     """K with I_k(b) e^{-b} below rounding for k > K."""
-    digits = -math.log(EPS)
-    most = math.ceil(digits + math.sqrt(digits**2 + 2 * digits * b))  # by I_k(b) e^{-b} <= e^{-k^2 / 2 (b + k)}
+    most = most_terms(b)
     size = 1.0
     for k, ratio in enumerate(bessel.ratios(b, most), start=1):
         size *= ratio
@@ -38,8 +37,14 @@ def terms(b: float) -> int:
     return most
 
 
+def most_terms(b: float) -> int:
+    """A bound of `terms`, by I_k(b) e^{-b} <= e^{-k^2 / 2 (b + k)}."""
+    digits = -math.log(EPS)
+    return math.ceil(digits + math.sqrt(digits**2 + 2 * digits * b))
+
+
 def fits(q: Tensor, k: Tensor, scale: float, tolerance: float, dtype: torch.dtype) -> int:
-    """How many terms do for queries q if keys k (n, 2) lie on a circle around zero as far as `dtype` tells, else 0."""
+    """How many terms do for queries q if keys k (n, 2) are on a circle around 0 as far as `dtype` tells; else 0."""
     if k.shape[-1] != 2:
         return 0
     lengths, norms = q.norm(dim=-1), k.norm(dim=-1)
@@ -50,7 +55,7 @@ def fits(q: Tensor, k: Tensor, scale: float, tolerance: float, dtype: torch.dtyp
     uncorrected = scale * float(_range(lengths)) * (high - low)
     if uncorrected > max(tolerance, ROUNDING * scale):
         return 0
-    return terms(scale * float(lengths.max()) * high)
+    return most_terms(scale * float(lengths.max()) * high)
 
 
 def softmax(

@@ -136,7 +136,7 @@ def fitted(rounds: int = 5) -> tuple[Costs, float]:
         for n in (1024, 8192):
             for beta in (1.0, 1e2, 1e4):
                 x = cloud(n, 2).double()
-                rows.append([1.0, fourier.terms(beta) * 2 * n])
+                rows.append([1.0, fourier.most_terms(beta) * 2 * n])
                 seconds.append(clocked(partial(fourier.softmax, x, x, x.float(), tolerance=1e-6, scale=beta)))
         fit(("circle", "term"), rows, seconds)
     return Costs(**found), float(np.median(misses))

@@ -1,4 +1,4 @@
-"""How time and memory grow with tokens, heads, dimension, texts and levels: processor time, measured peak, exponents."""
+"""How time and memory grow with tokens, heads, dimension, texts and levels: processor time and measured peak."""
 
 from __future__ import annotations
 
@@ -64,12 +64,7 @@ def axes(quick: bool) -> list[Axis]:
         Axis("n", "a cold drift, d = 3, beta = 10^4", cold, lambda n: _drift(n, 3, 1e4)),
         Axis("n", "a dense drift, d = 3, beta = 1, all keys", dense, lambda n: _drift(n, 3, 1.0, truncation=0.0)),
         Axis("heads", "a drift of heads of width 16, n = 1,000, d = 64", few(1, 2, 4, 8, 16, 32, 64), _of_heads),
-        Axis(
-            "d",
-            "a drift, n = 1,000, beta = 1",
-            few(2, 4, 8, 16, 32, 64, 128, 256, 512),
-            lambda d: _drift(1_000, d, 1.0),
-        ),
+        Axis("d", "a drift, n = 1,000, beta = 1", few(2, 4, 8, 16, 32, 64, 128, 256, 512), _of_dimension),
         Axis("texts", "a drift of texts of 256 tokens, d = 64", few(1, 2, 4, 8, 16, 32, 64), _of_texts),
         Axis("levels", "a flow of so many levels, n = 256, d = 64, rk4", few(1, 2, 4, 8, 16, 32, 64), _of_levels),
     ]
@@ -100,6 +95,10 @@ def _cloud(n: int, d: int, *batch: int) -> Tensor:
 
 def _drift(n: int, d: int, beta: float, truncation: float | None = None) -> Callable[[], Tensor]:
     return partial(Attention.identity(d, beta, truncation=truncation).drift, _cloud(n, d))
+
+
+def _of_dimension(d: int) -> Callable[[], Tensor]:
+    return _drift(1_000, d, 1.0)
 
 
 def _of_heads(heads: int) -> Callable[[], Tensor]:

@@ -296,8 +296,8 @@ def bench(
     cases: Annotated[
         list[str] | None,
         typer.Argument(
-            help="drift, cold, circle, kernel, choice, precision, memory, growth, sweep, plateau, transport, job, encoder, sharding, "
-            "layer, compile, reads; all of them if none is named."
+            help="drift, cold, circle, kernel, choice, precision, memory, growth, sweep, plateau, transport, job, "
+            "encoder, sharding, layer, compile, reads; all of them if none is named."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option(help="Small sizes.")] = False,

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from attn_flow import Attention, Sphere, flow
+from attn_flow.attention import truncated
 from attn_flow.attention.truncated import TRUNCATION
-from attn_flow.averages import near, patches
+from attn_flow.averages import costs, fourier, near, patches
 from attn_flow.base.memory import peak_memory
 from attn_flow.bench.choices import ways_of
 
@@ -20,6 +21,14 @@ F64 = torch.float64
 
 def sphere(n, d, seed=0, dtype=F64):
     return Sphere().uniform(n, d, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.fixture
+def patches_cost_nothing(monkeypatch):
+    """Near keys are the way wherever few pairs are near, however small the cloud; a series never is."""
+    free = replace(costs.here(), fixed=0.0, order=0.0, bound=0.0, circle=math.inf)
+    monkeypatch.setattr(costs, "here", lambda: free)
+    monkeypatch.setattr(truncated, "FEWEST_PAIRS", 1)
 
 
 def literal(attention, x, weights=None, mask=None):
@@ -103,9 +112,8 @@ def test_a_query_whose_reference_is_hidden_looks_at_all_keys():
     assert float((found.drift - literal(attention, x)).norm(dim=-1).max()) < 2e-6
 
 
-def test_large_cold_drift_takes_this_path_by_itself(monkeypatch):
+def test_large_cold_drift_takes_this_path_by_itself(monkeypatch, patches_cost_nothing):
     """`drift` and `flow` use it where it pays, within the default tolerance of the dtype."""
-    monkeypatch.setattr(near, "PAIRS", 2**20)
     calls = []
     select = near.select
     monkeypatch.setattr(near, "select", lambda *args: calls.append(1) or select(*args))
@@ -124,6 +132,29 @@ def test_large_cold_drift_takes_this_path_by_itself(monkeypatch):
     assert float((path.x - dense.x).abs().max()) < 1e-11
 
 
+def test_a_way_is_taken_for_what_it_costs(monkeypatch):
+    """The same cloud goes over all keys, near keys or a series as constants say: none is preferred by its size."""
+    x, attention = sphere(600, 2), Attention.identity(2, 1e3, dtype=F64)
+    taken = []
+    for module, name in ((near, "softmax"), (fourier, "softmax")):
+        whole = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *z, of=module, whole=whole, **o: taken.append(of) or whole(*z, **o))
+    dear = dict.fromkeys(vars(costs.here()), 1.0)
+    ways = {
+        None: {"pair64": 0.0, "entry64": 0.0},
+        near: {"fixed": 0.0, "order": 0.0, "bound": 0.0, "near64": 0.0},
+        fourier: {"circle": 0.0, "term": 0.0},
+    }
+    drifts = []
+    for way, cheap in ways.items():
+        monkeypatch.setattr(costs, "here", lambda cheap=cheap: costs.Costs(**{**dear, **cheap}))
+        drifts.append(attention.drift(x))
+        assert taken == ([] if way is None else [way])
+        taken.clear()
+    for other in drifts[1:]:
+        assert float((other - drifts[0]).abs().max()) < 4 * TRUNCATION[F64]
+
+
 @pytest.mark.parametrize("d", [2, 3])
 def test_every_way_of_a_drift_is_the_same(d):
     """Whichever is chosen: all within the truncation and float32's sums over 500 keys of the exact one."""
@@ -137,8 +168,8 @@ def test_every_way_of_a_drift_is_the_same(d):
         assert error < 2 * TRUNCATION[torch.float32] + 4 * 60 * torch.finfo(torch.float32).eps, name
 
 
-def test_batches_and_betas_of_their_own(monkeypatch):
-    monkeypatch.setattr(near, "PAIRS", 2**16)
+@pytest.mark.usefixtures("patches_cost_nothing")
+def test_batches_and_betas_of_their_own():
     x = sphere((3, 600), 2)
     attention = Attention.identity(2, torch.tensor([[1e3], [3e3], [1e4]], dtype=F64), dtype=F64, truncation=1e-9)
     found = attention.drift(x)
@@ -168,8 +199,8 @@ def test_memory_is_linear():
     assert peaks[1] < 0.1 * 4 * 16384**2
 
 
-def test_autocast_would_round_the_bounds(monkeypatch):
-    monkeypatch.setattr(near, "PAIRS", 2**16)
+@pytest.mark.usefixtures("patches_cost_nothing")
+def test_autocast_would_round_the_bounds():
     x = sphere(600, 3, dtype=torch.float32)
     attention = Attention.identity(3, 100.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -191,8 +222,8 @@ def test_nobody_visible_gives_no_drift():
 
 
 @pytest.mark.parametrize(("n", "m"), [(3, 2000), (2000, 3), (1, 5000)])
-def test_few_keys_or_few_queries(n, m, monkeypatch):
-    monkeypatch.setattr(near, "PAIRS", 2**12)
+@pytest.mark.usefixtures("patches_cost_nothing")
+def test_few_keys_or_few_queries(n, m):
     attention = Attention.identity(3, 1e3, dtype=F64)
     x, y = sphere(n, 3), sphere(m, 3, seed=1)
     expected = torch.softmax(1e3 * x @ y.mT, dim=-1) @ y
