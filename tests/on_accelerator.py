@@ -3,6 +3,7 @@
 Run by test_accelerator.py in a process of its own: torch counts devices once, at the first backward pass.
 """
 
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -20,7 +21,11 @@ from attn_flow import (
     Gaussian,
     Sphere,
     UniformSphere,
+    VonMisesFisher,
+    density_flow,
     flow,
+    linearise,
+    lyapunov,
     wasserstein,
 )
 from attn_flow.bench.reads import counted
@@ -37,12 +42,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from public_examples import examples, made_there, run
 
 EXAMPLES = examples()
-NO_TANGENTS = "forward-mode derivatives end the process on torch 2.13's Python devices: a limit of the simulation"
-LIMITS = {
-    "attn_flow.linearise": NO_TANGENTS,
-    "attn_flow.lyapunov": NO_TANGENTS,
-    "attn_flow.density_flow": "its law is a function of nodes on the CPU, where it solves; the attention belongs there",
-}
 with accelerator():
     pass  # before the first backward pass of any test, whatever their order
 G, V = torch.diag(torch.tensor([3.0, 1.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0, 1.0]))
@@ -83,6 +82,55 @@ def count() -> int:
     found = sum(device_reads().values())
     forget_reads()
     return found
+
+
+@pytest.mark.parametrize("kind", ["softmax", "unnormalised", "hardmax", "linear", "relu", "sigmoid"])
+def test_a_drift_reads_once(x: Tensor, kind: str) -> None:
+    """What is checked of the tokens and how long they are, together; the norm of the weights was read before."""
+    mask, weights = torch.arange(40) < 30, torch.rand(40, generator=torch.Generator().manual_seed(1))
+    with accelerator():
+        attention = Attention.from_matrices(on(G), on(V), 2.0, kind=kind)
+        attention.prepared(1.0)
+        for options in ({}, {"mask": on(mask), "weights": on(weights)}, {"context": Cloud(on(x[:7]))}):
+            there = on(x)
+            forget_reads()
+            attention.drift(there, **options)
+            assert count() == 1, options
+        with pytest.raises(ValueError, match="x has 3 NaN"):
+            attention.drift(on(x.masked_fill(torch.arange(40)[:, None] == 3, math.nan)))
+
+
+def test_a_drift_there_has_the_digits_of_float64_where_it_needs_them(x: Tensor) -> None:
+    """Precision follows from the longest token, of the cloud or of its context."""
+    for options in ({}, {"context": Cloud(30 * x[:7])}):
+        beta = 300.0 / (30 if options else 1)
+        expected = Attention.from_matrices(G.double(), V.double(), beta).drift(
+            x.double(), Cloud(30 * x[:7].double()) if options else None
+        )
+        with accelerator():
+            there = {"context": Cloud(on(30 * x[:7]))} if options else {}
+            found = Attention.from_matrices(on(G), on(V), beta).drift(on(x), **there)
+        eps = torch.finfo(torch.float32).eps
+        torch.testing.assert_close(values(found).double(), expected, rtol=4 * eps, atol=4 * eps)
+
+
+def test_forward_derivatives_stay_and_agree(x: Tensor) -> None:
+    expected = linearise(Attention.from_matrices(G, V, 2.0), x[:5])
+    grown = lyapunov(Attention.from_matrices(G, V, 2.0), x[:5], 1.0)
+    with accelerator():
+        attention = Attention.from_matrices(on(G), on(V), 2.0)
+        close(linearise(attention, on(x[:5])).jacobian, expected.jacobian)
+        close(lyapunov(attention, on(x[:5]), 1.0).exponents, grown.exponents, 40)
+
+
+def test_a_density_is_solved_where_its_attention_is() -> None:
+    law = VonMisesFisher(torch.tensor([1.0, 0.0]), 2.0)
+    expected = density_flow(Attention.identity(2, 3.0), law, [0.0, 0.1])
+    with accelerator() as device:
+        there = VonMisesFisher(on(law.mean), 2.0)
+        found = density_flow(Attention.identity(2, 3.0, device=device), there, [0.0, 0.1])
+        close(found.coefficients, expected.coefficients, 100)
+        close(found.growth_rates(1), expected.growth_rates(1), 10_000)
 
 
 @pytest.mark.parametrize("times", [2, 5])
@@ -307,15 +355,8 @@ def test_the_bench_counts_no_more_reads_than_are_allowed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_of_public_functions_mix_no_devices(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if name in LIMITS:
-        pytest.skip(LIMITS[name])
     with accelerator() as device, made_there(device):
         run(name, EXAMPLES[name])
-
-
-@pytest.mark.slow
-def test_limits_name_examples() -> None:
-    assert set(LIMITS) <= set(EXAMPLES)
 
 
 @pytest.mark.slow

@@ -79,6 +79,8 @@ def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     there = [z for z in leaves if isinstance(z, Simulated)]
     here = [z for z in leaves if isinstance(z, torch.Tensor) and not isinstance(z, Simulated)]
     name = str(operation)
+    if name == "aten._efficientzerotensor.default":  # of forward derivatives: a tensor without memory, for torch's eyes
+        operation = torch.ops.aten.zeros.default
     asked = kwargs.get("device")
     if there and name in ("aten.size.default", "aten.sym_size.default"):
         return tuple(there[0].held.size())

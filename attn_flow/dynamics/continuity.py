@@ -65,7 +65,7 @@ class DensityPath:
 
     def amplitudes(self) -> Tensor:
         """The size sqrt(sum c^2) of every degree 0, ..., bandwidth, (T, bandwidth + 1); sqrt(2) |c_k| on the circle."""
-        by_degree = torch.zeros(len(self), self.harmonics.bandwidth + 1, dtype=torch.float64)
+        by_degree = self.coefficients.new_zeros(len(self), self.harmonics.bandwidth + 1)
         by_degree.index_add_(1, self.harmonics.degree.long(), self.coefficients.square())
         return by_degree.sqrt()
 
@@ -73,7 +73,7 @@ class DensityPath:
         """d/dt log of the size of degree k, over every interval of t, (T - 1,)."""
         if not isinstance(k, int) or not 0 <= k <= self.harmonics.bandwidth:
             raise ValueError(f"k = {k}, expected a degree from 0 to {self.harmonics.bandwidth}.")
-        return self.amplitudes()[:, k].log().diff() / self.t.diff()
+        return self.amplitudes()[:, k].log().diff() / self.t.diff().to(self.coefficients)
 
     def cloud(self, index: int) -> Cloud:
         """The density at one time as a weighted cloud on its nodes: moments, W2, energies are those of a `Cloud`."""
@@ -157,7 +157,7 @@ def density_flow(
     checks.times(times)
     nodes, modes = (3 * L + 1, 2 * L + 1) if d == 2 else ((3 * L // 2 + 2) * (3 * L + 1), (L + 1) ** 2)
     memory.require(8 * nodes * modes * (2 * d + 3), f"harmonics of bandwidth {L} in d = {d}", "lower the bandwidth")
-    basis = Harmonics.of(d, L)
+    basis = Harmonics.of(d, L).to(attention.Q.device)
     run = _Spectral(attention.to(torch.float64), basis, diffusion, tail)
     c = run.start(density)
     kept, steps, h = [c], 0, 0.01
@@ -235,7 +235,7 @@ class _Spectral:
     def check(self, c: Tensor, t: float | None) -> None:
         """Raise where the highest degrees hold more than `tail` of the density, or where it is negative."""
         L, degree = self.basis.bandwidth, self.basis.degree
-        size = torch.zeros(L + 1, dtype=torch.float64).index_add_(0, degree.long(), c.square()).sqrt()
+        size = c.new_zeros(L + 1).index_add_(0, degree.long(), c.square()).sqrt()
         first = L + 1 - max(2, L // 10)
         held = float(size[first:].norm() / size.norm())
         rho = self.basis.values @ c

@@ -7,7 +7,7 @@ normalised Legendre functions in cos(angle). The Laplacian of degree l has the e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,6 +29,11 @@ class Harmonics:
     def laplacian(self) -> Tensor:
         """l (l + d - 2) of every harmonic, (M,)."""
         return self.degree * (self.degree + self.x.shape[-1] - 2)
+
+    def to(self, device: torch.device) -> Harmonics:
+        """The same on another device."""
+        moved = {name: z.to(device) for name, z in vars(self).items() if isinstance(z, Tensor)}
+        return replace(self, **moved)
 
     @classmethod
     def of(cls, d: int, bandwidth: int) -> Harmonics:
@@ -53,12 +58,13 @@ def evaluated(x: Tensor, bandwidth: int) -> Tensor:
 
 
 def _circle(x: Tensor, bandwidth: int) -> tuple[Tensor, Tensor, Tensor]:
-    theta, k = torch.atan2(x[:, 1], x[:, 0])[:, None], torch.arange(1, bandwidth + 1, dtype=torch.float64)
+    theta = torch.atan2(x[:, 1], x[:, 0])[:, None]
+    k = torch.arange(1, bandwidth + 1, dtype=torch.float64, device=x.device)
     cos, sin = math.sqrt(2) * (k * theta).cos(), math.sqrt(2) * (k * theta).sin()
     values = torch.cat([torch.ones_like(theta), cos, sin], dim=1)
     slope = torch.cat([torch.zeros_like(theta), -k * sin, k * cos], dim=1)
     along = torch.stack([-x[:, 1], x[:, 0]], dim=-1)
-    return torch.cat([torch.zeros(1, dtype=torch.float64), k, k]), values, slope[..., None] * along[:, None, :]
+    return torch.cat([k.new_zeros(1), k, k]), values, slope[..., None] * along[:, None, :]
 
 
 def _sphere(x: Tensor, bandwidth: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,5 +94,5 @@ def _sphere(x: Tensor, bandwidth: int) -> tuple[Tensor, Tensor, Tensor]:
                 values.append(now * wave)
                 gradients.append((slope * wave)[:, None] * down + (now * turning / safe)[:, None] * east)
     order = sorted(range(len(degree)), key=lambda i: degree[i])
-    found = torch.tensor([degree[i] for i in order], dtype=torch.float64)
+    found = torch.tensor([degree[i] for i in order], dtype=torch.float64, device=x.device)
     return found, torch.stack([values[i] for i in order], 1), torch.stack([gradients[i] for i in order], 1)

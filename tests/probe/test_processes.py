@@ -29,7 +29,7 @@ def test_two_processes_probe_as_one(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path / "bert")
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(words([24 + i % 7 for i in range(17)])))  # batches of 16: both processes have one
-    options = [str(tmp_path / "bert"), "--texts", str(texts), "--quiet", "--out"]
+    options = [str(tmp_path / "bert"), "--texts", str(texts), "--max-length", "32", "--quiet", "--out"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *TORCHRUN, "probe", *options, str(tmp_path / "two")]
     started = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
