@@ -59,8 +59,23 @@ class Costs:
         return self.circle + self.term * terms * (m + n)
 
 
-_GUESS = Costs(1e-9, 1e-10, 2e-9, 2e-10, 4e-9, 1e-3, 3e-9, 1e-9, 2.5e-9, 5e-9, 2e-8, 1e-8, 1e-3, 2e-8)
-MEASURED = {"AVX512": _GUESS, "AVX2": _GUESS, "DEFAULT": _GUESS}
+_OWN = {
+    "pair": 1.76e-9,
+    "entry": 0.0,
+    "pair64": 2.95e-9,
+    "entry64": 5.5e-11,
+    "hard": 1.04e-8,
+    "fixed": 2.8e-3,
+    "order": 0.0,
+    "bound": 3.8e-9,
+    "near": 3.3e-9,
+    "near64": 3.9e-9,
+    "masked": 5.7e-9,
+    "near_hard": 1.02e-8,
+    "circle": 3.2e-4,
+    "term": 4.0e-9,
+}
+MEASURED = {"AVX512": Costs(**_OWN), "AVX2": Costs(**_OWN), "DEFAULT": Costs(**_OWN)}
 
 
 def here() -> Costs:
