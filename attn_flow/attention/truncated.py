@@ -53,7 +53,7 @@ def over_near_keys(
     # The compiled kernel is faster than the fused one on everything.
     always = always or (_compiled(p, x) and x.shape[-2] * y.shape[-2] >= COMPILED_PAIRS)
     double = x.dtype == torch.float64 or logits > dense.LOGIT_RANGE  # what all pairs would be computed in
-    most = 1.0 if always else _most(p, x, y, double, masked)
+    most = 1.0 if always else _most(p, x, double, masked)
     batch = dense.broadcast(x.shape[:-2], y.shape[:-2], p.batch, torch.Size(()) if bias is None else bias.shape[:-2])
     by_series = _ways(p, x, y, bias, tolerance, batch, double, always)
     if by_series is None:
@@ -88,10 +88,10 @@ def over_near_keys(
     return Truncated(p.with_constant(total), error.to(x.dtype), pairs)
 
 
-def _most(p: Projections, x: Tensor, y: Tensor, double: bool, masked: bool) -> float:
+def _most(p: Projections, x: Tensor, double: bool, masked: bool) -> float:
     """The share of pairs beyond which all keys take less time, once patches are there."""
     known = costs.here()
-    everything = known.dense(1, 1, p.key_width + p.value_width, double, p.cold)
+    everything = known.dense(1, 1, p.key_width + p.value_width, double, p.cold, p.causal)
     return min(1.0, everything / known.near_pair(x.dtype == torch.float64, masked, p.cold))
 
 
@@ -114,7 +114,8 @@ def _ways(
     None where all pairs take less time, unless `always`. double: all pairs would be in float64.
     """
     m, n, masked, known = x.shape[-2], y.shape[-2], p.causal or not p.self_attention, costs.here()
-    everything, ordered = known.dense(m, n, p.key_width + p.value_width, double, p.cold), known.patches(m, n)
+    everything = known.dense(m, n, p.key_width + p.value_width, double, p.cold, p.causal)
+    ordered = known.patches(m, n)
     on_a_circle = p.key_width == 2 and not (p.cold or masked)
     if always and not on_a_circle:
         return [False] * (p.heads * math.prod(batch))

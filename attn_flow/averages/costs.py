@@ -39,11 +39,12 @@ class Costs:
     circle: float
     term: float
 
-    def dense(self, m: int, n: int, width: int, double: bool, hard: bool = False) -> float:
-        """Every pair; width: of keys and values together."""
+    def dense(self, m: int, n: int, width: int, double: bool, hard: bool = False, causal: bool = False) -> float:
+        """Every pair that is seen; width: of keys and values together."""
+        pairs = m * n / 2 if causal else m * n
         if hard:
-            return m * n * self.hard
-        return m * n * (self.pair64 + self.entry64 * width if double else self.pair + self.entry * width)
+            return pairs * self.hard
+        return pairs * (self.pair64 + self.entry64 * width if double else self.pair + self.entry * width)
 
     def near_pair(self, double: bool, masked: bool, hard: bool) -> float:
         """One pair of a query and a key that is near."""

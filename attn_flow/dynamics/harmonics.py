@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class Harmonics:
 
     def to(self, device: torch.device) -> Harmonics:
         """The same on another device."""
-        moved = {name: z.to(device) for name, z in vars(self).items() if isinstance(z, Tensor)}
+        moved: dict[str, Any] = {name: z.to(device) for name, z in vars(self).items() if isinstance(z, Tensor)}
         return replace(self, **moved)
 
     @classmethod

@@ -171,8 +171,8 @@ def certified(
             slope = torch.stack([(d.double() * (z - z.detach())).sum() for d, z in moves]).sum()
         # From an estimate W^2, an interval of width 2 rtol W^2 is an error of rtol W on either side.
         goal = A.new_tensor([rtol * max(value, 0.0)])
-        pair = (z[None] for z in (X, A, Y, B, g.double()))
-        low, high = (float(z) for z in interval(*pair, size, goal, softmin, ENTRIES))
+        bounds = interval(X[None], A[None], Y[None], B[None], g[None].double(), size, goal, softmin, ENTRIES)
+        low, high = (float(z) for z in bounds)
         low, high = math.sqrt(low), math.sqrt(max(high, low))
         distance = min(max(math.sqrt(max(2 * value, 0.0)), low), high)
         error = max(high - distance, distance - low)

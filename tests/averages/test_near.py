@@ -141,9 +141,9 @@ def test_a_way_is_taken_for_what_it_costs(monkeypatch):
         monkeypatch.setattr(module, name, lambda *z, of=module, whole=whole, **o: taken.append(of) or whole(*z, **o))
     dear = dict.fromkeys(vars(costs.here()), 1.0)
     ways = {
-        None: {"pair64": 0.0, "entry64": 0.0},
-        near: {"fixed": 0.0, "order": 0.0, "bound": 0.0, "near64": 0.0},
-        fourier: {"circle": 0.0, "term": 0.0},
+        None: dict.fromkeys(("pair64", "entry64"), 1e-12),
+        near: dict.fromkeys(("fixed", "order", "bound", "near64"), 1e-12),
+        fourier: dict.fromkeys(("circle", "term"), 1e-12),
     }
     drifts = []
     for way, cheap in ways.items():
