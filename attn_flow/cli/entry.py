@@ -319,7 +319,7 @@ def bench(
         write_json({**found, "versions": versions()}, out / "bench.json")
         if grown := [row for row in found["rows"] if "sizes" in row]:
             from attn_flow.base.figures import save_figure
-            from attn_flow.bench.growth_figure import growth_figure
+            from attn_flow.bench.growth_plot import growth_figure
 
             save_figure(growth_figure(grown, found["processor"]), out / "growth.png")
     if as_json:

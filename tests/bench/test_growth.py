@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attn_flow.bench.growth import axes, exponent
-from attn_flow.bench.growth_figure import growth_figure
+from attn_flow.bench.growth_plot import growth_figure
 from attn_flow.cli.entry import app
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_flow.transport import distances
+from attn_flow.transport import plans
 from attn_flow.transport.candidates import _sparse, nearest, shortlist
 from attn_flow.transport.coupling import Ground, Plan, staircase
 from attn_flow.transport.distances import Limits, solve, wasserstein
@@ -187,7 +187,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         seen.append(start is not None)
         return shortlist(*problem, start=start)
 
-    monkeypatch.setattr(distances, "shortlist", watched)
+    monkeypatch.setattr(plans, "shortlist", watched)
     return seen
 
 
