@@ -112,7 +112,10 @@ def plot(numbers: dict[str, Any]) -> Figure:
             h.plot(fired, found["pairwise_cosine"][1:], style, color=tokens, label=f"{words}: tokens")
             h.plot(fired, found["cosine"]["closure"], style, color=closure, label=f"{words}: closure")
         h.axvline(run["layers"], color="#aaaaaa", linewidth=0.8)
-    label(h, "one block fired beyond its depth", "firings", "cosine", legend=bool(h.lines))
+    label(h, "one block fired beyond its depth", "firings", "cosine", legend=False)
+    if tied:
+        h.set_ylim(-0.6, 1.05)
+        h.legend(fontsize=6, frameon=False, ncols=2, loc="lower center")
     held = sum(c["holds"] for c in numbers["claims"])
     missing = f" Not run: {', '.join(numbers['missing'])}." if numbers["missing"] else ""
     caption(
