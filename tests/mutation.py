@@ -104,7 +104,7 @@ NAMED = [
     ("dynamics/integrator.py", "size = max(size, grown) if last else grown", "size = grown"),
     ("dynamics/merging.py", "(100 * torch.finfo(x.dtype).eps) ** 2", "0"),
     ("dynamics/merging.py", "(summed(dx * dv) > 0) & (summed", "(summed"),
-    ("dynamics/steppers.py", "(self.tol * scale)).amax())", "(self.tol * scale)).mean())"),
+    ("dynamics/steppers.py", "(self.tol * scale)).amax()", "(self.tol * scale)).mean()"),
     ("dynamics/steppers.py", "norm(dim=-1).clamp_min(1.0)", "norm(dim=-1)"),
     ("dynamics/steppers.py", "(error_before, 1e-30) / error**2)", "(error_before, 1e-30) / error)"),
     ("transport/feasible.py", "lowered = torch.minimum(g, exact)", "lowered = g"),
@@ -123,7 +123,7 @@ NAMED = [
     ("transport/plans.py", "-math.expm1(math.log1p(-share) / p)", "share / (2 * p)"),
 ]  # fmt: skip
 
-# Survivors that change nothing a test could see: (file, pattern of the changed line or of the change, why).
+# Survivors that change nothing a test could see: (file, pattern of the change, a line's end, and the old line, why).
 PATH = "it chooses how the average is computed, not what it is"
 SPEED = "it sets how fast or in how much memory, not what"
 MARGIN = "a margin or a size to compare with, far from both sides of what it tells apart"
@@ -147,7 +147,7 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ("prediction/requirements.py", r"(halved|doubled): 1e-9 ", MARGIN),
     ("prediction/spectral.py", r"distance <= max\(tol \* size, _rounding", MARGIN),
     ("probe/figures.py", r"set_yticks|set_xticks", "where a figure has its ticks"),
-    ("probe/figures.py", r"figsize|lw=|alpha=|ms=|lim=|set_ylim|zorder|shrink|axhline|axvline|get_cmap", LOOKS),
+    ("probe/figures.py", r"(halved|doubled): .*\n.*(figsize|lw=|alpha=|ms=|lim=|set_ylim|fontsize|shrink)", LOOKS),
     ("probe/nulls.py", r"% 2 == 0", "the two halves of the queries change their names"),
     ("probe/nulls.py", r"text \+ 1 -> \(text - 1", "another text is another one, before or after"),
     ("probe/quantised.py", r"(halved|doubled): 1e-30 ", "it keeps 0 out of a logarithm; what is there is masked or 0"),
@@ -441,11 +441,15 @@ def judged(mutant: Mutant, folder: Path, out: Path, package: str) -> dict[str, A
 
 
 def equivalent(mutant: Mutant) -> str | None:
-    line = mutant.original.splitlines()[mutant.line - 1]
     for file, pattern, why in EQUIVALENT:
-        if mutant.file == file and (re.search(pattern, mutant.change) or re.search(pattern, line)):
+        if mutant.file == file and excused(mutant, pattern):
             return why
     return None
+
+
+def excused(mutant: Mutant, pattern: str) -> bool:
+    """Whether the change, or the line after it, is of this pattern."""
+    return re.search(pattern, f"{mutant.change}\n{mutant.original.splitlines()[mutant.line - 1]}") is not None
 
 
 def main() -> int:
