@@ -563,6 +563,20 @@ def test_many_tokens_that_do_not_interact_are_certified_one_by_one() -> None:
     assert torch.allclose(settled.x, matrix([1.0, 0.0]).expand(2100, 2), atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("number", "verdict"),
+    [(0.099, "resolved"), (0.101, "marginal"), (0.99, "marginal"), (1.01, "unresolved")],
+)
+def test_the_verdict_of_a_resolution_goes_by_its_number(number: float, verdict: str) -> None:
+    """Which is proportional to beta; weights, or it would be the noise of a sample that decides."""
+    x = Sphere().uniform(40, 3, dtype=f64, generator=torch.Generator().manual_seed(0))
+    weights = torch.full((40,), 1 / 40, dtype=f64)
+    unit = float(resolution(Attention.identity(3, 1.0, dtype=f64), x, weights=weights, warn=False).number.max())
+    found = resolution(Attention.identity(3, number / unit, dtype=f64), x, weights=weights, warn=False)
+    assert float(found.number.max()) == pytest.approx(number)
+    assert found.verdict == verdict
+
+
 def test_resolution_is_batched_and_weighted(recwarn: pytest.WarningsRecorder) -> None:
     x = Sphere().uniform((3, 40), 2, dtype=f64, generator=torch.Generator().manual_seed(0))
     A = Attention.random(2, heads=2, head_dim=2, beta=1.0, dtype=f64, generator=torch.Generator().manual_seed(0))

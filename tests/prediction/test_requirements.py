@@ -13,7 +13,7 @@ from attn_flow.dynamics.particles import flow
 from attn_flow.geometry import Sphere
 from attn_flow.measures import quadrature
 from attn_flow.prediction import LimitMap, limit, phases, zero_temperature_flow
-from attn_flow.prediction.hermite import mode_rates
+from attn_flow.prediction.hermite import degrees, mode_rates
 from attn_flow.prediction.timeline import RoundingWarning, w2_curve
 from attn_flow.transport.distances import wasserstein
 
@@ -35,6 +35,12 @@ def rotation(degrees: float) -> Tensor:
 
 def met(found: tuple) -> dict[str, bool | None]:
     return {need.name: need.met for need in found}
+
+
+@pytest.mark.parametrize("m", range(1, 9))
+def test_degrees_are_those_with_few_modes(m: int) -> None:
+    few = [n for n in range(1, 13) if math.comb(m + n - 1, n) <= 120]
+    assert list(degrees(m)) == few
 
 
 # --- Jordan blocks ----------------------------------------------------------------------------------------------
