@@ -159,9 +159,11 @@ def simulate(
             for r in numbers["runs"]
         ],
     )
-    needs = [(need["name"], need["met"]) for need in numbers["runs"][0]["requires"]]
+    needs: dict[str, list[bool | None]] = {need["name"]: [] for need in numbers["runs"][0]["requires"]}
+    for need in (need for r in numbers["runs"] for need in r["requires"]):
+        needs[need["name"]].append(need["met"])
     for met, words in ((True, "met"), (None, "not checked")):
-        if names := ", ".join(name for name, found in needs if found is met):
+        if names := ", ".join(name for name, found in needs.items() if all(each is met for each in found)):
             echo(f"requires, {words}: {names}")
     doubts = {doubt: None for r in numbers["runs"] for doubt in r["doubts"]}
     for doubt in doubts:

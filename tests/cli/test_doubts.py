@@ -39,6 +39,9 @@ def test_simulate_suggests_quadrature_where_chance_decides() -> None:
     assert "doubt (beta 100): little noise (NOT met)" in words
     assert "sampling, not temperature, sets the smallest W2; use a quadrature (simulate --quadrature)" in words
     assert "doubt (beta 3, 100): asymmetric law (NOT met)" in words
+    met = words.partition("requires, met: ")[2].partition(" doubt")[0]
+    assert "off the border, simple leading eigenvalue" in met
+    assert "little noise" not in met  # met at beta = 3 only
 
 
 @pytest.mark.parametrize(("options", "code"), [((), 0), (("--strict",), 1)])
