@@ -92,7 +92,7 @@ def _most(p: Projections, x: Tensor, double: bool, masked: bool) -> float:
     """The share of pairs beyond which all keys take less time, once patches are there."""
     known = costs.here()
     everything = known.dense(1, 1, p.key_width + p.value_width, double, p.cold, p.causal)
-    return min(1.0, everything / known.near_pair(x.dtype == torch.float64, masked, p.cold))
+    return min(1.0, everything / known.near_pair(p.key_width + p.value_width, x.dtype == torch.float64, masked, p.cold))
 
 
 def _compiled(p: Projections, x: Tensor) -> bool:
@@ -123,7 +123,7 @@ def _ways(
         ordered = math.inf
     if not always and everything < min(ordered, known.series(m, n, 1) if on_a_circle else math.inf):
         return None
-    pair = known.near_pair(x.dtype == torch.float64, masked, p.cold)
+    pair = known.near_pair(p.key_width + p.value_width, x.dtype == torch.float64, masked, p.cold)
     window = 0.0 if p.cold else math.log(n / tolerance)
     by_series, gained = [], 0.0
     for h in range(p.heads):

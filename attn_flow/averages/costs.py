@@ -36,6 +36,7 @@ class Costs:
     near64: float
     masked: float
     near_hard: float
+    near_entry: float
     circle: float
     term: float
 
@@ -46,9 +47,10 @@ class Costs:
             return pairs * self.hard
         return pairs * (self.pair64 + self.entry64 * width if double else self.pair + self.entry * width)
 
-    def near_pair(self, double: bool, masked: bool, hard: bool) -> float:
-        """One pair of a query and a key that is near."""
-        return self.near_hard if hard else self.masked if masked else self.near64 if double else self.near
+    def near_pair(self, width: int, double: bool, masked: bool, hard: bool) -> float:
+        """One pair of a query and a key that is near; constants are of width 6 (d = 3), and more is gathered beyond."""
+        pair = self.near_hard if hard else self.masked if masked else self.near64 if double else self.near
+        return pair + self.near_entry * max(0, width - 6)
 
     def patches(self, m: int, n: int) -> float:
         """Putting queries and keys in order, and bounding what patches of keys are worth, before any pair is seen."""
@@ -76,6 +78,7 @@ MEASURED = {
         near64=3.9e-09,
         masked=5.4e-09,
         near_hard=1e-08,
+        near_entry=1.7e-10,
         circle=0.00044,
         term=4e-09,
     ),
@@ -92,6 +95,7 @@ MEASURED = {
         near64=4.7e-09,
         masked=6e-09,
         near_hard=1.2e-08,
+        near_entry=1.7e-10,
         circle=0.0011,
         term=3.5e-09,
     ),
@@ -108,6 +112,7 @@ MEASURED = {
         near64=8.7e-09,
         masked=1.1e-08,
         near_hard=1.6e-08,
+        near_entry=1.7e-10,
         circle=0.00041,
         term=5.2e-09,
     ),

@@ -132,6 +132,8 @@ def fitted(rounds: int = 5) -> tuple[Costs, float]:
         ):
             run_near = partial(_near, x, beta, truncated.TRUNCATION[x.dtype], causal)
             found[name] = max(0.0, clocked(run_near) - begun) / (run_near().pairs * 4096**2)
+        wide, narrow = (clocked(partial(_near, cloud(2048, d, torch.float64), 1.0, 1e-12)) for d in (8, 3))
+        found["near_entry"] = max(0.0, wide - narrow) / (10 * 2048**2)  # every pair is seen
         rows, seconds = [], []
         for n in (1024, 8192):
             for beta in (1.0, 1e2, 1e4):
