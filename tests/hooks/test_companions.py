@@ -154,10 +154,11 @@ def test_exported(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_onnx(tmp_path) -> None:
+@pytest.mark.parametrize("name", ["BERT", "ALBERT", "GPT-2"])
+def test_onnx(name: str, tmp_path) -> None:
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    model, x = replaced(), inputs("BERT")
+    model, x = replaced(name), inputs(name)
     with torch.no_grad():
         expected = output(model, x)
         torch.onnx.export(_First(model), (), kwargs=x, f=str(tmp_path / "model.onnx"), dynamo=True, verbose=False)
