@@ -529,6 +529,14 @@ def test_a_plateau_is_no_limit() -> None:
         limit(biased).push_forward(matrix([0.0, 1.0]))
 
 
+@pytest.mark.parametrize("unit", [1e-8, 1.0, 1e8])
+def test_levels_are_told_apart_relative_to_the_matrix(unit: float) -> None:
+    """diag(2, 2 - 1e-8, 1) in any unit: the first two are one level, as far apart as the rounding of an estimate."""
+    found = levels(unit * np.diag([2.0, 2.0 - 1e-8, 1.0]))
+    assert [real / unit for real, _, _ in found] == pytest.approx([2.0, 1.0], rel=1e-7)
+    assert [basis.shape[1] for _, _, basis in found] == [2, 1]
+
+
 # --- resolution -------------------------------------------------------------------------------------------------
 
 
