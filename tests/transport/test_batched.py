@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_flow.transport import batched, entropic, solve
+from attn_flow.transport import batched, entropic, feasible, solve
 
 F64 = torch.float64
 BLUR, SCALING = 0.3, 0.7
@@ -57,6 +57,10 @@ def test_the_divergence_of_a_batch_is_that_of_each_pair(pairs):
         assert not dx[k][~i].any()
 
 
+def interval(*given: Tensor, blur: float, goal: Tensor) -> tuple[Tensor, Tensor]:
+    return feasible.interval(*given, blur, goal, batched.softmin, batched.ENTRIES)
+
+
 def exact(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> Tensor:
     return solve(x, y, weights_x=a, weights_y=b, method="simplex").distance
 
@@ -64,25 +68,26 @@ def exact(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> Tensor:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_interval_of_every_pair_holds_from_any_potential(pairs, monkeypatch, seed):
     """It is the one of the pair alone: columns with too much mass, a rest moved by the product plan, points unseen."""
-    monkeypatch.setattr(batched, "TIGHTEN", 1)  # the first interval, not a tightened one
+    monkeypatch.setattr(feasible, "TIGHTEN", 1)  # the first interval, not a tightened one
     x, a, y, b = pairs
     truth = exact(*pairs).square()
     for size in (0.0, 0.01, 0.1):
         g = size * normal(3, 5, seed=10 + seed)
-        low, high = batched.interval(x, a, y, b, g, BLUR, torch.full((3,), 1e-9, dtype=F64))
+        low, high = interval(x, a, y, b, g, blur=BLUR, goal=torch.full((3,), 1e-9, dtype=F64))
         assert bool((low <= truth * (1 + 1e-12)).all())
         assert bool((high >= truth * (1 - 1e-12)).all())
         for k in range(3):
             i, j = a[k] > 0, b[k] > 0
-            alone = entropic.interval(x[k][i], a[k][i], y[k][j], b[k][j], g[k][j], BLUR, 1e9)
-            assert (float(low[k]), float(high[k])) == pytest.approx(alone, abs=1e-13)
+            pair = [z[None] for z in (x[k][i], a[k][i], y[k][j], b[k][j], g[k][j])]
+            alone = interval(*pair, blur=BLUR, goal=torch.full((1,), 1e9, dtype=F64))
+            assert (float(low[k]), float(high[k])) == pytest.approx(tuple(map(float, alone)), abs=1e-13)
 
 
 def test_the_interval_is_attained_where_one_point_goes_to_one(pairs):
     """One plan, one potential: both ends are the distance, but for the slack of rounding."""
     x, _, y, _ = pairs
     one = torch.ones(3, 1, dtype=F64)
-    low, high = batched.interval(x[:, :1], one, y[:, :1], one, 0 * one, BLUR, torch.full((3,), 1e-9, dtype=F64))
+    low, high = interval(x[:, :1], one, y[:, :1], one, 0 * one, blur=BLUR, goal=torch.full((3,), 1e-9, dtype=F64))
     truth = (x[:, 0] - y[:, 0]).square().sum(-1)
     slack = 2 * 2 * 4 * 4 * torch.finfo(F64).eps * 4  # both transforms, twice, of sizes below 4
     assert bool((low <= truth + 1e-15).all())
@@ -98,25 +103,24 @@ def test_the_interval_is_tightened_until_every_pair_is_narrow_enough(pairs, monk
     g = 0.1 * normal(3, 5, seed=10)
     widths = [
         (high - low).clone()
-        for low, high in (batched.interval(x, a, y, b, g, 0.1, torch.full((3,), goal)) for goal in (1e9, 1e-9))
+        for low, high in (interval(x, a, y, b, g, blur=0.1, goal=torch.full((3,), goal)) for goal in (1e9, 1e-9))
     ]
-    assert len(reads) == 1 + 1 + batched.TIGHTEN // 10
+    assert len(reads) == 1 + 1 + feasible.TIGHTEN // 10
     assert bool((widths[1] < widths[0]).all())
     goal = torch.tensor([1e9, 1e9, float(widths[0][2]) / 2])  # one pair that is not narrow enough is enough
-    low, high = batched.interval(x, a, y, b, g, 0.1, goal)
+    low, high = interval(x, a, y, b, g, blur=0.1, goal=goal)
     assert len(reads) > 7
     assert float(high[2] - low[2]) < float(widths[0][2])
 
 
 @pytest.mark.parametrize("entries", [1, 1 << 24])
-def test_the_least_reduced_cost_is_below_every_one_of_them(monkeypatch, entries):
+def test_the_least_reduced_cost_is_below_every_one_of_them(entries):
     """Far from zero products lose digits, half of them upwards; points that are not there do not count."""
-    monkeypatch.setattr(batched, "ENTRIES", entries)
     x, y, g = 1e6 + normal(2, 60, 3), 1e6 + normal(2, 40, 3, seed=1), normal(2, 40, seed=2)
     there = normal(2, 40, seed=3) > -1
     costs = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square() / 2 - g[:, None]
     least = costs.masked_fill(~there[:, None], math.inf).amin(-1)
-    found = batched._transform(x, y, torch.where(there, g, 1e300), there)
+    found = feasible.least_reduced(x, y, torch.where(there, g, 1e300), there, entries)
     assert bool((found <= least).all())
     rounding = 2 * 4 * 5 * torch.finfo(F64).eps * 2 * 3 * 1.1e12
     assert bool((least - found <= rounding).all())
