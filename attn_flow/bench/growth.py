@@ -61,7 +61,7 @@ def axes(quick: bool) -> list[Axis]:
     dense = (500, 1_000, 2_000) if quick else (1_000, 3_000, 10_000, 30_000)
     few = lambda *sizes: sizes[:3] if quick else sizes
     return [
-        Axis("n", "a cold drift, d = 3, beta = 10^4", cold, lambda n: _drift(n, 3, 1e4)),
+        Axis("n", "a cold drift, d = 3, beta = 10,000", cold, lambda n: _drift(n, 3, 1e4)),
         Axis("n", "a dense drift, d = 3, beta = 1, all keys", dense, lambda n: _drift(n, 3, 1.0, truncation=0.0)),
         Axis("heads", "a drift of heads of width 16, n = 1,000, d = 64", few(1, 2, 4, 8, 16, 32, 64), _of_heads),
         Axis("d", "a drift, n = 1,000, beta = 1", few(2, 4, 8, 16, 32, 64, 128, 256, 512), _of_dimension),
