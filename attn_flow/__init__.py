@@ -41,7 +41,7 @@ else:
         },
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "Adaptive",
     "Attention",
