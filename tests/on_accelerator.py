@@ -105,7 +105,7 @@ def test_a_drift_there_has_the_digits_of_float64_where_it_needs_them(x: Tensor) 
     for options in ({}, {"context": Cloud(30 * x[:7])}):
         beta = 300.0 / (30 if options else 1)
         expected = Attention.from_matrices(G.double(), V.double(), beta).drift(
-            x.double(), Cloud(30 * x[:7].double()) if options else None
+            x.double(), Cloud((30 * x[:7]).double()) if options else None
         )
         with accelerator():
             there = {"context": Cloud(on(30 * x[:7]))} if options else {}
