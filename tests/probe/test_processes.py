@@ -24,12 +24,13 @@ def parts_of(found: Probe) -> dict[str, torch.Tensor]:
 
 
 def test_two_processes_probe_as_one(tmp_path: Path) -> None:
-    """Batches and stages are the same in both, so are the bits; only the histogram is summed in another order."""
+    """In float64, whose rounding, enlarged by whatever is divided by on the way, stays below a millionth."""
     tiny("BERT").save_pretrained(tmp_path / "bert")
     tokenizer().save_pretrained(tmp_path / "bert")
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(words([24 + i % 7 for i in range(17)])))  # batches of 16: both processes have one
-    options = [str(tmp_path / "bert"), "--texts", str(texts), "--max-length", "32", "--quiet", "--out"]
+    options = [str(tmp_path / "bert"), "--texts", str(texts), "--max-length", "32", "--dtype", "float64"]
+    options += ["--quiet", "--out"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *TORCHRUN, "probe", *options, str(tmp_path / "two")]
     started = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -39,15 +40,13 @@ def test_two_processes_probe_as_one(tmp_path: Path) -> None:
     assert started.returncode == 0, said
     assert said.count("report: ") == 1, said  # of the first process
     one, two = Probe.load(tmp_path / "one"), Probe.load(tmp_path / "two")
+    assert [check.pop("error") < 1e-12 for found in (one, two) for check in found.about["self_check"]] == [True] * 6
     assert two.about == one.about
     assert two.tokens == one.tokens
     alone, shared = parts_of(one), parts_of(two)
     assert shared.keys() == alone.keys()
     for name, z in alone.items():
-        if name == "evolution.histogram":  # masses that sum to one
-            torch.testing.assert_close(shared[name], z, rtol=0, atol=17 * torch.finfo(z.dtype).eps)
-        else:
-            assert torch.equal(shared[name].nan_to_num(-7), z.nan_to_num(-7)), name
+        torch.testing.assert_close(shared[name], z, rtol=1e-6, atol=1e-6, equal_nan=True, msg=name)
     folders = sorted(p.name for p in (tmp_path / "two" / "parts").iterdir() if p.is_dir())
     assert folders == ["0-of-2", "1-of-2"]
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
