@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,6 +93,7 @@ def peak_memory(function: Callable[[], Any]) -> int:
         if on_device > 0:
             return on_device
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    gc.collect()  # cycles that an earlier run left would be given back in this one, and taken off its sum
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     kineto = profile.profiler.kineto_results  # type: ignore[union-attr]

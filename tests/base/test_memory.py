@@ -5,6 +5,7 @@ The promise is 10 MB forward and 60 MB with the backward pass at n = 16,000, d =
 they are; the others at n = 2,000 with the thresholds that decide how to compute, and the promise, scaled by eight.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -46,6 +47,17 @@ def both(a: Attention, x: Tensor, **cloud) -> int:
         x.grad = None
 
     return peak_memory(run)
+
+
+def test_what_an_earlier_run_gives_back_is_not_taken_off() -> None:
+    n = 500
+
+    def ring() -> None:
+        held: list[object] = [torch.zeros(n, n)]
+        held.append(held)
+
+    peak_memory(ring)
+    assert peak_memory(lambda: (gc.collect(), torch.zeros(n, n))) == 4 * n**2
 
 
 def test_what_is_measured_is_what_is_held() -> None:
