@@ -34,7 +34,7 @@ def test_every_axis_grows_and_is_drawn() -> None:
     drawn = [axes for axes in figure.axes if axes.get_legend() is not None]
     assert len(drawn) == len(rows)
     words = [text.get_text() for text in drawn[0].get_legend().get_texts()]
-    assert words == ["time ~ n^1.00", "memory ~ n^2.00"]
+    assert words == [r"time $\sim n^{1.00}$", r"memory $\sim n^{2.00}$"]
 
 
 @pytest.mark.slow
