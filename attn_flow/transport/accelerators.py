@@ -45,8 +45,7 @@ def batch_on_device(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Distances and errors of all pairs, (B,), in one call that stays on the accelerator."""
-    if ground != Ground(2.0, "euclidean"):
-        raise ValueError(f"method {method!r} got p = {ground.p:g}, {ground.cost} cost; expected p = 2, euclidean.")
+    ground.expect_euclidean(method)
     masses = []
     for w, there in ((a, there_x), (b, there_y)):
         w = torch.where(there, w.double(), 0.0).reshape(-1, w.shape[-1])

@@ -38,6 +38,11 @@ class Ground:
     p: float = 2.0
     cost: str = "euclidean"
 
+    def expect_euclidean(self, method: str) -> None:
+        """Raise ValueError, in the name of a method that knows no other, unless this is |x - y|^2."""
+        if self != Ground():
+            raise ValueError(f"method {method!r} got p = {self.p:g}, {self.cost} cost; expected p = 2, euclidean.")
+
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
         """c(x_i, y_i), (..., d) x (..., d) -> (...)."""
         return angle(x, y) if self.cost == "geodesic" else (x - y).norm(dim=-1)

@@ -146,8 +146,7 @@ def certified(
 
     dtype: in which the schedule runs; the interval is always in float64.
     """
-    if ground != Ground(2.0, "euclidean"):
-        raise ValueError(f"method {method!r} got p = {ground.p:g}, {ground.cost} cost; expected p = 2, euclidean.")
+    ground.expect_euclidean(method)
     if method == "geomloss" and not _keops():
         what = f"geomloss, which holds {len(x)} x {len(y)} matrices without KeOps,"
         remedy = "install pykeops or use method='sinkhorn'"

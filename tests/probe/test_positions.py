@@ -6,6 +6,8 @@ import pytest
 import torch
 from encoder_zoo import POSITIONAL, inputs, tiny
 
+from attn_flow.probe.clouds import record_clouds
+from attn_flow.probe.heads import sharpness
 from attn_flow.probe.positions import omitted_shares
 
 
@@ -39,3 +41,24 @@ def test_the_share_is_that_of_the_bias_in_the_logits(monkeypatch):
     left_out, total = (v - v.mean(-1, keepdim=True) for v in (bias, logits))
     expected = float((left_out.square().sum() / total.square().sum()).detach())
     assert omitted_shares(model, x)[0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["BERT", "MPNet", "Llama", "DeBERTa-v2", "ModernBERT"])
+def test_heads_are_as_sharp_as_the_weights_that_the_model_shows(name, monkeypatch):
+    """Places, causal masks and sliding windows included: entropy and largest weight of the model's own matrices."""
+    monkeypatch.setattr("attn_flow.probe.clouds.SHORTEST", 2)
+    model, x = tiny(name, torch.float64), inputs(name, torch.float64)
+    clouds = record_clouds(model, x, None)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        shown = model(**x, output_attentions=True).attentions
+    for layer, P in enumerate(shown):
+        for text in range(clouds.texts):
+            n = len(clouds.special[text])
+            own = P[text][:, :n, :n].tolist()  # padding is on the right
+            found = sharpness(clouds.space(layer, text))
+            for h, rows in enumerate(own):
+                entropy = [-sum(p * math.log(p) for p in row if p > 0) / math.log(n) for row in rows]
+                largest = [max(row) for row in rows]
+                assert float(found["entropy"][h]) == pytest.approx(sum(entropy) / n, abs=1e-5)  # some are float32
+                assert float(found["largest_weight"][h]) == pytest.approx(sum(largest) / n, abs=1e-5)
