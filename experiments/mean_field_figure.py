@@ -63,9 +63,9 @@ def plot(numbers: dict[str, Any]) -> Figure:
     held = sum(c["holds"] for c in numbers["claims"])
     caption(
         figure,
-        f"Seeds by n: {numbers['sizes']}; closures on {numbers['rows']} training rows, {numbers['held_out']} held out; "
-        f"exact accuracy {task['accuracy']:.2f}. Dashed: n^(-1/2), exponent 0. {held} of {len(numbers['claims'])} "
-        "claims hold.",
+        f"Samples at n = {', '.join(numbers['sizes'])}: {', '.join(map(str, numbers['sizes'].values()))}. Closures on "
+        f"{numbers['rows']} training rows, {numbers['held_out']} held out; exact accuracy {task['accuracy']:.2f}. "
+        f"Dashed: n^(-1/2), exponent 0. {held} of {len(numbers['claims'])} claims hold.",
     )
     return figure
 

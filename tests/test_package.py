@@ -167,6 +167,20 @@ def test_readmes_rooms_are_the_tree():
     assert [match and match[1] for match in named] == [*rooms, "hooks/", "experiments/"]
 
 
+def test_table_of_encoders_is_that_of_the_page():
+    rows = lambda name: [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (ROOT / name).read_text().splitlines()
+        if line.startswith("|") and " to " in line.split("|")[2]
+    ]
+    page = {row[0]: row for row in rows("docs/encoders.md") if len(row) == 9}
+    shown = {re.findall(r"`(.*?)`", row[0])[0]: row for row in rows("README.md") if len(row) == 5}
+    assert len(page) > 10
+    assert list(shown) == list(page)
+    for name, row in shown.items():
+        assert row[1:] == [page[name][i] for i in (1, 3, 4, 6)], name
+
+
 def test_the_hosted_workflow_calls_make_on_the_claimed_versions():
     yaml = pytest.importorskip("yaml")
     jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
