@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_flow.attention import truncated
 from attn_flow.attention.projections import ALL, Projections
-from attn_flow.averages import dense, pointwise
+from attn_flow.averages import costs, dense, pointwise
 from attn_flow.base import checks
 from attn_flow.measures import Cloud, Measure
 
@@ -35,7 +35,7 @@ def against_cloud(
     gradient = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
     plain = checks.is_plain(*tensors) and not checks.forward_mode()
     # On an accelerator the choice of keys would be waited for.
-    if plain and x.device.type == "cpu" and not gradient and x.shape[-2] * y.shape[-2] >= truncated.FEWEST_PAIRS:
+    if plain and x.device.type == "cpu" and not gradient and x.shape[-2] * y.shape[-2] >= costs.here().fewest_pairs:
         few = truncated.over_near_keys(p, x, y, bias, first)
         if few is not None:
             return few.drift

@@ -17,9 +17,8 @@ from attn_flow.base.words import introduce
 
 # The share of a query's weights that may be left out where nothing else is asked: what the dtype hardly resolves.
 TRUNCATION = {torch.float32: 1e-6, torch.float64: 1e-12}
-COMPILED_PAIRS = 2**22  # pairs of queries and keys from which the compiled kernel pays for putting them in order
 LONGEST = 1e15  # tokens and, squared, logits beyond which bounds in float32 leave its range
-FEWEST_PAIRS = 2**18  # below which nothing here can pay: calling the ways takes longer than all pairs
+FAINT = 50.0  # logits beyond which most weights underflow in float32
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,15 +46,20 @@ def over_near_keys(
         return None
     if torch.is_autocast_enabled(x.device.type):  # it would round what the bounds are made of
         return None
+    prices = _Prices.of(p, x, y)
+    if not always and prices.all_pairs(double=True, faint=True) < prices.least:
+        return None
     longest = math.sqrt(p.dim) * max(dense.largest(x), dense.largest(y))
     if not (longest < LONGEST and (logits := float(p.logit_bound(longest))) < LONGEST**2):
         return None
-    # The compiled kernel is faster than the fused one on everything.
-    always = always or (_compiled(p, x) and x.shape[-2] * y.shape[-2] >= COMPILED_PAIRS)
-    double = x.dtype == torch.float64 or logits > dense.LOGIT_RANGE  # what all pairs would be computed in
-    most = 1.0 if always else _most(p, x, double, masked)
+    everything = prices.all_pairs(x.dtype == torch.float64 or logits > dense.LOGIT_RANGE, logits > FAINT)
+    if not always and everything < prices.least:
+        return None
+    # The compiled kernel may be faster whatever share of pairs it looks at.
+    always = always or (prices.kernel and prices.near(1.0) < everything)
+    most = 1.0 if always else min(1.0, everything / prices.pairs(1.0))
     batch = dense.broadcast(x.shape[:-2], y.shape[:-2], p.batch, torch.Size(()) if bias is None else bias.shape[:-2])
-    by_series = _ways(p, x, y, bias, tolerance, batch, double, always)
+    by_series = _ways(p, x, y, bias, tolerance, batch, prices, everything, always)
     if by_series is None:
         return None
     series = iter(by_series)
@@ -88,15 +92,63 @@ def over_near_keys(
     return Truncated(p.with_constant(total), error.to(x.dtype), pairs)
 
 
-def _most(p: Projections, x: Tensor, double: bool, masked: bool) -> float:
-    """The share of pairs beyond which all keys take less time, once patches are there."""
-    known = costs.here()
-    everything = known.dense(1, 1, p.key_width + p.value_width, double, p.cold, p.causal)
-    return min(1.0, everything / known.near_pair(p.key_width + p.value_width, x.dtype == torch.float64, masked, p.cold))
+@dataclass(frozen=True)
+class _Prices:
+    """What the ways cost for one head and cloud of m queries and n keys, and which there are."""
 
+    known: costs.Costs
+    m: int
+    n: int
+    width: int
+    double: bool
+    cold: bool
+    causal: bool
+    masked: bool
+    kernel: bool
+    patched: bool
+    on_a_circle: bool
 
-def _compiled(p: Projections, x: Tensor) -> bool:
-    return not p.cold and compiled.serves(max(p.key_width, p.value_width), x.dtype, x.device)
+    @classmethod
+    def of(cls, p: Projections, x: Tensor, y: Tensor) -> _Prices:
+        masked = p.causal or not p.self_attention
+        return cls(
+            known=costs.here(),
+            m=x.shape[-2],
+            n=y.shape[-2],
+            width=p.key_width + p.value_width,
+            double=x.dtype == torch.float64,
+            cold=p.cold,
+            causal=p.causal,
+            masked=masked,
+            kernel=not p.cold
+            and p.self_attention
+            and compiled.serves(max(p.key_width, p.value_width), x.dtype, x.device),
+            patched=p.key_width <= near.WIDTH,
+            on_a_circle=p.key_width == 2 and not (p.cold or masked),
+        )
+
+    def all_pairs(self, double: bool, faint: bool) -> float:
+        return self.known.dense(self.m, self.n, self.width, double, self.cold, self.causal, faint)
+
+    def series(self, terms: int) -> float:
+        return self.known.series(self.m, self.n, terms) if terms else math.inf
+
+    @property
+    def patches(self) -> float:
+        return self.known.patches(self.m, self.n, self.kernel) if self.patched else math.inf
+
+    @property
+    def least(self) -> float:
+        """What any way but all pairs takes at least."""
+        return min(self.patches, self.series(1) if self.on_a_circle else math.inf)
+
+    def pairs(self, share: float, precise: float = 0.0) -> float:
+        """A share of the pairs, once patches are there; precise: how much of it is in float64 whatever the dtype."""
+        double = 1.0 if self.double else precise
+        return share * self.m * self.n * self.known.near_pair(self.width, double, self.masked, self.cold, self.kernel)
+
+    def near(self, share: float, precise: float = 0.0) -> float:
+        return self.patches + self.pairs(share, precise)
 
 
 def _ways(
@@ -106,36 +158,28 @@ def _ways(
     bias: Tensor | None,
     tolerance: float,
     batch: torch.Size,
-    double: bool,
+    prices: _Prices,
+    everything: float,
     always: bool,
 ) -> list[bool] | None:
     """Head by head and cloud by cloud, whether a Fourier series is the way rather than near keys, by what each costs.
 
-    None where all pairs take less time, unless `always`. double: all pairs would be in float64.
+    None where all pairs take less time, unless `always`. everything: what these cost.
     """
-    m, n, masked, known = x.shape[-2], y.shape[-2], p.causal or not p.self_attention, costs.here()
-    everything = known.dense(m, n, p.key_width + p.value_width, double, p.cold, p.causal)
-    ordered = known.patches(m, n)
-    on_a_circle = p.key_width == 2 and not (p.cold or masked)
-    if always and not on_a_circle:
+    if always and not prices.on_a_circle:
         return [False] * (p.heads * math.prod(batch))
-    if p.key_width > near.WIDTH:
-        ordered = math.inf
-    if not always and everything < min(ordered, known.series(m, n, 1) if on_a_circle else math.inf):
-        return None
-    pair = known.near_pair(p.key_width + p.value_width, x.dtype == torch.float64, masked, p.cold)
-    window = 0.0 if p.cold else math.log(n / tolerance)
+    window = 0.0 if p.cold else math.log(prices.n / tolerance)
     by_series, gained = [], 0.0
     for h in range(p.heads):
         for q, k, b, _ in _clouds(p, x, y, bias, slice(h, h + 1), batch):
-            terms = fourier.fits(q, k, p.scale, tolerance, x.dtype) if on_a_circle else 0
-            series = known.series(m, n, terms) if terms else math.inf
+            terms = fourier.fits(q, k, p.scale, tolerance, x.dtype) if prices.on_a_circle else 0
+            series = prices.series(terms)
             if always:
                 by_series.append(series < everything)
                 continue
             skipping = math.inf
-            if ordered < min(series, everything):
-                skipping = ordered + m * n * pair * share_seen(q, k, b, p.scale, window)
+            if prices.patches < min(series, everything):
+                skipping = prices.near(*share_seen(q, k, b, p.scale, window, paired=not (prices.kernel or p.cold)))
             if min(series, skipping) == math.inf:
                 return None
             by_series.append(series < skipping)

@@ -9,25 +9,33 @@ For m queries and n keys of width k with values of width v, in processor time,
 so that a way is chosen by what it will take, and not by a size that suited one processor. Which way is fastest depends
 on ratios of these constants alone. They are not measured in the running process: the same call on the same kind of
 machine takes the same way, and gives the same bits. `attn-flow bench choice` times every way beside the chosen one,
-counts wrong choices, and fits the constants anew.
+counts wrong choices, and fits the constants anew; `with assumed(costs):` takes them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one thread; *64: in float64. hard, masked: a pair of a hardmax, and of near keys under a mask."""
+    """Seconds of one thread; *64: in float64. hard, masked: a pair of a hardmax, and of near keys under a mask.
+
+    faint: how many times as long a pair takes where most weights underflow. kernel*: of the compiled kernel.
+    """
 
     pair: float
     entry: float
     pair64: float
     entry64: float
+    faint: float
     hard: float
     fixed: float
     order: float
@@ -37,24 +45,47 @@ class Costs:
     masked: float
     near_hard: float
     near_entry: float
+    kernel_fixed: float
+    kernel_order: float
+    kernel_bound: float
+    kernel_pair: float
+    kernel_entry: float
     circle: float
     term: float
 
-    def dense(self, m: int, n: int, width: int, double: bool, hard: bool = False, causal: bool = False) -> float:
+    @cached_property
+    def fewest_pairs(self) -> float:
+        """Below it all pairs, in whatever kind, take less than the start of any other way."""
+        begun = min(self.fixed, self.kernel_fixed, self.circle)
+        return begun / max(self.pair, self.faint * self.pair64, self.hard)
+
+    def dense(
+        self, m: int, n: int, width: int, double: bool, hard: bool = False, causal: bool = False, faint: bool = False
+    ) -> float:
         """Every pair that is seen; width: of keys and values together."""
         pairs = m * n / 2 if causal else m * n
         if hard:
             return pairs * self.hard
-        return pairs * (self.pair64 + self.entry64 * width if double else self.pair + self.entry * width)
+        one = self.pair64 + self.entry64 * width if double else self.pair + self.entry * width
+        return pairs * one * (self.faint if faint else 1.0)
 
-    def near_pair(self, width: int, double: bool, masked: bool, hard: bool) -> float:
-        """One pair of a query and a key that is near; constants are of width 6 (d = 3), and more is gathered beyond."""
-        pair = self.near_hard if hard else self.masked if masked else self.near64 if double else self.near
-        return pair + self.near_entry * max(0, width - 6)
+    def near_pair(
+        self, width: int, double: float, masked: bool = False, hard: bool = False, kernel: bool = False
+    ) -> float:
+        """One pair of a query and a key that is near; constants are of width 6 (d = 3), and more is gathered beyond.
 
-    def patches(self, m: int, n: int) -> float:
+        double: the share of pairs in float64.
+        """
+        if kernel:
+            return self.kernel_pair + self.kernel_entry * max(0, width - 6)
+        soft = self.masked if masked else self.near + double * (self.near64 - self.near)
+        return (self.near_hard if hard else soft) + self.near_entry * max(0, width - 6)
+
+    def patches(self, m: int, n: int, kernel: bool = False) -> float:
         """Putting queries and keys in order, and bounding what patches of keys are worth, before any pair is seen."""
         sorting = sum(z * max(1.0, math.log2(z)) for z in {m, n})  # queries that are the keys are sorted once
+        if kernel:
+            return self.kernel_fixed + self.kernel_order * sorting + self.kernel_bound * m * n / 64
         return self.fixed + self.order * sorting + self.bound * m * n / 64
 
     def series(self, m: int, n: int, terms: int) -> float:
@@ -70,7 +101,8 @@ SECONDS = {
     "entry": (0.0, 0.0, 0.0),
     "pair64": (3.5e-09, 4.2e-09, 7.6e-09),
     "entry64": (5.4e-11, 3.7e-11, 6.8e-11),
-    "hard": (1.5e-08, 1.7e-08, 1.9e-08),
+    "faint": (1.0, 1.0, 1.8),
+    "hard": (1.0e-08, 1.0e-08, 1.5e-08),
     "fixed": (0.0034, 0.0037, 0.0034),
     "order": (9.7e-08, 3.6e-08, 8.8e-08),
     "bound": (2.8e-10, 3.8e-09, 2.8e-09),
@@ -79,12 +111,29 @@ SECONDS = {
     "masked": (5.4e-09, 6e-09, 1.1e-08),
     "near_hard": (1e-08, 1.2e-08, 1.6e-08),
     "near_entry": (1.7e-10, 1.7e-10, 1.7e-10),
+    "kernel_fixed": (0.001, 0.001, 0.001),
+    "kernel_order": (1e-08, 1e-08, 1e-08),
+    "kernel_bound": (1e-09, 1e-09, 1e-09),
+    "kernel_pair": (5e-10, 1e-09, 2e-09),
+    "kernel_entry": (1e-10, 1e-10, 1e-10),
     "circle": (0.00044, 0.0011, 0.00041),
-    "term": (4e-09, 3.5e-09, 5.2e-09),
+    "term": (8e-09, 8e-09, 1e-08),
 }
 MEASURED = {name: Costs(**{cost: row[i] for cost, row in SECONDS.items()}) for i, name in enumerate(SETS)}
+_assumed: ContextVar[Costs | None] = ContextVar("assumed", default=None)
 
 
 def here() -> Costs:
-    """Those of the instruction set that torch uses in this process; of AVX2 where none were measured."""
-    return MEASURED.get(torch.backends.cpu.get_cpu_capability(), MEASURED["AVX2"])
+    """Those of the instruction set that torch uses in this process (of AVX2 where none were measured), or `assumed`."""
+    given = _assumed.get()
+    return MEASURED.get(torch.backends.cpu.get_cpu_capability(), MEASURED["AVX2"]) if given is None else given
+
+
+@contextmanager
+def assumed(costs: Costs) -> Iterator[None]:
+    """Ways are chosen by these constants inside: of another machine, or such that one way is free."""
+    token = _assumed.set(costs)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)

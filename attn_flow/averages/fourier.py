@@ -23,24 +23,21 @@ from attn_flow.averages.near import Near, over_all
 ENTRIES = 2**18  # features held at once
 EPS = torch.finfo(torch.float64).eps
 ROUNDING = 4 * EPS  # of a sum whose terms add up to one
+NEWTON = 4  # steps towards the number of terms: every one is still a bound
 ROUND = 16  # units in the last place by which the norms of points on a circle may differ
 
 
 def terms(b: float) -> int:
-    """K with I_k(b) e^{-b} below rounding for k > K."""
-    most = most_terms(b)
-    size = 1.0
-    for k, ratio in enumerate(bessel.ratios(b, most), start=1):
-        size *= ratio
-        if size < EPS / 8:
-            return k
-    return most
+    """K with I_k(b) e^{-b} below rounding for k > K, by I_k(b) <= e^{sqrt(b^2 + k^2) - k asinh(k/b)}.
 
-
-def most_terms(b: float) -> int:
-    """A bound of `terms`, by I_k(b) e^{-b} <= e^{-k^2 / 2 (b + k)}."""
-    digits = -math.log(EPS)
-    return math.ceil(digits + math.sqrt(digits**2 + 2 * digits * b))
+    That is Cauchy's integral over the circle |w| = e^{asinh(k/b)}. Newton from the right: the exponent is concave in k.
+    """
+    b, digits = max(b, EPS), -math.log(EPS / 8)
+    k = digits + math.sqrt(digits**2 + 2 * digits * b)  # the exponent is below b - k^2 / 2 (b + k)
+    for _ in range(NEWTON):
+        slope = math.asinh(k / b)
+        k -= (b - math.hypot(b, k) + k * slope - digits) / slope
+    return math.ceil(k)
 
 
 def fits(q: Tensor, k: Tensor, scale: float, tolerance: float, dtype: torch.dtype) -> int:
@@ -55,7 +52,7 @@ def fits(q: Tensor, k: Tensor, scale: float, tolerance: float, dtype: torch.dtyp
     uncorrected = scale * float(_range(lengths)) * (high - low)
     if uncorrected > max(tolerance, ROUNDING * scale):
         return 0
-    return most_terms(scale * float(lengths.max()) * high)
+    return terms(scale * float(lengths.max()) * high)
 
 
 def softmax(

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_flow.averages import compiled, dense
-from attn_flow.averages.patches import Patches, Selection, select
+from attn_flow.averages.patches import Patches, Selection, range_of_logits, select
 
 WIDTH = 16  # width of keys beyond which patches of neighbours are as wide as the cloud
 BOUNDS = 2**21  # bounds held at once
@@ -65,7 +65,8 @@ def softmax(
     queries = keys if q is k else Patches.of(q)
     if not kernel:  # torch gathers keys for every patch of queries: the fewer the better, while float32 will do
         wide = queries.paired()
-        queries = wide if _range_of_logits(wide, len(k), tolerance, scale) <= dense.LOGIT_RANGE else queries
+        logits = range_of_logits(float(wide.radius.mean()), math.log(len(k) / tolerance), scale)
+        queries = wide if logits <= dense.LOGIT_RANGE else queries
     B, V = keys.gather(bias, -math.inf), keys.gather(v)
     average, left_out = v.new_empty(queries.index.numel(), v.shape[-1]), q.new_empty(queries.index.numel())
     pairs = 0.0
@@ -87,12 +88,6 @@ def softmax(
         average[rows] = over_all(q[rows], k, v, key_bias, rows + first, causal, exclude_self, scale)
         left_out[rows] = 0.0
     return Near(average, left_out, pairs)
-
-
-def _range_of_logits(queries: Patches, n: int, tolerance: float, scale: float) -> float:
-    """scale |q_i - c| |k_j - k*|, about, for the farthest key that matters to a patch on a sphere of its own radius."""
-    r = float(queries.radius.mean())
-    return scale * r * (2 * r + math.sqrt(r**2 + 2 * math.log(n / tolerance) / scale))
 
 
 def hardmax(q: Tensor, k: Tensor, v: Tensor, *, key_bias: Tensor | None = None, most: float = 1.0) -> Near | None:

@@ -14,6 +14,7 @@ from attn_flow.averages import compiled, dense
 
 SIZE = 32  # points in a patch: fewer bound better, more are faster
 SAMPLED = 8  # queries asked, before anything is put in order, how many keys they see
+CORNERS = 1.2  # a patch's radius over that of a ball of as many points: it is cut along axes
 UNCOUNTED = 12.0  # how far below their part of the tolerance patches are not even listed
 SET_ASIDE = math.exp(-UNCOUNTED)  # part of the tolerance for all of them
 HALVINGS = 3  # of the interval of thresholds
@@ -37,8 +38,8 @@ class Patches:
     def of(cls, x: Tensor) -> Patches:
         """The cloud x (n, k) cut across the widest axis of each part, until there are at most SIZE points in each."""
         n = len(x)
-        levels = max(0, math.ceil(math.log2(n / SIZE)))
-        full = -(-n // 2**levels) * 2**levels
+        levels = _levels(n)
+        full = _fill(n) * 2**levels
         rough = _padded(x.float(), full)
         if compiled.orders(x):
             index = compiled.halved(rough, levels)
@@ -106,19 +107,54 @@ class Selection:
                 begun = end
 
 
-def share_seen(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, window: float) -> float:
-    """The share of pairs that patches will leave, about: asked of a few queries before anything is sorted.
+def share_seen(
+    q: Tensor, k: Tensor, bias: Tensor | None, scale: float, window: float, paired: bool = False
+) -> tuple[float, float]:
+    """The share of pairs that patches will leave, and that of queries whose logits then need float64, both about.
 
-    window: how far below the highest logit a key matters. A patch is taken to be as wide as the ball that holds SIZE
-    neighbours.
+    Asked of a few queries before anything is sorted; window: how far below the highest logit a key matters. A patch is
+    taken to be a ball that holds as many neighbours, CORNERS times as wide; a key is seen with its patch, whose
+    nearest point is closer to the reference (on a sphere logits fall like the square of the distance). paired: patches
+    of queries are joined two by two while float32 will do.
     """
     some = q[:: max(1, len(q) // SAMPLED)]
     logits = dense.logits(some * scale, k, bias)
     top, best = logits.max(-1, keepdim=True)
-    away = torch.cdist(k[best[:, 0]], k)
-    radius, reach = (z.kthvalue(min(SIZE, z.shape[-1]), dim=-1, keepdim=True)[0] for z in (torch.cdist(some, q), away))
-    seen = logits - top + scale * radius * (away + reach) >= -window
-    return float(seen.float().mean())
+    away, apart = torch.cdist(k[best[:, 0]], k), torch.cdist(some, q)
+    reach = CORNERS * _ball(away, _fill(len(k)))
+    gap = (top - logits) * (1 - reach / away.clamp_min(torch.finfo(away.dtype).tiny)).clamp_min(0.0).square()
+
+    def seen_by(radius: Tensor) -> tuple[float, float]:
+        spread = scale * radius * (away + reach)
+        seen = gap <= window + spread
+        precise = spread.where(seen, 0.0).amax(-1) > dense.LOGIT_RANGE
+        return float(seen.float().mean()), float(precise.float().mean())
+
+    if paired:
+        wide = CORNERS * _ball(apart, 2 * _fill(len(q)))
+        if range_of_logits(float(wide.mean()), window, scale) <= dense.LOGIT_RANGE:
+            return seen_by(wide)
+    return seen_by(CORNERS * _ball(apart, _fill(len(q))))
+
+
+def range_of_logits(r: float, window: float, scale: float) -> float:
+    """scale |q_i - c| |k_j - k*|, about, for the farthest key that matters to a patch of radius r on a sphere."""
+    return r * (2 * scale * r + math.sqrt((scale * r) ** 2 + 2 * window * scale))
+
+
+def _levels(n: int) -> int:
+    """How often a cloud of n points is halved."""
+    return max(0, math.ceil(math.log2(n / SIZE)))
+
+
+def _fill(n: int) -> int:
+    """Points in a patch of a cloud of n."""
+    return -(-n // 2 ** _levels(n))
+
+
+def _ball(distances: Tensor, count: int) -> Tensor:
+    """The radius (..., 1) that holds so many of the points at these distances (..., n)."""
+    return distances.kthvalue(min(count, distances.shape[-1]), dim=-1, keepdim=True)[0]
 
 
 def select(queries: Patches, keys: Patches, bias: Tensor, scale: float, tolerance: float | None) -> Selection:

@@ -22,7 +22,7 @@ WARM_RANGE, WARM_ERROR = 4.0, 1e-2  # scores to start from, and how well they ar
 SLOW = 0.5  # of the error left by a sweep: from here on Newton
 RIDGE = 0.01  # added to I - J, times the error: directions that hardly move the plan do not hold up the others
 DENSE = 2048  # tokens up to which Newton's system is solved as a matrix where conjugate gradients are slow
-CONJUGATE_STEPS = 200  # beyond
+CONJUGATE_STEPS, UNSEEN_STEPS = 200, 20  # beyond, and how many an accelerator takes between two looks
 UNSEEN_SWEEPS = 100  # where values cannot be looked at (compiling, vmap, meta)
 
 
@@ -58,7 +58,7 @@ def potential(q: Tensor, k: Tensor, log_w: Tensor) -> Tensor:
     q_flat, k_flat = (z.double().expand(*shape, z.shape[-1]).reshape(-1, *z.shape[-2:]) for z in (q, k))
     scores = Scores(q_flat, k_flat, log_w.double().expand(shape).reshape(-1, shape[-1]))
     with torch.no_grad():
-        f = _balanced(scores, _tolerance(scores, q.dtype))
+        f = _balanced(scores, q.dtype)
     if torch.is_grad_enabled() and any(z.requires_grad for z in (q, k, log_w)):
         f = _with_gradient(scores, f)
     return scores.columns(f).reshape(shape).to(q.dtype)
@@ -104,16 +104,13 @@ class Scores:
         return float((q * k).amax())
 
 
-def _tolerance(scores: Scores, dtype: torch.dtype) -> float:
-    """What rounding scores of this size to dtype does to sums of their exponentials; everything here is float64."""
+def _balanced(scores: Scores, dtype: torch.dtype) -> Tensor:
+    """f with rows right to rounding; doubled scores start from twice the potential."""
+    f, largest = torch.zeros_like(scores.log_w), scores.largest
+    # What rounding scores of this size to dtype does to sums of their exponentials; everything here is float64.
     eps = 16 * torch.finfo(dtype).eps if dtype == torch.float64 else torch.finfo(torch.float32).eps
-    return eps * (1 + scores.largest)
-
-
-def _balanced(scores: Scores, tol: float) -> Tensor:
-    """f with rows right to tol; doubled scores start from twice the potential."""
-    f = torch.zeros_like(scores.log_w)
-    doublings = math.ceil(math.log2(max(1.0, scores.largest / WARM_RANGE)))
+    tol = eps * (1 + largest)
+    doublings = math.ceil(math.log2(max(1.0, largest / WARM_RANGE)))
     for s in range(doublings, 0, -1):
         f = 2 * _refined(replace(scores, scale=2.0**-s), f, WARM_ERROR)[0]
     f, error, steps = _refined(scores, f, tol)
@@ -131,37 +128,48 @@ def _refined(scores: Scores, f: Tensor, tol: float) -> tuple[Tensor, float, int]
     self-concordance), so that there is no line search. While z is long the error need not fall: a little mass that has
     to cross a barrier is missing until f has walked all the way.
     """
-    w, newton, errors, longest = scores.log_w.exp(), False, [math.inf], 0.0
+    w, newton, errors, width = scores.log_w.exp(), False, [math.inf], torch.zeros_like(scores.log_w[:, :1])
     while len(errors) <= STEPS:
         g = scores.columns(f)
         after = scores.rows(g)
         sums = (f - after).exp().where(w > 0, 1.0)
         delta = (w * (sums - 1).abs()).sum(-1)
-        errors.append(float(delta.amax()))
+        error, longest = torch.stack([delta.amax(), width.amax()]).tolist()
+        errors.append(error)
         stands = longest <= 1 and len(errors) > PATIENCE and errors[-1] > errors[-PATIENCE] / 2
         if errors[-1] <= tol or stands:
             break
         newton = newton or errors[-1] > SLOW * errors[-2]
         if newton:
-            open_ = delta > tol
+            open_ = _which(delta > tol)
             b, m = 1 / sums[open_] - 1, (w * sums)[open_]
             rtol = max(min(0.1, errors[-1]), 0.3 * tol / errors[-1])
             z = _solved(scores[open_], f[open_], g[open_], b, m, RIDGE * errors[-1], rtol)
             width = (z.amax(-1) - z.amin(-1))[:, None]
-            longest = float(width.amax())
-            f = f.index_put((open_,), f[open_] + z * torch.where(width > 0, width.log1p() / width, 1.0))
+            z = z * torch.where(width > 0, width.log1p() / width, 1.0)
+            f = f.index_add(0, open_, z) if isinstance(open_, Tensor) else f + z
         else:
             f = after
     return after, errors[-1], len(errors) - 1
 
 
+def _which(clouds: Tensor) -> Tensor | slice:
+    """Those of the clouds (c,) that are asked for; on an accelerator, which would have to be waited for, all."""
+    return clouds.nonzero()[:, 0] if clouds.device.type == "cpu" else slice(None)
+
+
 def _solved(scores: Scores, f: Tensor, g: Tensor, b: Tensor, m: Tensor, ridge: float, rtol: float) -> Tensor:
     """z with ((1 + ridge) I - J) z = b; J is self-adjoint for the weights m, and sum_i m_i b_i = 0."""
     n = b.shape[-1]
-    z, left = _conjugate_gradients(scores, f, g, b, m, ridge, rtol, n // 32 if n <= DENSE else CONJUGATE_STEPS)
-    if n <= DENSE:
-        for part in left.nonzero()[:, 0].split(DENSE**2 // n**2):
-            z[part] = _solved_as_matrix(scores[part], f[part], g[part], b[part], m[part], ridge)
+    if n > DENSE:
+        return _conjugate_gradients(scores, f, g, b, m, ridge, rtol, CONJUGATE_STEPS)[0]
+    if b.device.type == "cpu":
+        z, left = _conjugate_gradients(scores, f, g, b, m, ridge, rtol, n // 32)
+        parts = left.nonzero()[:, 0]
+    else:  # a matrix is solved without looking
+        z, parts = torch.empty_like(b), torch.arange(len(b), device=b.device)
+    for part in parts.split(DENSE**2 // n**2):
+        z[part] = _solved_as_matrix(scores[part], f[part], g[part], b[part], m[part], ridge)
     return z
 
 
@@ -192,14 +200,15 @@ def _conjugate_gradients(
     r = p = centred(b)
     z, rr = torch.zeros_like(b), dot(r, r)
     goal = rtol**2 * rr
-    for _ in range(steps):
+    unseen = 1 if b.device.type == "cpu" else UNSEEN_STEPS
+    for step in range(1, steps + 1):
         Ap = centred((1 + ridge) * p - scores.there_and_back(f, g, p))
         curvature = dot(p, Ap)
         going = (rr > goal) & (curvature > 0)
-        if not bool(going.any()):
+        if step % unseen == 0 and not bool(going.any()):
             break
-        step = torch.where(going, rr / curvature, 0.0)
-        z, r, before = z + step * p, r - step * Ap, rr
+        length = torch.where(going, rr / curvature, 0.0)
+        z, r, before = z + length * p, r - length * Ap, rr
         rr = dot(r, r)
         p = torch.where(going, r + rr / before * p, 0.0)
     return z, (rr > goal)[:, 0]

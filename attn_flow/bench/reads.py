@@ -22,6 +22,8 @@ from attn_flow.geometry import Sphere
 from attn_flow.nn import ContinuousAttentionLayer
 from attn_flow.transport import wasserstein
 
+SWEEPS = 16  # of Sinkhorn's attention, at most, for the cloud here
+
 
 def read_ratios(quick: bool) -> Iterator[Ratio]:
     """Reads of flows, layers and distances against the most that are allowed."""
@@ -61,6 +63,13 @@ def counted(n: int = 64, d: int = 3) -> Iterator[Ratio]:
         yield row("rk4 flow, 3 times", "1 + 1 a kept time", fixed)
         yield row("rk4 flow, validate=False", "none", unseen)
         yield row("adaptive flow with mergers", "1 + 1 a step", adaptive)
+        balanced = Attention.identity(d, beta=4.0, kind="sinkhorn", device=device)
+
+        def sinkhorn() -> int:
+            balanced.drift(there)
+            return 2 + SWEEPS
+
+        yield row("Sinkhorn's drift, beta = 4", f"2 + 1 a sweep or Newton step, here {SWEEPS}", sinkhorn)
         layers, next_layers = there[None].expand(4, n, d), on((x + 1).expand(4, n, d))
 
         def distances(method: str, most: int) -> Callable[[], int]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from attn_flow import Attention, Sphere, flow
-from attn_flow.attention import truncated
 from attn_flow.attention.truncated import TRUNCATION
 from attn_flow.averages import costs, fourier, near, patches
 from attn_flow.base.memory import peak_memory
@@ -24,11 +23,10 @@ def sphere(n, d, seed=0, dtype=F64):
 
 
 @pytest.fixture
-def patches_cost_nothing(monkeypatch):
+def patches_cost_nothing():
     """Near keys are the way wherever few pairs are near, however small the cloud; a series never is."""
-    free = replace(costs.here(), fixed=0.0, order=0.0, bound=0.0, circle=math.inf)
-    monkeypatch.setattr(costs, "here", lambda: free)
-    monkeypatch.setattr(truncated, "FEWEST_PAIRS", 1)
+    with costs.assumed(replace(costs.here(), fixed=0.0, order=0.0, bound=0.0, circle=math.inf)):
+        yield
 
 
 def literal(attention, x, weights=None, mask=None):
@@ -139,7 +137,7 @@ def test_a_way_is_taken_for_what_it_costs(monkeypatch):
     for module, name in ((near, "softmax"), (fourier, "softmax")):
         whole = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *z, of=module, whole=whole, **o: taken.append(of) or whole(*z, **o))
-    dear = dict.fromkeys(vars(costs.here()), 1.0)
+    dear = dict.fromkeys(costs.SECONDS, 1.0)
     ways = {
         None: dict.fromkeys(("pair64", "entry64"), 1e-12),
         near: dict.fromkeys(("fixed", "order", "bound", "near64"), 1e-12),
@@ -147,8 +145,8 @@ def test_a_way_is_taken_for_what_it_costs(monkeypatch):
     }
     drifts = []
     for way, cheap in ways.items():
-        monkeypatch.setattr(costs, "here", lambda cheap=cheap: costs.Costs(**{**dear, **cheap}))
-        drifts.append(attention.drift(x))
+        with costs.assumed(costs.Costs(**{**dear, **cheap})):
+            drifts.append(attention.drift(x))
         assert taken == ([] if way is None else [way])
         taken.clear()
     for other in drifts[1:]:
