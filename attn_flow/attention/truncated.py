@@ -49,7 +49,7 @@ def over_near_keys(
     prices = _Prices.of(p, x, y)
     if not always and prices.all_pairs(double=True, faint=True) < prices.least:
         return None
-    longest = math.sqrt(p.dim) * max(dense.largest(x), dense.largest(y))
+    longest = max(float(dense.lengths(z).amax()) for z in ([x] if x is y else [x, y]))
     if not (longest < LONGEST and (logits := float(p.logit_bound(longest))) < LONGEST**2):
         return None
     everything = prices.all_pairs(x.dtype == torch.float64 or logits > dense.LOGIT_RANGE, logits > FAINT)

@@ -93,31 +93,31 @@ class Costs:
         return self.circle + self.term * terms * (m + n)
 
 
-# Of one AMD EPYC core of a machine in use, whose instruction sets were taken away one by one; a median case is missed
-# by 11 to 13%.
+# Of one AMD EPYC core of a machine in use, whose instruction sets were taken away one by one (`attn-flow bench choice`
+# with ATEN_CPU_CAPABILITY=avx512, avx2 and default); a median case is missed by 7 to 11%.
 SETS = ("AVX512", "AVX2", "DEFAULT")
 SECONDS = {
-    "pair": (2.1e-09, 2.2e-09, 5.9e-09),
-    "entry": (0.0, 0.0, 0.0),
-    "pair64": (3.5e-09, 4.2e-09, 7.6e-09),
-    "entry64": (5.4e-11, 3.7e-11, 6.8e-11),
-    "faint": (1.0, 1.0, 1.8),
-    "hard": (1.0e-08, 1.0e-08, 1.5e-08),
-    "fixed": (0.0034, 0.0037, 0.0034),
-    "order": (9.7e-08, 3.6e-08, 8.8e-08),
-    "bound": (2.8e-10, 3.8e-09, 2.8e-09),
-    "near": (2.7e-09, 3.2e-09, 6e-09),
-    "near64": (3.9e-09, 4.7e-09, 8.7e-09),
-    "masked": (5.4e-09, 6e-09, 1.1e-08),
-    "near_hard": (1e-08, 1.2e-08, 1.6e-08),
-    "near_entry": (1.7e-10, 1.7e-10, 1.7e-10),
-    "kernel_fixed": (0.001, 0.001, 0.001),
-    "kernel_order": (1e-08, 1e-08, 1e-08),
-    "kernel_bound": (1e-09, 1e-09, 1e-09),
-    "kernel_pair": (5e-10, 1e-09, 2e-09),
-    "kernel_entry": (1e-10, 1e-10, 1e-10),
-    "circle": (0.00044, 0.0011, 0.00041),
-    "term": (8e-09, 8e-09, 1e-08),
+    "pair": (1.6e-09, 1.7e-09, 5.4e-09),
+    "entry": (0.0, 0.0, 1.4e-12),
+    "pair64": (2.9e-09, 3.4e-09, 6.9e-09),
+    "entry64": (4.6e-11, 5e-11, 6.2e-11),
+    "faint": (1.0, 1.0, 1.9),
+    "hard": (1.1e-08, 8.9e-09, 1.2e-08),
+    "fixed": (0.0017, 0.0022, 0.0022),
+    "order": (3.2e-08, 3.7e-08, 3.5e-08),
+    "bound": (5.1e-09, 3.9e-09, 2.8e-09),
+    "near": (2.4e-09, 3e-09, 6.4e-09),
+    "near64": (4.7e-09, 4.2e-09, 7.9e-09),
+    "masked": (6.4e-09, 5.6e-09, 9.9e-09),
+    "near_hard": (1.5e-08, 1e-08, 1.3e-08),
+    "near_entry": (1.9e-10, 1.1e-10, 1.7e-10),
+    "kernel_fixed": (0.0013, 0.0016, 0.00094),
+    "kernel_order": (1.4e-08, 1.2e-08, 1.2e-08),
+    "kernel_bound": (1.5e-09, 1.5e-09, 1.9e-09),
+    "kernel_pair": (6.9e-10, 8.6e-10, 2.9e-09),
+    "kernel_entry": (2.8e-11, 5.3e-11, 1.8e-10),
+    "circle": (0.0013, 0.00077, 0.00078),
+    "term": (5.5e-09, 5.2e-09, 6.8e-09),
 }
 MEASURED = {name: Costs(**{cost: row[i] for cost, row in SECONDS.items()}) for i, name in enumerate(SETS)}
 _assumed: ContextVar[Costs | None] = ContextVar("assumed", default=None)

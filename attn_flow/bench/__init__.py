@@ -1,6 +1,7 @@
 """Speed and memory as ratios: each alternative runs beside ours, interleaved in one process, and its peak is measured.
 
-A ratio is ours / theirs, the median over rounds: below 1 we are faster. Wall times of a shared machine mean little.
+A ratio is ours / theirs, the median over rounds: below 1 we are faster. Wall times of a shared machine mean little;
+`ratio_of_processor` is by the processor's time of the first thread, in the same runs.
 """
 
 from __future__ import annotations

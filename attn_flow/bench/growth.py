@@ -57,8 +57,8 @@ def growth_ratios(quick: bool) -> Iterator[Ratio]:
 
 def axes(quick: bool) -> list[Axis]:
     """The axes, each from where it is a call's overhead to where it is the work."""
-    cold = (1_000, 4_000, 16_000) if quick else (1_000, 3_000, 10_000, 30_000, 100_000)
-    dense = (500, 1_000, 2_000) if quick else (1_000, 3_000, 10_000, 30_000)
+    cold = (1_000, 4_000, 16_000) if quick else (1_000, 10_000, 100_000, 300_000, 1_000_000)
+    dense = (500, 1_000, 2_000) if quick else (1_000, 3_000, 10_000, 30_000, 100_000)
     few = lambda *sizes: sizes[:3] if quick else sizes
     return [
         Axis("n", "a cold drift, d = 3, beta = 10,000", cold, lambda n: _drift(n, 3, 1e4)),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Ratio = dict[str, Any]
+# Of the wall, and of the processor for the first thread: what a call takes while nobody else wants the machine, for the
+# other threads work meanwhile and those that wait sleep (OMP_WAIT_POLICY=PASSIVE; by default they spin a while).
+CLOCKS = (time.perf_counter, time.thread_time)
 
 
 def interleaved(
@@ -23,15 +26,27 @@ def interleaved(
 
     clock: time.process_time counts the processor's time of all threads, whatever else the machine does.
     """
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    return on_clocks(functions, rounds, (clock,), before)[0]
+
+
+def on_clocks(
+    functions: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    clocks: Sequence[Callable[[], float]] = CLOCKS,
+    before: Callable[[], None] = lambda: None,
+) -> list[dict[str, float]]:
+    """What `interleaved` returns, by each of several clocks in the same runs."""
+    times: list[dict[str, list[float]]] = [{name: [] for name in functions} for _ in clocks]
     for turn in range(rounds + 1):
         for name, function in functions.items():
             before()
-            start = clock()
+            start = [clock() for clock in clocks]
             function()
+            end = [clock() for clock in clocks]
             if turn:
-                times[name].append(clock() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+                for found, *ends in zip(times, start, end):
+                    found[name].append(ends[1] - ends[0])
+    return [{name: statistics.median(values) for name, values in found.items()} for found in times]
 
 
 def plain_drift(x: Tensor, beta: float) -> Tensor:
