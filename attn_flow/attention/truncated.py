@@ -138,9 +138,14 @@ class _Prices:
         return self.known.patches(self.m, self.n, self.kernel) if self.patched else math.inf
 
     @property
+    def foreseen(self) -> float:
+        """Patches, and before them a look at what is near."""
+        return self.patches + self.known.look * self.n
+
+    @property
     def least(self) -> float:
         """What any way but all pairs takes at least."""
-        return min(self.patches, self.series(1) if self.on_a_circle else math.inf)
+        return min(self.foreseen, self.series(1) if self.on_a_circle else math.inf)
 
     def pairs(self, share: float, precise: float = 0.0) -> float:
         """A share of the pairs, once patches are there; precise: how much of it is in float64 whatever the dtype."""
@@ -178,7 +183,7 @@ def _ways(
                 by_series.append(series < everything)
                 continue
             skipping = math.inf
-            if prices.patches < min(series, everything):
+            if prices.foreseen < min(series, everything):
                 skipping = prices.near(*share_seen(q, k, b, p.scale, window, paired=not (prices.kernel or p.cold)))
             if min(series, skipping) == math.inf:
                 return None

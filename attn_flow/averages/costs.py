@@ -28,7 +28,8 @@ import torch
 class Costs:
     """Seconds of one thread; *64: in float64. hard, masked: a pair of a hardmax, and of near keys under a mask.
 
-    faint: how many times as long a pair takes where most weights underflow. kernel*: of the compiled kernel.
+    faint: how many times as long a pair takes where most weights underflow. look: to foresee what is near, for a key.
+    kernel*: of the compiled kernel.
     """
 
     pair: float
@@ -37,6 +38,7 @@ class Costs:
     entry64: float
     faint: float
     hard: float
+    look: float
     fixed: float
     order: float
     bound: float
@@ -103,6 +105,7 @@ SECONDS = {
     "entry64": (4.6e-11, 5e-11, 6.2e-11),
     "faint": (1.0, 1.0, 1.9),
     "hard": (1.1e-08, 8.9e-09, 1.2e-08),
+    "look": (3.1e-07, 3.5e-07, 3.9e-07),
     "fixed": (0.0017, 0.0022, 0.0022),
     "order": (3.2e-08, 3.7e-08, 3.5e-08),
     "bound": (5.1e-09, 3.9e-09, 2.8e-09),

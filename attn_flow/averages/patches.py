@@ -203,10 +203,13 @@ def _highest_logits(c: Tensor, K: Tensor, bias: Tensor, scale: float) -> Tensor:
     if compiled.orders(K):
         return compiled.highest(rows, points) + 32 * EPS * size
     keys = points.flatten(0, 1).T.contiguous()
-    parts = [
-        (some @ keys).unflatten(-1, bias.shape).amax(-1) for some in rows.split(max(1, dense.BLOCK // keys.shape[1]))
-    ]
-    return torch.cat(parts) + 32 * EPS * size
+    step = max(1, dense.BLOCK // keys.shape[1])
+    # Into the same memory, again and again: pages that are new cost more than the product.
+    logits, found = rows.new_empty(step, keys.shape[1]), rows.new_empty(len(rows), len(bias))
+    for i in range(0, len(rows), step):
+        some = torch.mm(rows[i : i + step], keys, out=logits[: len(rows) - i])
+        torch.amax(some.unflatten(-1, bias.shape), -1, out=found[i : i + step])
+    return found.add_(32 * EPS * size)
 
 
 def _threshold(bound: Tensor, share: Tensor, row: Tensor, rows: int, columns: int) -> Tensor:

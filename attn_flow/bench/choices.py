@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_flow.attention import Attention, truncated
 from attn_flow.averages import compiled, costs, fourier, near
 from attn_flow.averages.costs import Costs
-from attn_flow.averages.patches import Patches
+from attn_flow.averages.patches import Patches, share_seen
 from attn_flow.bench.measure import Ratio, interleaved
 from attn_flow.geometry import Sphere
 
@@ -175,6 +175,8 @@ def fitted(rounds: int = 5, kernel: bool = True) -> tuple[Costs, float]:
             fit((f"pair{suffix}", f"entry{suffix}"), columns, seconds)
         found["faint"] = max(1.0, dense(4096, 3, 100.0, F32) / dense(4096, 3, 1.0, F32))
         fit(("hard",), [[float(n**2)] for n in (1024, 4096)], [dense(n, 3, math.inf, F32) for n in (1024, 4096)])
+        x, window = _cloud(4096, 3), math.log(4096 / truncated.TRUNCATION[F32])
+        found["look"] = clocked(partial(share_seen, x, x, None, 100.0, window, True)) / 4096
         fit_patches("", "near")
         begun = found["fixed"] + found["order"] * 4096 * 12 + found["bound"] * 4096**2 / 64
         for name, x, beta, causal in (

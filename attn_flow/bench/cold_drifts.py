@@ -60,7 +60,8 @@ def kernel_ratios(quick: bool) -> Iterator[Ratio]:
                 quick,
                 exponentials,
             )
-            yield {**row, "share_of_exp_rate": n**2 / (EXPONENTIALS * len(numbers)) * row.pop("beside_over_ours")}
+            share = n**2 / (EXPONENTIALS * len(numbers)) * row.pop("beside_over_ours")
+            yield {**row, "share_of_exp_rate": share}
 
 
 def precision_ratios(quick: bool) -> Iterator[Ratio]:

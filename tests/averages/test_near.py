@@ -25,7 +25,7 @@ def sphere(n, d, seed=0, dtype=F64):
 @pytest.fixture
 def patches_cost_nothing():
     """Near keys are the way wherever few pairs are near, however small the cloud; a series never is."""
-    with costs.assumed(replace(costs.here(), fixed=0.0, order=0.0, bound=0.0, circle=math.inf)):
+    with costs.assumed(replace(costs.here(), look=0.0, fixed=0.0, order=0.0, bound=0.0, circle=math.inf)):
         yield
 
 
@@ -140,7 +140,7 @@ def test_a_way_is_taken_for_what_it_costs(monkeypatch):
     dear = dict.fromkeys(costs.SECONDS, 1.0)
     ways = {
         None: dict.fromkeys(("pair64", "entry64"), 1e-12),
-        near: dict.fromkeys(("fixed", "order", "bound", "near64"), 1e-12),
+        near: dict.fromkeys(("look", "fixed", "order", "bound", "near64"), 1e-12),
         fourier: dict.fromkeys(("circle", "term"), 1e-12),
     }
     drifts = []
