@@ -73,7 +73,7 @@ def _fields(constants: Costs) -> dict[str, float]:
 def _row(n: int, d: int, beta: float, dtype: torch.dtype, kernel: bool, rounds: int) -> Ratio:
     x, attention = _cloud(n, d, dtype), Attention.identity(d, beta, dtype=dtype)
     with torch.no_grad(), compiled.kernel() if kernel else nullcontext():
-        ways = {"chosen": partial(attention.drift, x), **ways_of(attention, x)}
+        ways: dict[str, Callable[[], Tensor]] = {"chosen": partial(attention.drift, x), **ways_of(attention, x)}
         seconds = interleaved(ways, rounds, clock=time.process_time)
     taken = seconds.pop("chosen")
     fastest = min(seconds, key=lambda way: seconds[way])
@@ -105,7 +105,8 @@ def ways_of(attention: Attention, x: Tensor) -> dict[str, Callable[[], Tensor]]:
 
         return drift
 
-    ways = {"dense": partial(replace(attention, truncation=0.0).drift, x), "near": by(circle=math.inf)}
+    everything = replace(attention, truncation=0.0)
+    ways = {"dense": lambda: everything.drift(x), "near": by(circle=math.inf)}
     if x.shape[-1] == 2 and float(attention.beta) < math.inf:
         ways["fourier"] = by(fixed=math.inf, kernel_fixed=math.inf)
     return ways
