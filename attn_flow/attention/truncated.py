@@ -47,11 +47,16 @@ def over_near_keys(
     if torch.is_autocast_enabled(x.device.type):  # it would round what the bounds are made of
         return None
     prices = _Prices.of(p, x, y)
-    if not always and prices.all_pairs(double=True, faint=True) < prices.least:
+    # At most: whether float32 will do was chosen before, or it is not known yet.
+    double = x.dtype == torch.float64 or p.precise is not False
+    if not always and prices.all_pairs(double, faint=True) < prices.least:
         return None
-    longest = max(float(dense.lengths(z).amax()) for z in ([x] if x is y else [x, y]))
+    clouds = [x] if x is y else [x, y]
+    longest = math.sqrt(p.dim) * max(dense.largest(z) for z in clouds)
     if not (longest < LONGEST and (logits := float(p.logit_bound(longest))) < LONGEST**2):
         return None
+    if logits > dense.LOGIT_RANGE:  # tokens may be shorter than that
+        logits = float(p.logit_bound(max(float(dense.lengths(z).amax()) for z in clouds)))
     everything = prices.all_pairs(x.dtype == torch.float64 or logits > dense.LOGIT_RANGE, logits > FAINT)
     if not always and everything < prices.least:
         return None

@@ -67,13 +67,15 @@ def softmax(
     K = terms(float(b.max()))
     weighted = w[:, None] * torch.cat([v.double(), torch.ones_like(w)[:, None]], dim=-1)
     rows = max(1, ENTRIES // K)
-    moments = sum(_features(points, K).mT @ part for points, part in zip(k.split(rows), weighted.split(rows)))
+    # The same memory for every block: pages that are new cost as much as what is written to them.
+    powers = torch.ones(min(rows, max(len(q), len(k))), K + 1, dtype=torch.complex128, device=q.device)
+    moments = sum(_features(points, powers).mT @ part for points, part in zip(k.split(rows), weighted.split(rows)))
     same = float(_unevenness(b)) <= max(tolerance, ROUNDING)  # so are then all coefficients
     if same:
         moments = moments * _coefficients(b.mean()[None], K).mT
     total = torch.cat(
         [
-            (_features(points, K) if same else _features(points, K) * _coefficients(bs, K)) @ moments
+            (_features(points, powers) if same else _features(points, powers) * _coefficients(bs, K)) @ moments
             for points, bs in zip(q.split(rows), b.split(rows))
         ]
     )
@@ -98,13 +100,15 @@ def _unevenness(z: Tensor) -> Tensor:
     return _range(z) / z.max().clamp_min(torch.finfo(z.dtype).tiny)
 
 
-def _features(z: Tensor, K: int) -> Tensor:
-    """cos k phi and sin k phi in turn, for k = 0..K and the angles phi of z (n, 2), by doubling: (n, 2 (K + 1))."""
+def _features(z: Tensor, powers: Tensor) -> Tensor:
+    """cos k phi and sin k phi in turn, for k = 0..K and the angles phi of z (n, 2), by doubling: (n, 2 (K + 1)).
+
+    powers (at least n, K + 1): where they are written; its first column is 1.
+    """
     step = torch.view_as_complex(z / z.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(z.dtype).tiny))[:, None]
-    powers = torch.ones(len(z), K + 1, dtype=step.dtype, device=z.device)
-    known = 1
+    powers, K, known = powers[: len(z)], powers.shape[1] - 1, 1
     while known <= K:
-        powers[:, known : 2 * known] = powers[:, : min(known, K + 1 - known)] * step
+        torch.mul(powers[:, : min(known, K + 1 - known)], step, out=powers[:, known : 2 * known])
         step, known = step * step, 2 * known
     return torch.view_as_real(powers).flatten(1)
 
