@@ -24,7 +24,6 @@ from attn_flow.experiments.zoo_figure import plot as plot
 from attn_flow.hooks.attach import deepened
 from attn_flow.hooks.trust import fingerprint
 from attn_flow.hooks.zoo import ZOO, fetched, load_fetched, own_inputs
-from attn_flow.observe.quantities import attention_statistics
 from attn_flow.probe.clouds import Clouds, directions, record_clouds
 from attn_flow.probe.heads import sharpness
 from attn_flow.probe.nulls import (
@@ -162,11 +161,11 @@ def _pooled_cosines(passes: Passes, laid: Bench) -> list[float]:
 def _regime(clouds: Clouds) -> dict[str, Any]:
     """How sharply attention looks, and how near tokens are to each other, by layer."""
     entropy, largest, beta = [], [], []
-    for layer, attention in enumerate(clouds.attentions):
+    for layer in range(clouds.layers):
         seen = [sharpness(clouds.space(layer, text)) for text in range(clouds.texts)]
         entropy.append(mean([float(s["entropy"].mean()) for s in seen]))
         largest.append(mean([float(s["largest_weight"].mean()) for s in seen]))
-        beta.append(mean([float(attention_statistics(attention, z).effective_beta.mean()) for z in clouds.z[layer]]))
+        beta.append(mean([float(s["effective_beta"].mean()) for s in seen]))
     cosine = [mean([_pairwise(z) for z in level]) for level in clouds.z]
     return {"entropy": entropy, "largest_weight": largest, "effective_beta": beta, "pairwise_cosine": cosine}
 

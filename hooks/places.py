@@ -9,8 +9,9 @@ A key bias cancels in a softmax unless keys are turned, or met by places.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,24 +82,32 @@ class Places:
         return torch.cat([z[..., :r] * cos + torch.cat([-b, a], dim=-1) * sin, z[..., r:]], dim=-1)
 
 
-def read_places(block: Block, n: int) -> Places | None:
-    """The places of n tokens in a layer; None where they stay out of its scores, or enter in a way not known here.
+def read_places(found: Sequence[Block], n: int) -> list[Places | None]:
+    """The places of n tokens, layer by layer; None where they stay out of its scores, or enter in a way not known here.
+
+    A table that all layers add is held once.
 
     Example:
         >>> from attn_flow.hooks import blocks
         >>> from attn_flow.hooks.demo import tiny_bert
-        >>> read_places(blocks(tiny_bert()[0])[0], 8) is None  # positions are in the tokens
-        True
+        >>> read_places(blocks(tiny_bert()[0]), 8)  # positions are in the tokens
+        [None, None]
     """
-    if not block.knows_places:
-        return None
+    tables: dict[Any, Tensor] = {}
+    return [_of_layer(block, n, tables) if block.knows_places else None for block in found]
+
+
+def _of_layer(block: Block, n: int, tables: dict[Any, Tensor]) -> Places:
     arch, (weight, bias) = block.architecture, projections(block)["k"]
     with torch.no_grad():
         if arch.angles is not None:
             cos, sin = (angle.to(weight) for angle in arch.angles(block.root, block.module, n))
             return Places(n, (cos, sin), bias)
         if arch.score_table is not None:
-            return Places(n, table=arch.score_table(block.root, n).to(weight))
+            key = arch.score_table, block.root, weight.dtype, weight.device
+            if key not in tables:
+                tables[key] = arch.score_table(block.root, n).to(weight)
+            return Places(n, table=tables[key])
     terms, own = arch.score_terms, next(block.module.parameters()).dtype
     assert terms is not None  # or places would not be known
     beta = block.beta(weight.shape[-2])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import LinAlgError, qr, schur, solve_sylvester
+from scipy.linalg.lapack import dtrsen, dtrsyl
 
 Array = NDArray[np.float64]
 
@@ -60,19 +61,18 @@ def spectrum(M: Array, tol: float = 1e-6) -> Spectrum:
     if not np.isfinite(M).all():
         raise ValueError("M has entries that are not finite; check the weights it was built from.")
     d, size = M.shape[0], float(np.linalg.norm(M, 2))
-    eigenvalues = np.linalg.eigvals(M)
-    real = np.sort(eigenvalues.real)[::-1]
+    form = schur(M, output="real")
+    eigenvalues = np.diagonal(form[0])  # their real parts: a block a +- ib has a twice on its diagonal
+    real = np.sort(eigenvalues)[::-1]
     for k in range(1, d):
         if (gap := float(real[k - 1] - real[k])) <= tol * size:
             continue
-        try:
-            T, Q, k_found = schur(M, output="real", sort=lambda re, im=0.0, cut=(real[k - 1] + real[k]) / 2: re > cut)
-        except LinAlgError:  # the reordering itself could not tell the two groups apart
-            continue
-        if k_found != k:
-            continue
-        Y = solve_sylvester(T[:k, :k], -T[k:, k:], -T[:k, k:])
-        Pi = Q[:, :k] @ np.hstack([np.eye(k), -Y]) @ Q.T
+        cut = (real[k - 1] + real[k]) / 2
+        T, Q, moved, *_, failed = dtrsen(eigenvalues > cut, *form, job="N")
+        if failed or not np.array_equal(moved > cut, np.arange(d) < k):
+            continue  # the reordering itself could not tell the two groups apart
+        Y, scale, _ = dtrsyl(T[:k, :k], T[k:, k:], -T[:k, k:], isgn=-1)
+        Pi = Q[:, :k] @ np.hstack([np.eye(k), -Y / scale]) @ Q.T
         condition = float(np.linalg.norm(Pi, 2))
         gap_error = _rounding(d) * size * condition
         if gap > gap_error:

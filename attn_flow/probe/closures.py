@@ -189,15 +189,19 @@ def quantised_and_window(space: HeadSpace) -> Measure:
 
 
 def oracle(space: HeadSpace, number: int = ORACLE) -> OwnTokens:
-    """What no closure knows: each query's keys of largest true weight, and all other keys it sees at their mean."""
-    top = space.logits.topk(min(number, space.n - 1), dim=-1).indices
-    heads = torch.arange(len(space.y), device=top.device)[:, None, None]
-    exact = space.y[heads, top]  # (heads, n, w, k + v)
-    hidden = space.logits.isneginf()
-    rest = (~hidden).scatter(-1, top, False).to(space.y)
-    count = rest.sum(-1, keepdim=True)
-    mean = rest @ space.y / count.clamp_min(1)
-    weights = torch.cat([(~hidden).gather(-1, top).to(space.y), count], dim=-1)
+    """What no closure knows: each query's keys of largest true weight, and all the weight left at the tokens' mean.
+
+    With s the logits and m the mean of the tokens that a query sees, that atom has the mass sum_rest e^{s_j - <q, m>}.
+    """
+    largest = space.logits.topk(min(number, space.n - 1), dim=-1)
+    heads = torch.arange(len(space.y), device=space.y.device)[:, None, None]
+    exact = space.y[heads, largest.indices]  # (heads, n, w, k + v)
+    seen = space.logits.isfinite().to(space.y)
+    mean = seen @ space.y / seen.sum(-1, keepdim=True)
+    left = space.logits.scatter(-1, largest.indices, -torch.inf).logsumexp(-1, keepdim=True)
+    log_mass = left - space.beta[..., None] * (space.g * mean).sum(-1, keepdim=True)
+    top = log_mass.clamp_min(0)  # masses count up to a factor: none overflows
+    weights = torch.cat([largest.values.isfinite() * (-top).exp(), (log_mass - top).exp()], dim=-1)
     return OwnTokens(torch.cat([exact, mean[..., None, :]], dim=-2), weights)
 
 

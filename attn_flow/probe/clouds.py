@@ -114,7 +114,7 @@ def record_clouds(
             world=world,
         )
     length, here = path.x.shape[-2], blocks(model)
-    return by_text(path, found, [reach(block) for block in here], [read_places(block, length) for block in here])
+    return by_text(path, found, [reach(block) for block in here], read_places(here, length))
 
 
 def reach(block: Block) -> int | None:

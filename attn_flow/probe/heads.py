@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.observe.quantities import attention_statistics
 from attn_flow.prediction.spectral import spectrum
 from attn_flow.probe.agreement import compare
 from attn_flow.probe.clouds import Clouds
@@ -25,9 +24,8 @@ TEXTS = 8  # on which heads are looked at
 class HeadRegimes:
     """Layers x heads, means over texts.
 
-    entropy: of the attention weights, as a fraction of log n. largest_weight, logit_std, effective_beta: see
-    `attention_statistics`. explained: variance of the head's average that the closure explains. leading, gap, case: of
-    the spectrum of M_h = V_h G_h.
+    entropy, largest_weight, logit_std, effective_beta: see `sharpness`. explained: variance of the head's average that
+    the closure explains. leading, gap, case: of the spectrum of M_h = V_h G_h.
     """
 
     entropy: Tensor
@@ -56,12 +54,7 @@ def head_regimes(clouds: Clouds) -> HeadRegimes:
             computed = space.logits.softmax(-1) @ space.y[..., space.k :]
             predicted = space.per_head(closure.measure(space))
             explained = torch.stack([compare(p, c).explained for p, c in zip(predicted, computed)])
-            row = {
-                **sharpness(space),
-                "effective_beta": attention_statistics(A, space.x).effective_beta,
-                "explained": explained,
-            }
-            for name, value in row.items():
+            for name, value in {**sharpness(space), "explained": explained}.items():
                 rows.setdefault(name, []).append(value.double().cpu())
         for name, values in rows.items():
             found.setdefault(name, []).append(values)
@@ -74,16 +67,21 @@ def head_regimes(clouds: Clouds) -> HeadRegimes:
 def sharpness(space: HeadSpace) -> dict[str, Tensor]:
     """How sharply heads attend, means over queries (heads,): entropy over log n, largest weight, spread of logits.
 
-    From all that enters the scores, places too, over the keys that a query sees.
+    From all that enters the scores, places too, over the keys that a query sees. And the effective beta of contents,
+    beta mean|G x + b| mean|y|, the one of the unit sphere with G = I.
     """
     logits = space.logits.double()
     P, seen = logits.softmax(-1), logits.isfinite()
     count, shown = seen.sum(-1, keepdim=True), torch.where(seen, logits, 0.0)
     centred = torch.where(seen, shown - shown.sum(-1, keepdim=True) / count, 0.0)
+    K = space.attention.K
+    assert K is not None  # filled in by `as_heads_see`
+    reach = (replace(space, places=None).g[..., : K.shape[-2]].double() @ K.double()).norm(dim=-1)
     return {
         "entropy": torch.special.entr(P).sum(-1).mean(-1) / math.log(space.n),
         "largest_weight": P.amax(-1).mean(-1),
         "logit_std": (centred.square().sum(-1, keepdim=True) / count).sqrt().mean((-2, -1)),
+        "effective_beta": space.beta[:, 0] * reach.mean(-1) * space.x.double().norm(dim=-1).mean(),
     }
 
 

@@ -45,8 +45,9 @@ def omitted_shares(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[float
     if weights is None or len(weights) != len(found) or any(w is None for w in weights):
         return [float("nan")] * len(found)
     shares = []
-    for block, A, x, P in zip(tape.blocks, found, z, weights):
-        space = as_heads_see(A, x, sees=local(len(x), reach(block), x.device), places=read_places(block, len(x)))
+    placed = read_places(tape.blocks, len(z[0]))
+    for block, A, x, P, places in zip(tape.blocks, found, z, weights, placed):
+        space = as_heads_see(A, x, sees=local(len(x), reach(block), x.device), places=places)
         seen = (P[0][:, mask][..., mask] > 0) & space.logits.isfinite()
         logits, content = (_centred(v.double(), seen) for v in (P[0][:, mask][..., mask].log(), space.logits))
         shares.append(float((logits - content).square().sum() / logits.square().sum()))

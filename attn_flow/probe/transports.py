@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_flow.probe.clouds import Clouds, directions
 from attn_flow.transport.distances import solve
+from attn_flow.transport.entropic import Unproved
 
 RTOL = 0.2  # what geomloss may leave unproved: in hundreds of dimensions its certificate is wide, its value good
 SOLVERS = {"exact": "auto", "geomloss": "geomloss"}  # the probe's word and the solver's
@@ -31,7 +32,7 @@ def w2(x: Tensor, y: Tensor, method: str) -> float:
     if method == "geomloss":
         try:
             return float(solve(x, y, method=method, rtol=RTOL).distance)
-        except ValueError:  # clouds that are equal but for rounding
+        except Unproved:  # clouds that are equal but for rounding
             method = "auto"
     if method == "auto" and x.shape == y.shape:
         method = "assignment"  # the same number of tokens: exact, without looking for atoms first
@@ -64,7 +65,7 @@ def transport_check(clouds: Clouds) -> TransportCheck:
             between = time.perf_counter()
             try:
                 found = solve(x, y, method="geomloss", rtol=RTOL)
-            except ValueError:  # it proves nothing here, as for two equal texts: no row to show
+            except Unproved:  # it proves nothing here, as for two equal texts: no row to show
                 continue
             if exact == 0:
                 continue

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.base.memory import require
-from attn_flow.transport.entropic import BLURS, GEOMLOSS_BYTES, anneal
+from attn_flow.transport.entropic import BLURS, GEOMLOSS_BYTES, Unproved, anneal
 from attn_flow.transport.feasible import interval
 
 # Entries of the matrices of all pairs that are held at once.
@@ -98,7 +98,7 @@ def certified(
             return unit * found[0], unit * found[1]
     worst = int((error - rtol * distance.detach()).argmax())
     low_, high_ = (float(z[worst] * unit[at[worst]]) for z in bounds)
-    raise ValueError(
+    raise Unproved(
         f"method {method!r} proves only {low_:.6g} <= W_2 <= {high_:.6g} for pair {int(at[worst])} of {len(x)}, more "
         f"than rtol = {rtol:g}: the clouds are clustered, or close to each other for their number of points. Use "
         "method='shortlist' (exact), merge_tol for clusters, a smaller blur, or a larger rtol."

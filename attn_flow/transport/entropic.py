@@ -34,6 +34,10 @@ SMALL = 1e-20
 GEOMLOSS_BYTES = 56
 
 
+class Unproved(ValueError):
+    """The schedule ended before the distance was known to the error asked for."""
+
+
 @dataclass(frozen=True, eq=False)
 class Divergence:
     """S = OT_eps(x,y) - (OT_eps(x,x) + OT_eps(y,y))/2 ~ W_2^2/2, its gradients, and the potentials f (n,), g (m,)."""
@@ -177,7 +181,7 @@ def certified(
         error = max(high - distance, distance - low)
         if error <= rtol * distance:
             return distance + slope / distance, error
-    raise ValueError(
+    raise Unproved(
         f"method {method!r} proves only {low:.6g} <= W_2 <= {high:.6g} at blur {size:.3g}, more than rtol = {rtol:g}: "
         "the clouds are clustered, or close to each other for their number of points. Use method='shortlist' "
         "(exact), merge_tol for clusters, a smaller blur, or a larger rtol."

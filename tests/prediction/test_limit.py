@@ -74,6 +74,24 @@ def test_projector_is_the_spectral_one(seed: int, k: int, rest: int) -> None:
     assert np.isclose(found.gap, 1 - max(lower), rtol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [0.0, 2.0])
+@pytest.mark.parametrize("d", [3, 20, 60])
+def test_projector_of_any_matrix_is_the_sum_over_its_eigenvectors(d: int, scale: float) -> None:
+    """Pi = sum of r l^T over the leading eigenvalues, r and l the columns of W and the rows of its inverse."""
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        M = rng.standard_normal((d, d)) @ np.diag(np.exp(scale * rng.standard_normal(d)))  # columns of many sizes
+        values, W = np.linalg.eig(M)
+        leading = values.real > values.real.max() - 1e-9 * np.abs(values).max()
+        Pi = ((W * leading) @ np.linalg.inv(W)).real
+        found = spectrum(M)
+        assert (found.case, found.dimension) == ("rotating" if leading.sum() == 2 else "fixed", leading.sum())
+        assert math.isclose(found.leading, values.real.max(), rel_tol=1e-9)
+        assert math.isclose(found.gap, found.leading - values.real[~leading].max(), rel_tol=1e-7)
+        rounding = 1e-13 * d * np.linalg.cond(W) * np.linalg.norm(Pi, 2)
+        assert np.abs(found.projector - Pi).max() < rounding * np.linalg.norm(M, 2) / found.gap
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("condition", [1.0, 100.0])
 def test_jordan_blocks_survive_rounding(size: int, condition: float) -> None:

@@ -83,19 +83,17 @@ def test_sinks_are_the_special_tokens_and_those_the_mean_query_scores_highest():
         assert sinks(space)[h].nonzero()[:, 0].tolist() == sorted([0, 14, *best])
 
 
-def test_the_oracle_knows_the_largest_weights_and_the_mean_of_the_rest():
+def test_the_oracle_knows_the_largest_weights_and_puts_all_others_at_the_mean():
     space = small(n=9, beta=3.0)
     predicted = space.per_head(oracle(space, 3))
     q, keys, values = scaled(space)
     for h in range(2):
         for i in range(9):
-            order = sorted(range(9), key=lambda j: -float(q[h, i] @ keys[h, j]))
-            top, rest = order[:3], order[3:]
-            logits = [float(q[h, i] @ keys[h, j]) for j in top]
-            logits.append(math.log(6) + float(q[h, i] @ keys[h, rest].mean(0)))
-            p = torch.tensor(logits, dtype=torch.float64).softmax(0)
-            means = torch.stack([*values[h, top], values[h, rest].mean(0)])
-            assert torch.allclose(predicted[h, i], (p[:, None] * means).sum(0), atol=1e-12)
+            p = torch.stack([q[h, i] @ keys[h, j] for j in range(9)]).softmax(0)
+            top = sorted(range(9), key=lambda j: -float(p[j]))[:3]
+            left = 1 - sum(float(p[j]) for j in top)
+            average = sum(float(p[j]) * values[h, j] for j in top) + left * values[h].mean(0)
+            assert torch.allclose(predicted[h, i], average, atol=1e-12)
 
 
 def test_the_law_of_the_logits_is_the_mean_of_the_sorted_standardised_logits():

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from encoder_zoo import tiny
 from torch import nn
 
 from attn_flow.attention import Attention
 from attn_flow.hooks.demo import tiny_bert
+from attn_flow.hooks.layout import blocks
+from attn_flow.hooks.places import read_places
 from attn_flow.prediction.spectral import spectrum
 from attn_flow.probe import clouds as clouds_module
 from attn_flow.probe import reading
@@ -155,6 +158,13 @@ def test_a_tenth_of_the_tokens_may_be_unknown(unknown, refused):
 
 def test_places_are_read_for_the_longest_text(monkeypatch):
     lengths = []
-    monkeypatch.setattr(clouds_module, "read_places", lambda block, length: lengths.append(length))
-    assert recorded().places == [None, None]
-    assert lengths == [26, 26]  # 24 words and two special tokens, in both layers
+    monkeypatch.setattr(clouds_module, "read_places", lambda found, length: lengths.append((len(found), length)))
+    recorded()
+    assert lengths == [(2, 26)]  # both layers; 24 words and two special tokens
+
+
+@pytest.mark.parametrize("name", ["MPNet", "T5 encoder"])
+def test_a_table_that_all_layers_add_is_held_once(name):
+    places = read_places(blocks(tiny(name)), 6)
+    assert len(places) > 1
+    assert len({p.table.data_ptr() for p in places}) == 1
