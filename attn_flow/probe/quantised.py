@@ -22,7 +22,8 @@ from attn_flow.probe.head_space import HeadSpace
 
 VALUE_SHARE = 0.5  # of the squared distance that keys' and values' spreads share: v against k
 RESIDUAL = 0.5  # clusters are added until this much of the spread 1 + VALUE_SHARE is left
-MOST = 4.0  # atoms over the square root of the number of tokens, at most
+MOST = 4.0  # atoms over the square root of the number of tokens, at most, in short texts
+SHARE = 1 / 3  # and over the number of tokens in long ones: heads that look at neighbours need atoms by the length
 ROUNDS = 5  # of k-means
 
 
@@ -85,15 +86,16 @@ def quantise(
     *,
     window: tuple[int, ...] = (),
     residual: float = RESIDUAL,
-    most: float = MOST,
+    most: float | None = None,
     queries: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Atoms:
     """The atoms of one text. window: offsets of tokens that queries see for themselves, left out of the atoms' weights.
 
     queries (n,): the queries by which atoms are found, all of them unless given (to predict for the others).
-    The number of atoms is the smallest whose residual spread is below `residual`, at most `most` sqrt(n). With a
-    `generator`, tokens are grouped at random into as many clusters: the control that says whether clusters matter.
+    The number of atoms is the smallest whose residual spread is below `residual`, at most `most` sqrt(n); unless given,
+    4 sqrt(n) or n/3, whichever is more. With a `generator`, tokens are grouped at random into as many clusters: the
+    control that says whether clusters matter.
     """
     if space.sees is not None:
         raise ValueError("atoms shared by all queries need tokens that see each other; this attention hides some.")
@@ -122,7 +124,8 @@ def quantise(
         ],
         dim=-1,
     )
-    label, top = k_means(z, a, residual, min(n, math.ceil(most * math.sqrt(n))))
+    bound = max(MOST * math.sqrt(n), SHARE * n) if most is None else most * math.sqrt(n)
+    label, top = k_means(z, a, residual, min(n, math.ceil(bound)))
     if generator is not None:
         label = torch.randint(top, label.shape, generator=generator).to(label.device)
     member = torch.nn.functional.one_hot(label, top).to(P.dtype)

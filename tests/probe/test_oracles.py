@@ -29,6 +29,7 @@ from attn_flow.probe.result import _standard_error
 from attn_flow.probe.run import inquire
 from attn_flow.probe.transports import RTOL, transport_check, w2
 from attn_flow.transport import solve
+from attn_flow.transport.entropic import Unproved
 
 TEXTS = ["a b c d e f g h i j a c e g i b d f h j a d g j", "j i h g f e d c b a j h f d b i g e c a j g d a"]
 
@@ -123,13 +124,22 @@ def test_where_geomloss_proves_nothing_the_distance_is_exact(generator):
     pytest.importorskip("geomloss")
     x = torch.randn(30, 4, generator=generator, dtype=torch.float64)
     moved = x + 1e-7 * torch.randn(30, 4, generator=generator, dtype=torch.float64)
-    with pytest.raises(ValueError, match="proves only"):
+    with pytest.raises(Unproved, match="proves only"):
         solve(x, moved, method="geomloss", rtol=RTOL)
     assert (
         w2(x, moved, "geomloss")
         == w2(x, moved, "auto")
         == pytest.approx(float((x - moved).square().sum(-1).mean().sqrt()))
     )
+
+
+def test_what_geomloss_refuses_for_another_reason_is_not_hidden(monkeypatch):
+    def refuse(x, y, *, method, rtol=0.0):
+        raise ValueError(f"{method} is out of order")
+
+    monkeypatch.setattr("attn_flow.probe.transports.solve", refuse)
+    with pytest.raises(ValueError, match="geomloss is out of order"):
+        w2(torch.zeros(2, 2), torch.ones(2, 2), "geomloss")
 
 
 def test_the_seconds_of_both_solvers_are_their_own(monkeypatch):

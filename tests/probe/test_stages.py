@@ -522,8 +522,12 @@ def test_the_metric_of_the_atoms_is_that_of_the_queries(clouds):
         )
 
 
-def test_there_are_at_most_four_times_the_root_of_n_atoms(clouds):
-    assert quantise(clouds.space(0, 0), residual=0.0).counts.tolist() == [math.ceil(4 * math.sqrt(30))] * 2
+@pytest.mark.parametrize(("n", "most"), [(30, math.ceil(4 * math.sqrt(30))), (200, math.ceil(200 / 3))])
+def test_there_are_at_most_four_times_the_root_of_n_atoms_or_a_third_of_the_tokens(clouds, generator, n, most):
+    x = torch.randn(n, clouds.attentions[0].dim, generator=generator, dtype=torch.float64)
+    space = clouds.seen_by(0, x, torch.zeros(n, dtype=torch.bool))
+    assert quantise(space, residual=0.0).counts.tolist() == [most] * 2
+    assert quantise(space, residual=0.0, most=2.0).counts.tolist() == [math.ceil(2 * math.sqrt(n))] * 2
 
 
 def test_masses_of_a_law_are_the_exponentials_of_their_logarithms(clouds):
