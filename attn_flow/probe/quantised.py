@@ -23,7 +23,7 @@ from attn_flow.probe.head_space import HeadSpace
 VALUE_SHARE = 0.5  # of the squared distance that keys' and values' spreads share: v against k
 RESIDUAL = 0.5  # clusters are added until this much of the spread 1 + VALUE_SHARE is left
 MOST = 4.0  # atoms over the square root of the number of tokens, at most, in short texts
-SHARE = 1 / 3  # and over the number of tokens in long ones: heads that look at neighbours need atoms by the length
+SHARE = 1 / 3  # and over the number of tokens in long ones: what the criterion asks for grows nearly with them
 ROUNDS = 5  # of k-means
 
 
