@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from attn_flow.base import checks
+from attn_flow.base import checks, memory
 from attn_flow.base.words import introduce
 
 
@@ -51,10 +51,14 @@ class Geometry(Protocol):
         ...
 
 
-def _shape(n: int | tuple[int, ...], d: int) -> tuple[int, ...]:
+def _shape(
+    n: int | tuple[int, ...], d: int, dtype: torch.dtype | None, device: torch.device | str | None
+) -> tuple[int, ...]:
+    """(n, d), having raised where it is none or does not fit into memory."""
     shape = n if isinstance(n, tuple | list) else (n,)
     if not shape or any(isinstance(k, bool) or not isinstance(k, Integral) or k < 1 for k in (*shape, d)):
         raise ValueError(f"n = {n}, d = {d}: expected at least one token of dimension at least one.")
+    memory.require_tensor(*shape, d, dtype=dtype, device=device)
     return (*shape, d)
 
 
@@ -137,7 +141,7 @@ class Sphere:
     ) -> Tensor:
         """n random tokens, (n, d); a tuple n = (batch, n) gives (batch, n, d)."""
         checks.made_with(dtype, device, generator)
-        return self.retract(torch.randn(_shape(n, d), generator=generator, dtype=dtype, device=device))
+        return self.retract(torch.randn(_shape(n, d, dtype, device), generator=generator, dtype=dtype, device=device))
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,7 @@ class Euclidean:
     ) -> Tensor:
         """n random tokens, (n, d); a tuple n = (batch, n) gives (batch, n, d)."""
         checks.made_with(dtype, device, generator)
-        return 2 * torch.rand(_shape(n, d), generator=generator, dtype=dtype, device=device) - 1
+        return 2 * torch.rand(_shape(n, d, dtype, device), generator=generator, dtype=dtype, device=device) - 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -224,6 +228,10 @@ class Ellipsoid:
     @classmethod
     def from_layer_norm(cls, gain: Tensor, bias: Tensor | None = None, *, centred: bool = True) -> Ellipsoid:
         """The image of x -> gain * (x - mean) / std + bias; `centred=False` is RMSNorm, which keeps the mean."""
+        checks.floating("gain", gain, "(d,)")
+        checks.flags(centred=centred)
+        if gain.ndim != 1 or gain.shape[0] == 0:
+            raise ValueError(f"gain has shape {tuple(gain.shape)}, expected (d,).")
         d = gain.shape[0]
         basis = torch.eye(d, dtype=gain.dtype, device=gain.device)
         if centred:
@@ -264,9 +272,19 @@ class Ellipsoid:
         """n random tokens, (n, d); a tuple n = (batch, n) gives (batch, n, d)."""
         if d != self.centre.shape[0]:
             raise ValueError(f"d = {d}, expected {self.centre.shape[0]}, the dimension of this ellipsoid.")
-        dtype, device = dtype or self.axes.dtype, device or self.axes.device
+        dtype = self.axes.dtype if dtype is None else dtype
+        device = self.axes.device if device is None else device
         z = Sphere().uniform(n, self.axes.shape[1], generator=generator, dtype=dtype, device=device)
         return self.centre.to(z) + z @ self.axes.to(z).T
+
+
+def known_geometry(geometry: Geometry | None, flat: bool = False) -> Geometry:
+    """The geometry that was given; by default the unit sphere, or R^d where tokens change their length (`flat`)."""
+    if geometry is None:
+        return Euclidean() if flat else Sphere()
+    if not hasattr(geometry, "retract") or isinstance(geometry, type):
+        raise ValueError(f"geometry is a {type(geometry).__name__}, expected Sphere(), Euclidean() or an Ellipsoid.")
+    return geometry
 
 
 def placed(name: str, x: Tensor, mask: Tensor | None, geometry: Geometry, look: bool = True) -> Tensor:

@@ -124,6 +124,7 @@ class Drift(Field):
     def __post_init__(self) -> None:
         if not callable(self.f):
             raise ValueError(f"f is a {type(self.f).__name__}, expected a function of (t, x), x (..., n, d).")
+        checks.flags(tokenwise=self.tokenwise)
 
     @property
     def name(self) -> str:

@@ -91,11 +91,11 @@ class Attention(Field):
         weights = {name: one_head(z, AXES[name] - 1) if AXES[name] > 1 else z for name, z in given.items()}
         _check_weights(weights)
         checks.one_of("kind", kind, get_args(Kind))
-        for name, choice in (("causal", causal), ("self_attention", self_attention)):
-            if not isinstance(choice, bool):
-                raise ValueError(f"{name} = {str(choice)[:80]}, expected True or False.")
-        if truncation is not None and not 0 <= truncation < 1:
-            raise ValueError(f"truncation = {truncation}, expected a share of the weights, 0 <= truncation < 1.")
+        checks.flags(causal=causal, self_attention=self_attention)
+        if truncation is not None:
+            checks.number("truncation", truncation, "a share of the weights")
+            if not 0 <= truncation < 1:
+                raise ValueError(f"truncation = {truncation}, expected a share of the weights, 0 <= truncation < 1.")
         if kind == "hardmax":
             kind, beta = "softmax", math.inf
         number, beta = _beta(beta, weights["Q"])
@@ -158,6 +158,7 @@ class Attention(Field):
         """
         checks.whole("d", d)
         checks.made_with(dtype, device)
+        memory.require_tensor(d, d, dtype=dtype, device=device)
         eye = torch.eye(d, dtype=dtype, device=device)
         return cls(eye, None, None, None, beta, query_bias, value_bias, kind, causal, self_attention, truncation)
 
@@ -195,6 +196,7 @@ class Attention(Field):
         for name, number in (("d", d), ("heads", heads), ("head_dim", 1 if head_dim is None else head_dim)):
             checks.whole(name, number)
         checks.made_with(dtype, device, generator)
+        memory.require_tensor(heads, d, d, dtype=dtype, device=device)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=dtype, device=device) / math.sqrt(d)
@@ -302,6 +304,7 @@ class Attention(Field):
 
     def to(self, *args: Any, **kwargs: Any) -> Attention:
         """The same attention with its tensors moved or cast, as `Tensor.to`."""
+        checks.moves(*args, **kwargs)
         moved: dict[str, Any] = {name: z.to(*args, **kwargs) for name, z in self.tensors.items()}
         return self._changed(**moved) if self._number is None else self._changed(**{**moved, "beta": self._number})
 

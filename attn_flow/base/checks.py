@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -264,6 +265,26 @@ def nonnegative(name: str, value: float, what: str = "number", remedy: str = "")
         raise ValueError(f"{name} = {value}, {expected}")
 
 
+def number(name: str, value: float, expected: str = "a number") -> None:
+    """One real number, inf and NaN among them; `expected` says in words which."""
+    one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    if not (one or isinstance(value, numbers.Real)):
+        raise ValueError(f"{name} is a {type(value).__name__}, expected {expected}.")
+
+
+def flags(**given: bool) -> None:
+    """True or False, each by its name: a word would count as True."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} = {str(value)[:80]}, expected True or False.")
+
+
+def instance(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Something of a kind; `expected` says in words which."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is a {type(value).__name__}, expected {expected}.")
+
+
 def function(name: str, value: object, arguments: str) -> None:
     """Something to call; `arguments` says in words with what, and what it returns."""
     if not callable(value):
@@ -285,10 +306,34 @@ def made_with(
             raise ValueError(f"device = {device}, which torch does not have here; use 'cpu'.") from None
 
 
+def moves(*args: Any, **kwargs: Any) -> None:
+    """Arguments of `Tensor.to` that keep real numbers real: a floating dtype, a device that is there."""
+    if torch.compiler.is_compiling():
+        return
+    try:
+        real = torch.empty(0).to(*args, **kwargs).is_floating_point()
+    except (TypeError, RuntimeError, AssertionError):
+        real = False
+    if not real:
+        given = [*map(str, args), *(f"{name}={value}" for name, value in kwargs.items())]
+        raise ValueError(
+            f"to({', '.join(given)[:80]}), expected a real floating dtype such as torch.float64, a device that torch "
+            "has here such as 'cpu', or both."
+        )
+
+
 def whole(name: str, value: int, least: int = 1) -> None:
     """A whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{name} = {str(value)[:80]}, expected a whole number of at least {least}.")
+
+
+def index(value: int, times: int) -> None:
+    """Of a path: a whole number, negative from its end; IndexError beyond, which ends a loop over it."""
+    if not isinstance(value, numbers.Integral) and not (isinstance(value, Tensor) and value.numel() == 1):
+        raise ValueError(f"time index {str(value)[:80]}, expected a whole number.")
+    if not -times <= value < times:
+        raise IndexError(f"time index {value} of a path of {times} times.")
 
 
 def broadcasts(shape: torch.Size, to: torch.Size) -> bool:

@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from attn_flow.base import checks
+
 try:
     import fcntl
 except ImportError:  # Windows: two writers are not noticed there
@@ -81,6 +83,7 @@ def read_tensors(
     Returns (tensors on `device`, words). ValueError in one sentence if the file is missing, cut short or damaged; a
     safetensors file without words, written by another program, is read as it is.
     """
+    checks.instance("path", path, (str, os.PathLike), "the name of a file")
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no file {path}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,13 @@ def require(needed: float, what: str, remedy: str, device: torch.device | str = 
     free = None if needed < UNASKED else available(device)
     if free is not None and needed > free:
         raise MemoryError(f"{what} needs about {_gigabytes(needed)}, {_gigabytes(free)} are free: {remedy}.")
+
+
+def require_tensor(*shape: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+    """Raise MemoryError if a new tensor of this shape is larger than what is free; None: torch's own."""
+    size = math.prod(shape) * (dtype or torch.get_default_dtype()).itemsize
+    place = torch.get_default_device() if device is None else device
+    require(size, f"a tensor of {' x '.join(map(str, shape))} numbers", "ask for fewer of them", place)
 
 
 def available(device: torch.device | str = "cpu") -> int | None:

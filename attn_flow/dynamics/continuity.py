@@ -77,6 +77,7 @@ class DensityPath:
 
     def cloud(self, index: int) -> Cloud:
         """The density at one time as a weighted cloud on its nodes: moments, W2, energies are those of a `Cloud`."""
+        checks.index(index, len(self))
         rho = self.harmonics.values @ self.coefficients[index]
         return Cloud(self.harmonics.x, self.harmonics.weights * rho.clamp_min(0.0))
 
@@ -135,6 +136,8 @@ def density_flow(
         raise ValueError(
             f"density has a mean of shape {tuple(density.mean.shape)}, expected ({d},) as attention has it."
         )
+    for name, value in (("tol", tol), ("tail", tail), ("max_steps", max_steps), ("diffusion", diffusion)):
+        checks.number(name, value)
     if not 0 < tol < 1 or not 0 < tail < 1 or not max_steps >= 1:
         given = f"tol = {tol}, tail = {tail}, max_steps = {max_steps}"
         raise ValueError(f"{given}, expected tol and tail between 0 and 1, and at least one step.")

@@ -23,7 +23,7 @@ from attn_flow.dynamics.kicks import Kick
 from attn_flow.dynamics.placement import Placement, post
 from attn_flow.dynamics.steppers import Adaptive, Step, named_step, rk4
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.geometry import Euclidean, Geometry, Sphere, placed
+from attn_flow.geometry import Euclidean, Geometry, known_geometry, placed
 from attn_flow.measures import Cloud, Measure
 
 MOST_STEPS = 10**9  # days, even for one token: a slip of the pen
@@ -108,7 +108,7 @@ def flow(
         the drift it took.
 
     Example:
-        >>> from attn_flow import Attention
+        >>> from attn_flow import Attention, Sphere
         >>> x0 = Sphere().uniform(100, 3, generator=torch.Generator().manual_seed(0))
         >>> path = flow(Attention.identity(3, beta=1.0), x0, t=[0.0, 1.0, 10.0])
         >>> path.x.shape
@@ -121,16 +121,14 @@ def flow(
     if not validate and (isinstance(step, Adaptive) or stop is not None):
         asks = "step='adaptive'" if isinstance(step, Adaptive) else "stop="
         raise ValueError(f"validate=False with {asks}, which reads values after every step; use validate=True.")
-    if not isinstance(placement, Placement):
-        raise ValueError(f"placement is a {type(placement).__name__}, expected one of attn_flow.dynamics.placement.")
-    if not isinstance(world, Processes):
-        raise ValueError(f"world is a {type(world).__name__}, expected processes().")
+    checks.instance("placement", placement, Placement, "one of attn_flow.dynamics.placement")
+    checks.instance("world", world, Processes, "processes()")
     if noise is not None:
         checks.function("noise", noise, "(x, generator) -> kicks, such as kicks.independent(sigma)")
     if stop is not None:
         checks.function("stop", stop, "(t, cloud) -> bool, such as consensus(tol)")
     checks.made_with(None, None, generator)
-    geometry = (Euclidean() if placement.flat else Sphere()) if geometry is None else geometry
+    geometry = known_geometry(geometry, placement.flat)
     field = as_field(attention)
     first = field.frozen(times[0])
     with checks.unseen(not validate):
@@ -252,8 +250,6 @@ def _start(
     """x0 checked and put on the geometry, padding on some point of it, with room for the field's batch."""
     checks.tokens("x0", x0)
     checks.positive("h", h)
-    if not hasattr(geometry, "retract") or isinstance(geometry, type):
-        raise ValueError(f"geometry is a {type(geometry).__name__}, expected Sphere(), Euclidean() or an Ellipsoid.")
     if context is not None and not field.attends:
         raise ValueError(f"{field!r} attends to nobody; expected an Attention in it, or context=None.")
     batch = field.admit(Cloud(x0, weights, mask), context)

@@ -23,7 +23,7 @@ from attn_flow.dynamics.integrator import Integrator, Schedule
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.placement import Placement, post
 from attn_flow.dynamics.steppers import Adaptive, Step, named_step, rk4
-from attn_flow.geometry import Euclidean, Geometry, Sphere, placed
+from attn_flow.geometry import Geometry, known_geometry, placed
 from attn_flow.measures import Cloud, Measure
 
 ENTRIES = 2**20  # numbers in the clouds that are differentiated at once
@@ -83,6 +83,8 @@ def linearise(
         >>> found.eigenvalues.real[2:].round(decimals=4)  # after two zeros: all tokens may turn together
         tensor([-1., -1., -1., -1., -1., -1.], dtype=torch.float64)
     """
+    checks.number("t", t, "a time")
+    checks.instance("placement", placement, Placement, "one of attn_flow.dynamics.placement")
     if not math.isfinite(t):
         raise ValueError(f"t = {t}, expected a finite time.")
     mu = cloud if isinstance(cloud, Cloud) else Cloud(cloud)
@@ -91,7 +93,7 @@ def linearise(
             raise ValueError(f"cloud has shape {tuple(mu.x.shape)} and a mask, expected one cloud (n, d) with a mask.")
         mu = Cloud(mu.x[mu.mask], None if mu.weights is None else mu.weights.expand(mu.mask.shape)[mu.mask])
     field = as_field(attention)
-    geometry = (Euclidean() if placement.flat else Sphere()) if geometry is None else geometry
+    geometry = known_geometry(geometry, placement.flat)
     batch = field.frozen(t).admit(mu, context)
     x = placed("cloud", mu.x.detach(), None, geometry).expand(*batch, *mu.x.shape[-2:]).contiguous()
     n = x.shape[-2]
@@ -205,11 +207,14 @@ def lyapunov(
     checks.floating("x0", x0, "(..., n, d)")
     start, every = t / 2 if transient is None else transient, 10 * h if every is None else every
     checks.positive("every", every)
+    checks.number("transient", start, "a time")
+    checks.instance("placement", placement, Placement, "one of attn_flow.dynamics.placement")
+    checks.made_with(None, None, generator)
     if not 0 <= start < t:
         raise ValueError(f"transient = {start}, expected 0 <= transient < t = {t}.")
-    chosen = named_step(step)
-    chosen = replace(chosen, merge=False) if isinstance(chosen, Adaptive) else chosen
-    geometry = (Euclidean() if placement.flat else Sphere()) if geometry is None else geometry
+    stepper = named_step(step)
+    stepper = replace(stepper, merge=False) if isinstance(stepper, Adaptive) else stepper
+    geometry = known_geometry(geometry, placement.flat)
 
     def along(x: Tensor, a: float, b: float) -> Tensor:
         times = [a, b] if b > a else [a]
@@ -218,7 +223,7 @@ def lyapunov(
             x,
             times,
             geometry=geometry,
-            step=chosen,
+            step=stepper,
             h=h,
             weights=weights,
             mask=mask,

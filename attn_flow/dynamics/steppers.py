@@ -144,6 +144,9 @@ class Adaptive:
         checks.positive("tol", self.tol)
         checks.positive("largest", self.largest)
         checks.whole("max_steps", self.max_steps)
+        if self.merge is not None:
+            checks.flags(merge=self.merge)
+        checks.instance("pair", self.pair, RungeKutta, "a Runge-Kutta pair such as dopri5")
         if self.pair.embedded is None:
             raise ValueError(f"pair {self.pair.name!r} has no embedded result to estimate errors; use dopri5.")
 

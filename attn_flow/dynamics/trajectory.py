@@ -52,6 +52,8 @@ class Trajectory:
                 f"t has shape {tuple(self.t.shape)} and x {tuple(self.x.shape)}, expected (T,) and (T, ..., n, d)."
             )
         checks.finite("t", self.t)
+        for name in ("about", "labels"):
+            checks.instance(name, getattr(self, name), dict, "a dict of plain JSON")
         if self.mask is not None:
             checks.token_mask(self.mask, self.x[0])
         if self.weights is not None:
@@ -68,8 +70,7 @@ class Trajectory:
     def __getitem__(self, index: int | slice | Tensor) -> Trajectory:
         """The path at some of its times; an integer keeps a path of one time (see `cloud` for its cloud)."""
         if isinstance(index, int):
-            if not -len(self) <= index < len(self):
-                raise IndexError(f"time index {index} of a path of {len(self)} times.")
+            checks.index(index, len(self))
             index = slice(index, index + 1 or None)
         return replace(self, t=self.t[index], x=self.x[index])
 
@@ -78,6 +79,7 @@ class Trajectory:
 
     def cloud(self, index: int) -> Cloud:
         """The measure at one time, with the path's weights and mask."""
+        checks.index(index, len(self))
         return Cloud(self.x[index], self.weights, self.mask)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -95,6 +95,7 @@ class Cloud:
 
     def to(self, *args: Any, **kwargs: Any) -> Cloud:
         """The same cloud with its tensors moved or cast, as `Tensor.to`."""
+        checks.moves(*args, **kwargs)
         x = self.x.to(*args, **kwargs)
         weights = self.weights
         if weights is not None:
@@ -105,6 +106,7 @@ class Cloud:
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g) = (1/beta) log sum_j w_j e^{beta <g, x_j>}, (..., m), for queries g (..., m, d)."""
         checks.queries(g, self.x.shape[-1])
+        checks.inverse_temperature(beta)
         if dense.loses_digits(g, self.x, beta):
             found = self.to(torch.float64).log_partition(g.double(), beta).to(g.dtype)
             checks.in_range("the log-partition of a cloud", found)
@@ -127,6 +129,7 @@ class Cloud:
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = sum_j softmax_j(beta <g, x_j> + log w_j) x_j, (..., m, d); ties are averaged at beta = inf."""
         checks.queries(g, self.x.shape[-1])
+        checks.inverse_temperature(beta)
         if dense.loses_digits(g, self.x, beta):
             return self.to(torch.float64).tilted_mean(g.double(), beta).to(g.dtype)
 

@@ -52,7 +52,8 @@ class Gaussian:
     @classmethod
     def bulk(cls, mean: Tensor, cov: Tensor, n: float) -> Gaussian:
         """The Gaussian as n tokens show it: beyond s = sqrt(2 log n) a few of them win."""
-        if n < 2:
+        checks.number("n", n, "at least 2 tokens in the bulk")
+        if not 2 <= n < math.inf:
             raise ValueError(f"n = {n}, expected at least 2 tokens in the bulk.")
         return cls(mean, cov, math.sqrt(2 * math.log(n)))
 
@@ -191,7 +192,9 @@ class EllipsoidSupport:
     def __post_init__(self) -> None:
         _check_moments(self.mean, self.cov)
         checks.positive("rho", self.rho)
-        if self.rank is None:
+        if self.rank is not None:
+            checks.whole("rank", self.rank)
+        else:
             object.__setattr__(self, "rank", _rank(self.cov))
 
     def __repr__(self) -> str:
@@ -228,6 +231,7 @@ class EllipsoidSupport:
 
 def _moved(law: Any, *args: Any, **kwargs: Any) -> Any:
     """A law whose moments were checked once: in a wider dtype they keep the rounding of the one they came in."""
+    checks.moves(*args, **kwargs)
     found = copy.copy(law)
     vars(found).update(mean=law.mean.to(*args, **kwargs), cov=law.cov.to(*args, **kwargs))
     return found
@@ -260,6 +264,7 @@ def shrunk(cov: Tensor, cloud: Cloud, shrinkage: float | None = None) -> Tensor:
         a = torch.where(distance > 0, torch.minimum(noise, distance) / torch.where(distance > 0, distance, 1.0), 0.0)
         a = torch.where(n > d, torch.zeros_like(a), a)
     else:
+        checks.number("shrinkage", shrinkage, "a number in [0, 1]")
         if not 0 <= shrinkage <= 1:
             raise ValueError(f"shrinkage = {shrinkage}, expected a number in [0, 1].")
         a = torch.full_like(scale, shrinkage)

@@ -55,6 +55,7 @@ class Mixture:
 
     def to(self, *args: Any, **kwargs: Any) -> Mixture:
         """The same law with its tensors moved or cast, as `Tensor.to`."""
+        checks.moves(*args, **kwargs)
         return Mixture([mu.to(*args, **kwargs) for mu in self.components], self.weights.to(*args, **kwargs))
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
@@ -91,6 +92,7 @@ class Mixture:
 
         In float64 whatever g is: beta multiplies their differences, and at beta = 1e6 float32 has no digits left.
         """
+        checks.tensor("g", g, "(..., m, d)")
         g = g.double()
         L = torch.stack([mu.to(torch.float64).log_partition(g, beta) for mu in self.components], dim=-1)
         pi = self.weights.to(g)

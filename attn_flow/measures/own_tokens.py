@@ -38,6 +38,7 @@ class OwnTokens:
             )
 
     def to(self, *args: Any, **kwargs: Any) -> OwnTokens:
+        checks.moves(*args, **kwargs)
         x = self.x.to(*args, **kwargs)
         return OwnTokens(x, self.weights.to(x))
 
@@ -85,6 +86,7 @@ class SeenGaussian:
     cap: float = math.inf
 
     def to(self, *args: Any, **kwargs: Any) -> SeenGaussian:
+        checks.moves(*args, **kwargs)
         x = self.x.to(*args, **kwargs)
         return SeenGaussian(x, self.sees.to(x), self.cap)
 

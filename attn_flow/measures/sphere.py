@@ -36,6 +36,7 @@ class UniformSphere:
 
     def to(self, *args: Any, **kwargs: Any) -> UniformSphere:
         """Itself: it holds no tensors."""
+        checks.moves(*args, **kwargs)
         return self
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:

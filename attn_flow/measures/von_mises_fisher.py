@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.averages import bessel
-from attn_flow.base import checks
+from attn_flow.base import checks, memory
 from attn_flow.base.words import introduce
 from attn_flow.measures.measure import by_temperature
 from attn_flow.measures.sphere import length
@@ -64,10 +64,12 @@ class VonMisesFisher:
 
     def to(self, *args: Any, **kwargs: Any) -> VonMisesFisher:
         """The same law with its tensors moved or cast, as `Tensor.to`."""
+        checks.moves(*args, **kwargs)
         return VonMisesFisher(self.mean.to(*args, **kwargs), self.kappa)
 
     def density(self, y: Tensor) -> Tensor:
         """The density at unit vectors y (..., d), relative to the uniform law."""
+        checks.floating("y", y, f"(..., {self.d})")
         if y.shape[-1:] != (self.d,):
             raise ValueError(f"y has shape {tuple(y.shape)}, expected (..., {self.d}) unit vectors.")
         if (
@@ -82,12 +84,14 @@ class VonMisesFisher:
         """n independent tokens, (..., n, d): Wood's rejection for <mean, y>, a uniform direction across."""
         if not isinstance(n, int) or n < 1:
             raise ValueError(f"n = {n}, expected at least one token, a whole number.")
+        checks.made_with(None, None, generator)
         if self.kappa > SHARPEST:
             raise ValueError(
                 f"kappa = {self.kappa:g}, expected at most {SHARPEST:g} to sample from; take the mean itself."
             )
         m, d = self.mean[..., None, :], self.d
         shape = (*self.mean.shape[:-1], n, d)
+        memory.require_tensor(*shape, dtype=torch.float64)
         drop = self._drop(math.prod(shape[:-1]), generator).to(m).reshape(*shape[:-1], 1)
         if d == 1:
             return m * (1 - drop)

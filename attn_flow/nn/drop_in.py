@@ -77,7 +77,8 @@ class ContinuousMultiheadAttention(nn.Module):
         super().__init__()
         if dropout != 0:
             raise ValueError(f"dropout = {dropout}, expected 0: a flow is deterministic. Put dropout around the layer.")
-        if add_bias_kv or add_zero_attn or {kdim, vdim} - {None, embed_dim}:
+        checks.flags(batch_first=batch_first)
+        if add_bias_kv or add_zero_attn or any(width not in (None, embed_dim) for width in (kdim, vdim)):
             raise ValueError(
                 f"add_bias_kv = {add_bias_kv}, add_zero_attn = {add_zero_attn}, kdim = {kdim}, vdim = {vdim}: expected "
                 "none of them; keys are the tokens that flow, of width embed_dim."
@@ -186,6 +187,8 @@ class ContinuousMultiheadAttention(nn.Module):
             raise ValueError("key and value are different tensors; a flow has one cloud to attend to, pass it as both.")
         if is_causal and attn_mask is None:
             raise ValueError("is_causal without attn_mask; expected both, is_causal says that the mask is causal.")
+        for name, z in (("query", query), ("key", key)):
+            checks.tensor(name, z, "(n, embed_dim), or a batch of them")
         batched = query.ndim == 3
         itself = query is key
         x, y = (z.transpose(0, 1) if batched and not self.batch_first else z for z in (query, key))
@@ -236,6 +239,7 @@ class ContinuousMultiheadAttention(nn.Module):
         if self.flow._cold:
             raise ValueError("attn_mask with beta = inf; expected a finite beta, or is_causal for the causal mask.")
         n, m, batch = x.shape[-2], y.shape[-2], math.prod(x.shape[:-2])
+        checks.tensor("attn_mask", attn_mask, "(n, m) or (batch * heads, n, m)")
         if attn_mask.shape not in ((n, m), (batch * self.num_heads, n, m)):
             raise ValueError(
                 f"attn_mask has shape {tuple(attn_mask.shape)}, expected (n, m) = {(n, m)} or (batch * heads, n, m) = "
@@ -248,6 +252,7 @@ class ContinuousMultiheadAttention(nn.Module):
 
 def _additive(name: str, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """torch's masks, True = hide or additive, as additive ones."""
+    checks.tensor(name, mask, "(batch, m) or (n, m)")
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
     if not mask.is_floating_point():

@@ -18,7 +18,7 @@ from attn_flow.attention.projections import Kind, Projections
 from attn_flow.averages import dense
 from attn_flow.base import checks
 from attn_flow.dynamics.steppers import Adaptive, RungeKutta, Step, euler, named_step, rk4
-from attn_flow.geometry import Euclidean, Geometry, Sphere, check_placed, placed
+from attn_flow.geometry import Euclidean, Geometry, check_placed, known_geometry, placed
 
 
 class ContinuousAttentionLayer(nn.Module):
@@ -84,12 +84,15 @@ class ContinuousAttentionLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if dim < 1 or heads < 1 or (head_dim is not None and head_dim < 1):
-            raise ValueError(f"dim = {dim}, heads = {heads}, head_dim = {head_dim}: expected at least one of each.")
+        sizes = {"dim": dim, "heads": heads, "head_dim": 1 if head_dim is None else head_dim, "steps": steps}
+        for name, size in sizes.items():
+            checks.whole(name, size)
+        flags = {"learn_beta": learn_beta, "causal": causal, "self_attention": self_attention, "bias": bias}
+        checks.flags(**flags, checkpoint=checkpoint, validate=validate)
+        if beta_schedule is not None:
+            checks.function("beta_schedule", beta_schedule, "of s = t/horizon that multiplies beta")
         if head_dim is None and dim % heads:
             raise ValueError(f"dim = {dim} is no multiple of heads = {heads}; give head_dim.")
-        if int(steps) != steps or steps < 1:
-            raise ValueError(f"steps = {steps}, expected a whole number of at least 1.")
         if not isinstance(horizon, int | float) or not 0 < horizon < math.inf:
             raise ValueError(f"horizon = {horizon}, expected a positive, finite number.")
         checks.one_of("kind", kind, get_args(Kind))
@@ -103,7 +106,7 @@ class ContinuousAttentionLayer(nn.Module):
         self.horizon, self.steps, self.step = horizon, int(steps), chosen
         self.kind, self.causal, self.self_attention, self.checkpoint = kind, causal, self_attention, checkpoint
         self.beta_schedule, self.validate, self._precise = beta_schedule, validate, False
-        self._keep_geometry(Sphere() if geometry is None else geometry)
+        self._keep_geometry(known_geometry(geometry))
         self.Q = nn.Parameter(torch.empty(heads, k, dim, **make))
         self.K = nn.Parameter(torch.empty(heads, k, dim, **make))
         self.V = nn.Parameter(torch.empty(heads, k, dim, **make))
@@ -231,7 +234,10 @@ class ContinuousAttentionLayer(nn.Module):
     @beta.setter
     def beta(self, beta: float | Tensor) -> None:
         if not isinstance(beta, Tensor):
-            beta = torch.tensor(beta, dtype=torch.float64)  # a float has its digits, whatever torch's default dtype
+            try:
+                beta = torch.tensor(beta, dtype=torch.float64)  # a float has its digits, whatever torch's default dtype
+            except (TypeError, ValueError, RuntimeError):
+                raise ValueError(f"beta is a {type(beta).__name__}, expected a number or one per head.") from None
         checks.inverse_temperature(beta)
         if beta.ndim > 1 or (beta.ndim == 1 and beta.shape[0] not in (1, self.heads)):
             raise ValueError(f"beta has shape {tuple(beta.shape)}, expected () or (heads,) = ({self.heads},).")

@@ -19,7 +19,7 @@ from attn_flow.dynamics.kicks import Kick, independent
 from attn_flow.dynamics.placement import Placement, peri, post, pre
 from attn_flow.dynamics.steppers import Adaptive, Step, Velocity, euler, named_step, rk4
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.geometry import Euclidean, Geometry, Sphere
+from attn_flow.geometry import Euclidean, Geometry, known_geometry
 from attn_flow.nn.layer import ContinuousAttentionLayer
 
 # nGPT is missing: a layer hands its stepper P_x A, and P_x A/|A| cannot be had from it.
@@ -79,14 +79,17 @@ class DeepStack(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("inputs", inputs), ("outputs", outputs), ("dim", dim), ("depth", depth)):
-            if int(value) != value or value < 1:
-                raise ValueError(f"{name} = {value}, expected a whole number of at least 1.")
-        if ffn < 0 or noise < 0 or not math.isfinite(noise):
-            raise ValueError(f"ffn = {ffn}, noise = {noise}: expected 0 (none) or a positive, finite number.")
+            checks.whole(name, value)
+        checks.whole("ffn", ffn, 0)
+        checks.nonnegative("noise", noise)
+        if length is not None:
+            checks.whole("length", length)
+        checks.inverse_temperature(beta)
+        checks.flags(shared=shared, points=points)
         checks.one_of("placement", placement, tuple(PLACEMENTS))
         checks.one_of("readout", readout, ("mean", "token"))
         checks.made_with(dtype, None)
-        geometry = (Euclidean() if PLACEMENTS[placement].flat else Sphere()) if geometry is None else geometry
+        geometry = known_geometry(geometry, PLACEMENTS[placement].flat)
         if PLACEMENTS[placement].flat and not isinstance(geometry, Euclidean):
             raise ValueError(f"placement {placement!r} moves the radius of tokens; expected geometry Euclidean().")
         self.depth, self.shared, self.noise, self.step = depth, shared, float(noise), equal_step(step)
@@ -147,6 +150,7 @@ class DeepStack(nn.Module):
     def embed(self, inputs: Tensor) -> Tensor:
         """The tokens before the first layer, (batch, n, dim)."""
         expected = "(batch, n, inputs) real vectors" if self.points else "(batch, n) or (batch, n, fields) ids"
+        checks.tensor("inputs", inputs, expected)
         if inputs.is_floating_point() != self.points or inputs.ndim not in ((3,) if self.points else (2, 3)):
             raise ValueError(f"inputs have shape {tuple(inputs.shape)} and dtype {inputs.dtype}, expected {expected}.")
         x = self.embedding(inputs)
@@ -238,8 +242,9 @@ class DeepStack(nn.Module):
             raise ValueError(
                 f"depth = {depth}: a stack with own weights has {self.depth} layers; expected shared=True."
             )
-        if steps is not None and steps < 1:
-            raise ValueError(f"steps = {steps}, expected a whole number of at least 1.")
+        for name, size in (("steps", steps), ("depth", depth)):
+            if size is not None:
+                checks.whole(name, size)
         other = copy.deepcopy(self)
         other.depth = self.depth if depth is None else depth
         other.step = self.step if step is None else equal_step(step)

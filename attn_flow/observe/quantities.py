@@ -19,7 +19,7 @@ from attn_flow.attention.multihead import attention_alone
 from attn_flow.averages import dense
 from attn_flow.base import checks
 from attn_flow.base.words import introduce
-from attn_flow.geometry import Geometry
+from attn_flow.geometry import Geometry, known_geometry
 from attn_flow.measures import Cloud
 
 ENTRIES = 2**21  # of pairwise tensors held at once
@@ -53,7 +53,7 @@ def log_energy(
                 f"G has shape {tuple(G.shape)}, expected (d, d) or (..., heads, d, d) with d = {x.shape[-1]}."
             )
         checks.finite("G", G)
-    y = x[..., None, :, :] if G is None else x[..., None, :, :] @ (G if G.ndim > 2 else G[None]).to(x)
+    y = x[..., None, :, :] if G is None else x[..., None, :, :] @ G.to(x)
     # <x_i, G x_j> = <G^T x_i, x_j>: rows times G
     heads = y.shape[-3]
     row = dense.softmax_and_log_sum(
@@ -94,6 +94,7 @@ def diameter(
     """
     checks.tokens("x", x)
     shown = _shown(x, mask)
+    geometry = None if geometry is None else known_geometry(geometry)
     widest = torch.zeros(x.shape[:-2], dtype=x.dtype, device=x.device)
     for rows in _rows(x, x.shape[-1], entries):
         a, b = x[..., rows, None, :], x[..., None, :, :]
@@ -205,6 +206,7 @@ def close_pairs(
     >>> close_pairs(torch.tensor([[1.0, 0.0], [2.0, 0.0], [-1.0, 0.0]]))
     tensor(0.3333)
     """
+    checks.number("cosine", cosine)
     if not -1 <= cosine <= 1:
         raise ValueError(f"cosine = {cosine}, expected a number from -1 to 1.")
     return _over_pairs(x, weights, mask, lambda c, mass: (mass * (c > cosine)).sum((-2, -1)), ENTRIES)
@@ -244,6 +246,7 @@ def effective_rank(
     >>> effective_rank(torch.eye(5))
     tensor(5.)
     """
+    checks.flags(centred=centred)
     cloud = Cloud(x, weights, mask)
     y = x - cloud.mean[..., None, :] if centred else x
     sigma = torch.linalg.svdvals(cloud.probabilities.sqrt()[..., None] * y)
@@ -348,6 +351,7 @@ def _shown(x: Tensor, mask: Tensor | None) -> Tensor:
 
 def _rows(x: Tensor, width: int, entries: int) -> Iterator[slice]:
     """Blocks of rows i such that all pairs (i, j) of all clouds, `width` numbers each, are at most `entries`."""
+    checks.whole("entries", entries)
     n = x.shape[-2]
     step = max(1, entries // (n * math.prod(x.shape[:-2]) * width))
     return (slice(first, min(first + step, n)) for first in range(0, n, step))

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attn_flow.base import checks
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.observe.quantities import clusters
 
@@ -38,6 +39,7 @@ def track(path: Trajectory, tol: float = 1e-2, min_mass: float = 0.02) -> Track:
     """Follow clusters of mass at least min_mass (single linkage at tol) along a path of clouds (T, ..., n, d)."""
     if not isinstance(path, Trajectory):
         raise ValueError(f"path is a {type(path).__name__}, expected a Trajectory.")
+    checks.number("min_mass", min_mass)
     if not 0 < min_mass <= 1:
         raise ValueError(f"min_mass = {min_mass}, expected a mass in (0, 1].")
     T, n = path.x.shape[0], path.x.shape[-2]

@@ -119,6 +119,7 @@ class LimitMap:
 
     def rate(self, p: float = 2.0) -> float | None:
         """c_p = min(g, tail/p): W_p(mu_t, P_# mu_0) ~ e^{-c_p t} at beta = inf, for bounded densities; p >= 1."""
+        checks.number("p", p)
         if not 1 <= p < math.inf:
             raise ValueError(f"p = {p}, expected a number with 1 <= p < inf.")
         if self.g is None or self.tail is None:
@@ -185,6 +186,8 @@ class LimitMap:
 
     def moving_push_forward(self, x: Tensor, t: Tensor) -> Tensor:
         """push_forward(x, t) at every time of t (T,), increasing from 0 or later, in one go: (T, ..., n, d)."""
+        checks.times(t)
+        checks.tokens("x", x)
         start = self._outside_kernel(x)
         assert self.projector is not None
         if bool((t > 0).any()):
@@ -244,6 +247,7 @@ class LimitMap:
 
 
 def _check_cold(beta: float) -> None:
+    checks.number("beta", beta)
     if not 1 < beta < math.inf:
         raise ValueError(f"beta = {beta}, expected 1 < beta < inf: times and widths are estimates for low temperature.")
 
@@ -285,6 +289,7 @@ def limit(attention: Attention, support: Measure | str | None = None, tol: float
             f"attention of kind {attention.kind!r}, causal={attention.causal}; the limit map is for softmax without a "
             "causal mask."
         )
+    checks.number("tol", tol)
     if not 0 < tol < 1:
         raise ValueError(f"tol = {tol}, expected a relative tolerance between 0 and 1.")
     known_support(attention, support)

@@ -307,6 +307,10 @@ def propagation_of_chaos(
     checks.whole("seed", seed, 0)
     if not isinstance(reference, Cloud):
         raise ValueError(f"reference is a {type(reference).__name__}, expected a Cloud, such as quadrature nodes.")
+    checks.function("sample", sample, "(n, generator) -> tokens (n, d)")
+    checks.instance("n", n, Sequence, "two or more sizes")
+    for size in n:
+        checks.whole("a size in n", size)
     if len(n) < 2 or min(n) < 1 or len(set(n)) < len(n):
         raise ValueError(f"n = {list(n)}, seeds = {seeds}: expected two or more sizes and two or more seeds.")
     found = []

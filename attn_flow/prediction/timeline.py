@@ -143,7 +143,10 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
     if not isinstance(limit, LimitMap):
         raise ValueError(f"limit is a {type(limit).__name__}, expected a LimitMap; pass limit(attention).")
     curve = w2_curve(path, limit) if w2 is None else w2
-    w = np.asarray(curve.detach().cpu() if isinstance(curve, Tensor) else curve, dtype=np.float64)
+    try:
+        w = np.asarray(curve.detach().cpu() if isinstance(curve, Tensor) else curve, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"w2 is a {type(w2).__name__}, expected W2 at every time of the path, (T,).") from None
     t = path.t.detach().cpu().double().numpy()
     exit_rate = limit.exit_rate if limit.exit_rate is None or math.isfinite(limit.exit_rate) else None
     predicted = {"concentrating": limit.rate_w2, "metastable": 0.0, "terminal": exit_rate}

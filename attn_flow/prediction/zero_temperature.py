@@ -96,7 +96,10 @@ def zero_temperature_flow(
     known_support(attention, support)
     checks.floating("x0", x0, "(..., n, d)")
     checks.positive("h", h)
-    times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()
+    try:
+        times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"t is a {type(t).__name__}, expected a time or times.") from None
     if times.ndim == 0:
         if not 0 < float(times) < math.inf:
             raise ValueError(f"t = {float(times)}, expected a positive, finite time.")

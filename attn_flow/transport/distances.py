@@ -170,7 +170,9 @@ def solve(
     """
     if not (isinstance(p, (int, float)) and 1 <= p < math.inf):
         raise ValueError(f"p = {p}, expected a number with 1 <= p < inf.")
-    limits = limits or Limits()
+    limits = Limits() if limits is None else limits
+    checks.instance("limits", limits, Limits, "Limits(...)")
+    checks.made_with(None, None, generator)
     given = {"x": x, "y": y, "weights_x": weights_x, "weights_y": weights_y, "mask_x": mask_x, "mask_y": mask_y}
     on_device = isinstance(x, Tensor) and x.device.type != "cpu"
     if on_device and not stays_on_device(x, y, p, cost, method, limits):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attn_flow.base import checks
 from attn_flow.transport.atoms import merged_clouds
 from attn_flow.transport.candidates import TREE_DIMENSION, nearest, shortlist
 from attn_flow.transport.coupling import SOLVERS, Array, Ground, Plan, leak, potential
@@ -44,6 +45,12 @@ class Limits:
     shortlist: int = 100_000  # points a side up to which it is affordable: minutes and a few hundred megabytes
     sinkhorn_seconds: float = 1e-6  # for every pair of points: schedule and interval of one blur, float64 on the CPU
     patience: float = 900.0  # seconds taken without being asked for
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            checks.number(name, value)
+            if not value >= 0:
+                raise ValueError(f"{name} = {value}, expected a number of at least 0.")
 
 
 def solve_pair(

@@ -285,6 +285,19 @@ def test_track_sees_births_merges_splits_and_deaths() -> None:
     assert set(found.events[1].clusters) == {1, 2}
 
 
+def test_the_heavier_part_keeps_its_identity() -> None:
+    """By mass, not by number: of a merge the identity of the heavier cluster, of a split the heavier part."""
+    merged = [0.0, 0.0, 0.0, 0.0, 0.0]
+    for heavy, kept in (([1, 1, 1, 9, 9], 1), ([9, 9, 9, 1, 1], 0)):
+        path = line([0.0, 0.0, 0.0, 5.0, 5.0], merged, [0.0, 0.0, 0.0, 5.0, 5.0])
+        path = Trajectory(path.t, path.x, torch.tensor(heavy, dtype=f64))
+        found = track(path, tol=0.1, min_mass=0.05)
+        assert found.labels[0].tolist() == [0, 0, 0, 1, 1]
+        assert found.labels[1].tolist() == [kept] * 5
+        assert found.labels[2].tolist() == ([2, 2, 2, 1, 1] if kept else [0, 0, 0, 2, 2])
+        assert [(e.kind, e.clusters) for e in found.events] == [("merge", (0, 1, kept)), ("split", (kept, 2))]
+
+
 def test_track_batches_like_a_loop() -> None:
     A = Attention.identity(2, 9.0, dtype=f64)
     path = flow(A, uniform(2, 30, 2), torch.linspace(0, 12, 7), h=0.1)
