@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_flow.base import checks
+
 NormPlacement = str  # "post": norm(x + A x), "pre": x + A norm(x), "parallel": x + A norm(x) + FFN norm'(x)
 
 
@@ -439,4 +441,5 @@ def register(architecture: Architecture) -> None:
         >>> ARCHITECTURES.pop(0).name
         'my BERT'
     """
+    checks.instance("architecture", architecture, Architecture, "an Architecture")
     ARCHITECTURES.insert(0, architecture)

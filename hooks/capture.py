@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attn_flow.base import checks
 from attn_flow.dynamics.distributed import ALONE, Processes
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.attach import deepened, evaluating
@@ -65,6 +66,9 @@ def record(
         if texts is not None or points != "resid":
             raise ValueError("a DeepStack takes ids or vectors and has the points 'resid': record(stack, inputs).")
         return model.trajectory(source)
+    checks.made_with(dtype, None)
+    checks.flags(special=special, check=check)
+    checks.instance("world", world, Processes, "processes()")
     tokenizer = source if texts is not None else None
     paths: list[Trajectory] = []
     truncated, limit, unknown, content = 0, None, 0, 0

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.base.files import write_json, write_tensors, writing_alone
+from attn_flow.base import checks
+from attn_flow.base.files import versions, write_json, write_tensors, writing_alone
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.distributed import ALONE, Processes, processes
 from attn_flow.hooks.attach import deepened, evaluating
@@ -74,8 +75,12 @@ def record_corpus(
         >>> statistics.n, statistics.mean.shape, statistics.trajectory().x.shape
         (9, torch.Size([3, 16]), torch.Size([3, 4, 16]))
     """
-    if reservoir < 1:
-        raise ValueError(f"reservoir = {reservoir}, expected at least one token.")
+    checks.whole("reservoir", reservoir)
+    checks.whole("seed", seed, 0)
+    checks.nonnegative("every", every, "time in seconds")
+    checks.flags(special=special, states=states, check=check, again=again)
+    if folder is not None:
+        checks.instance("folder", folder, (str, os.PathLike), "the name of a folder")
     if states and folder is None:
         raise ValueError("states=True needs a folder to write to.")
     model = encoder_inside(model)
@@ -98,6 +103,7 @@ def record_corpus(
             "reservoir": reservoir,
             "seed": seed,
             "states": states,
+            "versions": versions(),
             "shard": list(given or (world.rank, world.count)),
         }
         run = _Run(None if folder is None else Path(folder), about, every, max_unknown, look)

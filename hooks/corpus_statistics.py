@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_flow.base import checks
 from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.moments import Moments, Reservoir
@@ -34,6 +35,7 @@ SAME = {
     "reservoir": "reservoir",
     "seed": "seed",
     "states": "states",
+    "versions": "the versions of packages or of this one's source",
 }
 
 
@@ -112,6 +114,7 @@ class Statistics:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
         """A saved state; a folder means the one in it. A damaged file, or one of another kind, is a ValueError."""
+        checks.instance("path", path, (str, os.PathLike), "the name of a file or folder")
         path = Path(path)
         path = path / "statistics.safetensors" if path.is_dir() else path
         tensors, words = read_tensors(path)
@@ -131,11 +134,14 @@ COUNTS = ("done", "batches", "texts", "truncated", "unknown", "content", "digest
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What two runs do not share, in words."""
-    return [
-        f"{words} ({before.get(name)!r} there, {now.get(name)!r} now)"
-        for name, words in SAME.items()
-        if before.get(name) != now.get(name)
-    ]
+    found = []
+    for name, words in SAME.items():
+        there, here = before.get(name), now.get(name)
+        if isinstance(there, dict) and isinstance(here, dict):
+            there, here = ({k: z[k] for k in z if there.get(k) != here.get(k)} for z in (there, here))
+        if there != here:
+            found.append(f"{words} ({there!r} there, {here!r} now)")
+    return found
 
 
 def merge_shards(parts: str | os.PathLike[str] | Sequence[Statistics | str | os.PathLike[str]]) -> Statistics:
@@ -159,6 +165,7 @@ def merge_shards(parts: str | os.PathLike[str] | Sequence[Statistics | str | os.
         parts = sorted(folder.glob("statistics-*-of-*.safetensors"))
         if not parts:
             raise ValueError(f"{folder} holds no statistics-<i>-of-<n>.safetensors; expected the shards of a run.")
+    checks.instance("parts", parts, Sequence, "a folder, or a list of Statistics or files")
     held = [part if isinstance(part, Statistics) else Statistics.load(part) for part in parts]
     if not held:
         raise ValueError("no shards to merge; expected a folder, or a list of Statistics or files.")
@@ -192,7 +199,7 @@ def parse_shard(shard: tuple[int, int] | str) -> tuple[int, int]:
     """(i, n) or "i/n", counted from 0."""
     try:
         i, n = (int(v) for v in (shard.split("/") if isinstance(shard, str) else shard))
-    except ValueError:
+    except (TypeError, ValueError):
         raise ValueError(f"shard = {shard!r}, expected 'i/n' such as '0/4'.") from None
     if not 0 <= i < n:
         raise ValueError(f"shard = {shard!r}, expected i/n with 0 <= i < n, counted from 0.")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_flow.base import checks
 from attn_flow.base.files import digest
 
 
@@ -172,6 +173,7 @@ def pieces(
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"batch = {size}, expected at least one text at a time.")
     if texts is not None:
+        checks.function("source", source, "of texts: a tokenizer, as HuggingFace's are")
         return _text_pieces(model, source, texts, size, max_length)
     if not isinstance(source, Mapping | Tensor):
         raise ValueError(f"inputs are a {type(source).__name__}, expected a dict of tensors, or tokenizer and texts.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_flow.base import checks
 from attn_flow.base.texts import csv_rows, lines, parse_json, read_standard_input, read_text
 from attn_flow.hooks.replacing import ENTRY, restored
 from attn_flow.hooks.strangers import pretrained, pretrained_model
@@ -105,6 +107,8 @@ def load_texts(path: str | Path, field: str = "text") -> list[str]:
         ...     load_texts(Path(folder, "a.jsonl"))
         ['a b']
     """
+    checks.instance("path", path, (str, os.PathLike), "the name of a file")
+    checks.instance("field", field, str, "the name of an entry or column")
     if str(path) == "-":
         content, where = read_standard_input(), "standard input"
         kind = ".jsonl" if content.lstrip().startswith("{") else ".txt"

@@ -7,6 +7,7 @@ folder, which knows of no flow, names the keys it left out, and `load` restores 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -53,6 +54,11 @@ class LayerFlow(nn.Module):
     ) -> None:
         super().__init__()
         checks.one_of("step", step, tuple(STEPS))
+        checks.whole("heads", heads)
+        checks.whole("steps", steps)
+        checks.positive("horizon", horizon)
+        checks.flags(train_beta=train_beta)
+        checks.made_with(dtype, device)
         self.heads, self.horizon, self.steps, self.step, self.train_beta = heads, horizon, int(steps), step, train_beta
         zero = torch.zeros(heads, device=device, dtype=dtype)
         if train_beta:
@@ -205,6 +211,7 @@ def load(path: str | Path, *, dtype: torch.dtype | str = "auto", remote_code: bo
     """
     import transformers
 
+    checks.instance("path", path, (str, os.PathLike), "the name of a folder")
     if not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} has no config.json; expected a folder written by save_pretrained.")
     config = pretrained(transformers.AutoConfig, path, remote_code)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attn_flow.base import checks
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.attach import Clock, given, hidden, padded
 from attn_flow.hooks.inputs import TokenBatch
@@ -38,8 +39,9 @@ DEPTH = {"resid_mid": 0.5, "resid_post": 1.0}
 def parse_points(points: str | Sequence[str], layers: int) -> list[Point]:
     """Point names as (kind, layer): a kind alone means every layer, "blocks.3.hook_mlp_out" means ("ffn_out", 3)."""
     parsed: list[Point] = []
+    checks.instance("points", points, (str, Sequence), "a name such as 'resid', or several")
     for name in [points] if isinstance(points, str) else points:
-        match = re.fullmatch(r"blocks\.(\d+)\.hook_(\w+)|(\w+?)(?:\.(\d+))?", name)
+        match = re.fullmatch(r"blocks\.(\d+)\.hook_(\w+)|(\w+?)(?:\.(\d+))?", str(name))
         kind = match and (match[2] or match[3]).replace("mlp", "ffn")
         if match is None or kind not in POINTS:
             raise ValueError(

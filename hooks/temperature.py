@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from attn_flow.base import checks
 from attn_flow.hooks.architectures import has
 from attn_flow.hooks.attach import Attached, Clock, padded
 from attn_flow.hooks.layout import Block, blocks, refuse_to_change
@@ -21,6 +22,7 @@ from attn_flow.hooks.weights import projections
 def chosen_layers(found: Sequence[Any], layers: int | Iterable[int] | None) -> list[int]:
     if layers is None:
         return list(range(len(found)))
+    checks.instance("layers", layers, (int, Iterable), "a number, or several")
     wanted = [layers] if isinstance(layers, int) else list(layers)
     for i in wanted:
         if not isinstance(i, int) or not -len(found) <= i < len(found):
@@ -57,6 +59,7 @@ def scale_beta(
         [True, True, False]
     """
     refuse_to_change(model)
+    checks.flags(permanent=permanent)
     found = blocks(model)
     chosen = chosen_layers(found, layers)
     table = as_factors(beta_factor)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from attn_flow.base import checks
 from attn_flow.hooks.attach import evaluating
 from attn_flow.hooks.inputs import TokenBatch, check_texts, count_unknown
 from attn_flow.hooks.layout import Block, blocks, encoder_inside
@@ -65,6 +66,9 @@ def self_check(model: nn.Module, inputs: Mapping[str, Tensor], tolerance: float 
         True
     """
     model = encoder_inside(model)
+    checks.instance("inputs", inputs, Mapping, "a dict of tensors, as the model takes them")
+    if tolerance is not None:
+        checks.positive("tolerance", tolerance)
     with recording(model, points=("attn_in", "attn_out")) as tape, evaluating(model):
         forward(model, tape, TokenBatch(dict(inputs)))
     mask, found = tape.mask, []
@@ -194,6 +198,10 @@ def unknown_share(tokenizer: Any, texts: Sequence[str]) -> float:
     """
     if isinstance(texts, str):
         raise ValueError("texts is one string, expected a list of strings; pass [text].")
+    checks.instance("texts", texts, Sequence, "a list of strings")
+    checks.function("tokenizer", tokenizer, "of texts, as HuggingFace's tokenizers are")
+    if not texts:
+        raise ValueError("texts is empty, expected at least one text.")
     check_texts(texts)
     rows = tokenizer(list(texts), return_special_tokens_mask=True, verbose=False)
     unknown, content = count_unknown(tokenizer, rows["input_ids"], rows["special_tokens_mask"])
@@ -202,6 +210,7 @@ def unknown_share(tokenizer: Any, texts: Sequence[str]) -> float:
 
 def refuse_unknown(tokenizer: Any, unknown: int, content: int, most: float, last: bool = True) -> None:
     """ValueError if more than a share `most` of the tokens is unknown; before the `last` one, only if it is certain."""
+    checks.number("max_unknown", most, "a share from 0 to 1")
     if not 0 <= most <= 1:
         raise ValueError(f"max_unknown = {most}, expected a share from 0 to 1.")
     if content < (1 if last else 1000) or unknown <= most * content:

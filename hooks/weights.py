@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from attn_flow.attention import Attention
+from attn_flow.base import checks
 from attn_flow.geometry import Ellipsoid, Euclidean, Geometry, Sphere
 from attn_flow.hooks.architectures import has
 from attn_flow.hooks.attach import evaluating
@@ -212,6 +213,7 @@ def attentions(model: nn.Module, fold: bool = False) -> list[Attention]:
     """
     if isinstance(model, DeepStack):  # nothing to fold: what it learned is what acts
         return model.attentions()
+    checks.flags(fold=fold)
     return [attention(block, fold) for block in blocks(model)]
 
 
@@ -241,6 +243,7 @@ def geometries(model: nn.Module, fold: bool = False) -> list[Geometry]:
     """
     if isinstance(model, DeepStack):
         return [model.geometry] * model.depth
+    checks.flags(fold=fold)
     found: list[Geometry] = []
     for read in norms(model):
         if read is None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attn_flow.base import checks
 from attn_flow.dynamics.steppers import Adaptive, Step, euler, named_step
-from attn_flow.geometry import Euclidean, Geometry
+from attn_flow.geometry import Euclidean, Geometry, known_geometry
 from attn_flow.hooks.attach import (
     Attached,
     Clock,
@@ -82,6 +82,8 @@ def wrap(
         attached = Attached(model, Rerun(model, layers, beta, beta_factor, steps, horizon, stepper))
         return attached.apply() if permanent else attached
     refuse_to_change(model)
+    checks.flags(block=block, permanent=permanent)
+    geometry = None if geometry is None else known_geometry(geometry)
     found = blocks(model)
     chosen = chosen_layers(found, layers)
     if beta is not None and beta_factor is not None:

@@ -40,7 +40,7 @@ ROOT = Path(__file__).parent.parent
 # The tests of each room; those of its neighbours count where they are the ones that look at it.
 ROOMS = {
     "averages": ("averages", "attention"),
-    "attention": ("attention", "averages"),
+    "attention": ("attention", "averages", "dynamics/test_fields.py"),
     "dynamics": ("dynamics",),
     "prediction": ("prediction",),
     "transport": ("transport",),
@@ -131,13 +131,16 @@ LOOKS = "how a figure looks; what it draws is tested"
 EQUIVALENT: list[tuple[str, str, str]] = [
     ("attention/truncated.py", r"window = 0.0 if p.cold", PATH),
     ("attention/truncated.py", r"LONGEST", PATH),
+    ("attention/truncated.py", r"known\.(dense|patches|series|near_pair)\(", PATH),
     ("attention/drift.py", r"y.stride\(-1\)", SPEED),
     ("attention/drift.py", r"AT_ONCE", PATH),
+    ("averages/bessel.py", r"doubled: (20|40|400) ", "more orders than enough; fewer are noticed"),
     (
         "dynamics/merging.py",
         r"result halved: .*scatter_add\(-1, group, z.sum",
         "both sides of every comparison are halved",
     ),
+    ("dynamics/kicks.py", r"(halved|doubled): 100 ", MARGIN),
     ("dynamics/particles.py", r"max\(2 \* times", "an estimate of memory"),
     ("measures/mixture.py", r"names\[:6\]", "the length of a repr"),
     ("observe/quantities.py", r"x\[\.\.\., None, :, :1\]", "values whose average is not read"),

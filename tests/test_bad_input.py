@@ -37,18 +37,29 @@ from attn_flow import (
     zero_temperature_flow,
 )
 from attn_flow.dynamics import kicks, placement
-from attn_flow.hooks import flows, load, load_encoder, replace_attention
+from attn_flow.hooks import flows, load, load_encoder, record, register, replace_attention
 from attn_flow.hooks.demo import tiny_bert
+from attn_flow.measures import LogitLaw
 from attn_flow.measures.quadrature import circle, fibonacci
 from attn_flow.nn import ContinuousAttentionLayer, DeepStack
 from attn_flow.observe.quantities import close_pairs, clusters, energy, pairwise_cosines
 from attn_flow.observe.tracking import track
 from attn_flow.prediction import fit_bound, phases_over_seeds, propagation_of_chaos, settle
+from attn_flow.probe import probe
 
 F64 = torch.float64
 X = Sphere().uniform(5, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
 A = Attention.identity(3, 2.0, dtype=F64)
 EYE = torch.eye(3, dtype=F64)
+LAWS = (
+    Cloud(X),
+    UniformSphere(3),
+    Gaussian(EYE[0], EYE),
+    EllipsoidSupport(EYE[0], EYE, 1.0),
+    VonMisesFisher(EYE[0], 2.0),
+    LogitLaw(EYE[0], EYE, EYE[0]),
+    Mixture([UniformSphere(3)], EYE[0, :1]),
+)
 
 
 def spoiled(value: float) -> Tensor:
@@ -362,6 +373,33 @@ KINDS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a stack of whole numbers": (lambda: DeepStack(5, 3, dtype=torch.int64), r"dtype = torch.int64, expected a real"),
     "a number for a folder": (lambda: load_encoder(3), r"path is a int, expected a folder, or a name"),  # type: ignore[arg-type]
+    **{
+        f"{type(law).__name__} to {word}": (
+            lambda law=law, to=to: law.to(to),
+            rf"to\({word}.*\), expected a real floating dtype such as torch.float64, a device that torch has here",
+        )
+        for law in (A, *LAWS)
+        for word, to in (
+            ("torch.int64", torch.int64),
+            ("real", "real"),
+            ("torch.complex64", torch.complex64),
+        )
+    },
+    "points a number": (
+        lambda: record(*tiny_bert(), ["a b c"], points=3),  # type: ignore[arg-type]
+        r"points is a int, expected a name such as 'resid', or several",
+    ),
+    "nulls a number": (
+        lambda: probe(*tiny_bert(), ["a b c"], nulls=3),  # type: ignore[arg-type]
+        r"nulls is a int, expected some of mean_output, .*, as a list",
+    ),
+    "nulls a word": (lambda: probe(*tiny_bert(), ["a b c"], nulls="uniform"), r"nulls is a str, expected some of"),
+    "no architecture": (lambda: register("BERT"), r"architecture is a str, expected an Architecture"),  # type: ignore[arg-type]
+    "a word for a width": (lambda: ContinuousAttentionLayer("8"), r"dim = 8, expected a whole number of at least 1"),  # type: ignore[arg-type]
+    "a word for noise": (
+        lambda: DeepStack(5, 3, noise="loud"),
+        r"noise is a str, expected a finite number of at least",
+    ),  # type: ignore[arg-type]
     "a step of length NaN": (lambda: placement.ngpt(math.nan), r"alpha = nan, expected a positive number"),
 }
 GEOMETRY: dict[str, tuple[Callable[[], object], str]] = {
@@ -667,6 +705,25 @@ def test_weights_that_are_damaged_missing_or_pickled_are_refused(tmp_path: Path)
             read(folder)
     with pytest.raises(ValueError, match=r"nowhere has no config.json; expected a folder written by save_pretrained"):
         load(tmp_path / "nowhere")
+
+
+LARGE: dict[str, Callable[[], object]] = {
+    "tokens": lambda: Sphere().uniform(10**12, 3),
+    "tokens of flat space": lambda: Euclidean().uniform((10**6, 10**6), 3),
+    "weights": lambda: Attention.identity(10**7),
+    "random weights": lambda: Attention.random(10**7, 4),
+    "nodes": lambda: fibonacci(10**12),
+    "nodes of a circle": lambda: circle(10**12),
+    "samples": lambda: VonMisesFisher(EYE[0], 2.0).sample(10**12),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_what_no_memory_holds_is_refused_before_it_is_made(case: str) -> None:
+    with pytest.raises(
+        MemoryError, match=r"a tensor of \d+.* numbers needs about \d+\.\d GB, .* ask for fewer of them"
+    ):
+        LARGE[case]()
 
 
 # --- flows that leave the range -------------------------------------------------------------------------------------

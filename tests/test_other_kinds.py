@@ -31,6 +31,7 @@ from attn_flow import (
     consensus,
     density_flow,
     flow,
+    hooks,
     limit,
     linearise,
     lyapunov,
@@ -41,11 +42,13 @@ from attn_flow import (
     zero_temperature_flow,
 )
 from attn_flow.dynamics import kicks, placement
+from attn_flow.hooks.demo import tiny_bert
 from attn_flow.measures import LogitLaw, quadrature
 from attn_flow.nn import ContinuousMultiheadAttention, DeepStack
 from attn_flow.observe import quantities
 from attn_flow.observe.tracking import track
 from attn_flow.prediction import phases_over_seeds, propagation_of_chaos, settle
+from attn_flow.probe.run import inquire
 from attn_flow.transport import Limits, solve
 
 F64 = torch.float64
@@ -177,6 +180,40 @@ EXAMPLES: dict[str, Call] = {
 }
 
 
+MODEL, TOKENIZER = tiny_bert()
+TOLD = {"model": MODEL, "source": TOKENIZER, "texts": ["a b c", "b c d"]}
+
+
+def entered(attached: Callable[..., Any]) -> Callable[..., Any]:
+    """What is attached to a model, and taken off again."""
+
+    def enter(**given: object) -> None:
+        with attached(**given):
+            pass
+
+    enter.__signature__ = inspect.signature(attached)  # type: ignore[attr-defined]
+    return enter
+
+
+EXAMPLES |= {
+    "attentions": (hooks.attentions, {"model": MODEL}),
+    "flows": (hooks.flows, {"model": MODEL}),
+    "geometries": (hooks.geometries, {"model": MODEL}),
+    "inquire": (inquire, TOLD),
+    "LayerFlow": (hooks.LayerFlow, {"heads": 2}),
+    "load_texts": (hooks.load_texts, {"path": __file__}),
+    "merge_shards": (hooks.merge_shards, {"parts": []}),
+    "norms": (hooks.norms, {"model": MODEL}),
+    "record": (hooks.record, TOLD),
+    "record_corpus": (hooks.record_corpus, TOLD),
+    "recording": (entered(hooks.recording), {"model": MODEL}),
+    "scale_beta": (entered(hooks.scale_beta), {"model": MODEL, "beta_factor": 2.0}),
+    "self_check": (hooks.self_check, {"model": MODEL, "inputs": dict(TOKENIZER(["a b c"], return_tensors="pt"))}),
+    "unknown_share": (hooks.unknown_share, {"tokenizer": TOKENIZER, "texts": ["a b c"]}),
+    "wrap": (entered(hooks.wrap), {"model": MODEL}),
+}
+
+
 class Thing:
     """What nobody expects."""
 
@@ -191,6 +228,8 @@ OFF = {"add_bias_kv", "add_zero_attn", "is_causal"}
 def takes(parameter: inspect.Parameter, stranger: object) -> bool:
     """Whether the annotation lets it in."""
     words = str(parameter.annotation)
+    if parameter.name == "folder" and stranger == "x":
+        return True
     if stranger is None:
         return "None" in words or parameter.name in HOW | OFF or parameter.annotation is Any
     return parameter.name in HOW or (not stranger and parameter.name in OFF)

@@ -243,7 +243,7 @@ class RingAttention(Field):
         if torch.is_grad_enabled() and any(z.requires_grad for z in (cloud.x, *self.tensors.values())):
             raise ValueError("gradients do not pass between processes; use torch.no_grad(), or one process.")
         self.attention.check_tokens(cloud.x)
-        return self.attention.batch_shape(cloud.x.shape[:-2], cloud.probabilities.shape[:-1])
+        return self.attention.batch_shape(cloud.x.shape[:-2])
 
     def needs_float64(self, radius: float) -> bool:
         return self.attention.needs_float64(radius)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attn_flow.base import checks
 from attn_flow.base.files import read_tensors, versions, write_tensors
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.distributed import ALONE, Processes
@@ -290,11 +291,16 @@ def inquire(
 
     Raises if the weights read do not give what a layer computes, or if too many tokens are unknown to the tokenizer.
     """
+    checks.instance("nulls", nulls, (list, tuple), f"some of {', '.join(NULLS)}, as a list")
     unknown_names = [name for name in nulls if name not in NULLS]
     if unknown_names:
         raise ValueError(f"nulls has {unknown_names}, expected some of {', '.join(NULLS)}.")
     if not isinstance(beta_factor, int | float) or not 0 < beta_factor < float("inf"):
         raise ValueError(f"beta_factor = {beta_factor}, expected a positive, finite number.")
+    checks.whole("seed", seed, 0)
+    if max_length is not None:
+        checks.whole("max_length", max_length)
+    checks.instance("world", world, Processes, "processes()")
     model = encoder_inside(model)
     texts = None if texts is None else list(row_texts(texts))
     if isinstance(model, DeepStack):

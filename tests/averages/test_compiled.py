@@ -62,6 +62,16 @@ def test_every_width(d, k):
     assert float((ours.drift - theirs.drift).abs().max()) < slack
 
 
+@pytest.mark.parametrize(("k", "v"), [(2, 5), (5, 2), (1, 8)])
+def test_keys_and_values_of_different_widths(k, v):
+    generator = torch.Generator().manual_seed(4)
+    weights = [torch.randn(2, *shape, generator=generator) / 3 for shape in ((k, 8), (k, 8), (v, 8), (8, v))]
+    ours, theirs, exact = both(Attention(*weights, beta=30.0), torch.randn(400, 8, generator=generator))
+    slack = rounding(exact, 4 * 20, torch.float32)  # of either sign in sums of 400
+    assert bool(((ours.drift - exact).norm(dim=-1) <= ours.error + slack).all())
+    assert float((ours.drift - theirs.drift).abs().max()) < slack
+
+
 def test_some_rows_of_a_causal_cloud():
     """The tokens from 100 on, as a process of its own would move them: each sees those before it."""
     x = sphere(300, 3)

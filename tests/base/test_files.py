@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_flow.base.files import read_tensors, write_json, write_tensors
+from attn_flow.base.files import read_tensors, source_digest, versions, write_json, write_tensors
 from attn_flow.dynamics.trajectory import Trajectory
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor(True), "c": torch.zeros(0, 2, dtype=torch.bfloat16)}
@@ -71,3 +71,38 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
             write_json({"a": list(range(1000))}, words)
     assert (tensors.read_bytes(), words.read_bytes()) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.json", "x.safetensors"]
+
+
+def test_code_that_changed_is_another_version(tmp_path: Path) -> None:
+    """What a run keeps for its successor was computed by some code: its content counts, and the names of its files."""
+    for name, text in {"one.py": "x = 1", "two/three.py": "y = 2", "two/kernel.cpp": "int z;"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def digest() -> str:
+        source_digest.cache_clear()
+        return source_digest(tmp_path)
+
+    first = digest()
+    (tmp_path / "two" / "compiled.pyc").write_bytes(b"nothing")
+    assert digest() == first
+    seen = {first}
+    for change in (
+        lambda: (tmp_path / "one.py").write_text("x = 2"),
+        lambda: (tmp_path / "two" / "kernel.cpp").write_text("int w;"),
+        lambda: (tmp_path / "two" / "three.py").rename(tmp_path / "two" / "four.py"),
+        lambda: (tmp_path / "five.py").write_text(""),
+    ):
+        change()
+        seen.add(digest())
+    assert len(seen) == 5
+    linked = tmp_path / "linked"  # as hooks/ and experiments/ are inside the package
+    linked.mkdir()
+    (linked / "two").symlink_to(tmp_path / "two")
+    source_digest.cache_clear()
+    before = source_digest(linked)
+    (tmp_path / "two" / "four.py").write_text("y = 3")
+    source_digest.cache_clear()
+    assert source_digest(linked) != before
+    source_digest.cache_clear()
+    assert versions()["source"] == source_digest()

@@ -145,9 +145,9 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize("times", [2, 30])
 def test_what_a_path_asks_for_is_what_it_takes(monkeypatch: pytest.MonkeyPatch, step, times: int) -> None:
     asked: list[float] = []
+    attention, x, t = Attention.identity(D), tokens(400), torch.linspace(0, 0.1, times)
     monkeypatch.setattr(memory, "require", lambda needed, *rest: asked.append(needed))
-    x, t = tokens(400), torch.linspace(0, 0.1, times)
-    peak = peak_memory(lambda: flow(Attention.identity(D), x, t, step=step, h=0.1))
+    peak = peak_memory(lambda: flow(attention, x, t, step=step, h=0.1))
     assert 0.5 * asked[0] <= peak <= asked[0] + SCRATCH / 4
 
 

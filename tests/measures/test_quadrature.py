@@ -61,11 +61,11 @@ def test_fibonacci_against_the_closed_form_of_the_uniform_law() -> None:
 
 def test_bad_densities_and_sizes() -> None:
     for build in (circle, fibonacci):
-        with pytest.raises(ValueError, match=r"n = 1, expected at least 2 nodes"):
+        with pytest.raises(ValueError, match=r"n = 1, expected a whole number of at least 2"):
             build(1)
         with pytest.raises(ValueError, match=r"density must be finite and nonnegative, with some mass"):
             build(10, lambda x: -torch.ones(10, dtype=F64))
         with pytest.raises(ValueError, match=r"density returned shape \(3,\), expected \(10,\)"):
             build(10, lambda x: torch.ones(3, dtype=F64))
-    with pytest.raises(ValueError, match=r"n = 11, expected at least 2 nodes, and an even number of them with towards"):
+    with pytest.raises(ValueError, match=r"n = 11, towards = .*: expected an angle and an even number of nodes"):
         circle(11, towards=0.0)

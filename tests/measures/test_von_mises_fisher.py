@@ -92,6 +92,6 @@ def test_graded_nodes_reach_both_ends_of_the_axis_and_integrate(d):
 def test_graded_nodes_refuse_a_plane():
     with pytest.raises(ValueError, match="d >= 3"):
         quadrature.graded(10, 10, torch.ones(2))
-    with pytest.raises(ValueError, match="at least 2 rings"):
+    with pytest.raises(ValueError, match="n = 1, expected a whole number of at least 2"):
         quadrature.graded(1, 10, torch.ones(3))
     assert np.isfinite(quadrature.graded(3, 3, torch.ones(6)).x.numpy()).all()

@@ -421,8 +421,8 @@ def test_zero_rows_may_hide_behind_the_mask() -> None:
     ("options", "message"),
     [
         ({"dim": 5}, r"dim = 5 is no multiple of heads = 2; give head_dim"),
-        ({"dim": 0}, r"dim = 0, heads = 2, head_dim = None: expected at least one of each"),
-        ({"head_dim": 0}, r"head_dim = 0: expected at least one of each"),
+        ({"dim": 0}, r"dim = 0, expected a whole number of at least 1"),
+        ({"head_dim": 0}, r"head_dim = 0, expected a whole number of at least 1"),
         ({"steps": 0}, r"steps = 0, expected a whole number of at least 1"),
         ({"steps": 2.5}, r"steps = 2.5, expected a whole number of at least 1"),
         ({"horizon": 0.0}, r"horizon = 0.0, expected a positive, finite number"),

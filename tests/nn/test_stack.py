@@ -277,7 +277,7 @@ def test_stack_on_cuda_equals_cpu() -> None:
         ({"placement": "pre", "geometry": Sphere()}, "placement 'pre' moves the radius of tokens; expected geometry"),
         ({"placement": "sideways"}, "placement = 'sideways', expected one of 'post', 'pre', 'peri'"),
         ({"readout": "last"}, "readout = 'last', expected one of 'mean', 'token'"),
-        ({"noise": -1.0}, "noise = -1.0: expected 0"),
+        ({"noise": -1.0}, "noise = -1.0, expected a finite number of at least 0"),
         ({"steps": 0}, "steps = 0, expected a whole number"),
         ({"beta": -1.0}, "expected 0 <= beta"),
         ({"beta": math.inf, "learn_beta": True}, "cannot be learned"),
