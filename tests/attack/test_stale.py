@@ -28,8 +28,8 @@ def test_record_over_other_texts_or_by_other_code_is_refused(change, tmp_path, m
     written(tmp_path, TEXTS[:6], TEXTS[6:12])
     assert recorded(tmp_path, "first")[0] == 0
     file = tmp_path / "out" / "statistics.safetensors"
-    before = file.read_bytes()
     assert recorded(tmp_path, "first")[0] == 0  # nothing changed
+    before = file.read_bytes()
     with monkeypatch.context() as changed:
         if change == "field":
             code, words = recorded(tmp_path, "second")
