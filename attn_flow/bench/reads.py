@@ -69,7 +69,7 @@ def counted(n: int = 64, d: int = 3) -> Iterator[Ratio]:
             balanced.drift(there)
             return 2 + SWEEPS
 
-        yield row("Sinkhorn's drift, beta = 4", f"2 + 1 a sweep or Newton step, here {SWEEPS}", sinkhorn)
+        yield row("Sinkhorn's drift, beta = 4", f"2 + 1 a sweep or Newton step, at most {SWEEPS} here", sinkhorn)
         layers, next_layers = there[None].expand(4, n, d), on((x + 1).expand(4, n, d))
 
         def distances(method: str, most: int) -> Callable[[], int]:
