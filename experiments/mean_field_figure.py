@@ -40,6 +40,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     for (null, run), colour in zip(law["nulls"].items(), COLOURS[3:]):
         c.loglog([int(n) for n in run["error"]], [v[-1] for v in run["error"].values()], "s-", color=colour, label=null)
     c.loglog(sizes, [law["error"][str(n)][-1] for n in sizes], "o-", color=COLOURS[0], label="same law")
+    c.set_ylim(top=3 * c.get_ylim()[1])  # room for the legend
     label(c, f"{first}: nulls, after the last layer", "n", "error / spread")
     label(d, f"what a layer adds, n = {sizes[-1]}", "layer", "error / spread")
     e.axhline(1, **THEORY)
