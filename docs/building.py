@@ -111,7 +111,7 @@ def gallery() -> str:
         name, shows, seconds, differs = (cell.strip() for cell in line.strip("| ").split(" | "))
         cells[name.strip("`")] = (shows, seconds, differs)
     text = [head.replace("# Experiments: one module a result, one number a claim", "# Reproduce the papers")]
-    text.append("Figures are of full runs (seed 0), that of trained_stacks of a short one (`--quick`); sizes and seeds stand below.\n")
+    text.append("Figures are of full runs, seed 0 (trained_stacks: of a short one); sizes and seeds stand below.\n")
     for name, claim in experiments():
         shows, seconds, differs = cells[name]
         text.append(f"## {name}\n\n**{linked(claim)}**\n\n```\nattn-flow reproduce {name}\n```\n")
