@@ -248,6 +248,7 @@ CALLS: dict[str, Callable[[Watch], object]] = {
     "UniformSphere.pull": lambda w: UniformSphere(D).pull(w.weights()[..., None], w.tokens(), w.number(2.0)),
     "alignment": lambda w: quantities.alignment(w.tokens(), w.matrix()[:, :2]),
     "angle": lambda w: angle(w.tokens(), w.tokens(1)),
+    "effective_beta": lambda w: quantities.effective_beta(w.attention(), w.tokens(), weights=w.weights()),
     "attention_statistics": lambda w: quantities.attention_statistics(w.attention(), w.tokens(), weights=w.weights()),
     "check_placed": lambda w: check_placed("x", w.tokens(), Sphere()),
     "close_pairs": lambda w: quantities.close_pairs(w.tokens(), weights=w.weights(), mask=w.mask()),

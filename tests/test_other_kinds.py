@@ -149,6 +149,7 @@ EXAMPLES: dict[str, Call] = {
         },
     ),
     "diameter": (quantities.diameter, {"x": X}),
+    "effective_beta": (quantities.effective_beta, {"attention": A, "x": X}),
     "effective_rank": (quantities.effective_rank, {"x": X}),
     "energy": (quantities.energy, {"x": X, "beta": 1.0}),
     "fibonacci": (quadrature.fibonacci, {"n": 8}),

@@ -3,7 +3,8 @@
 For m queries and n keys of width k with values of width v, in processor time,
 
     dense    m n (pair + entry (k + v))                                 every pair, in the kernel of its dtype
-    near     fixed + order n log2 n + bound m n / 64 + near share m n   sorted, bounded in patches; then pairs kept
+    near     look n + fixed + order n log2 n + bound m n / 64 + near share m n
+                                                                        foreseen, sorted, bounded in patches; then pairs
     circle   circle + term K (m + n)                                    K terms of a Fourier series
 
 so that a way is chosen by what it will take, and not by a size that suited one processor. Which way is fastest depends

@@ -319,8 +319,8 @@ def attention_statistics(
     p, shown, y = cloud.probabilities.double(), _shown(x, mask), x.double()
     beta = torch.as_tensor(part.beta, dtype=y.dtype, device=y.device)
     beta = beta[..., None, None] if beta.ndim else beta
+    queries = _queries(part, y)
     y = y[..., None, :, :]
-    queries = y @ part.Q.mT if part.query_bias is None else y @ part.Q.mT + part.query_bias[..., None, :]
     keys = y if part.K is None else y @ part.K.mT  # (..., heads, n, k): k numbers a key, not d
     mass, log_mass = p[..., None, None, :], p.log()[..., None, None, :]
     i = torch.arange(x.shape[-2], device=x.device)
@@ -335,10 +335,31 @@ def attention_statistics(
         parts.append((torch.special.entr(A).sum(-1), A.amax(-1), (mass * centred.square()).sum(-1).sqrt(), own))
     found = [torch.cat(part, dim=-1) for part in zip(*parts)]
     entropy, largest, spread, own = (torch.where(shown[..., None, :], f.to(x.dtype), math.nan) for f in found)
-    reach = (queries if part.K is None else queries @ part.K).norm(dim=-1)  # |G x + b|
-    size = beta[..., 0, 0] if beta.ndim else beta
-    size = size * (p[..., None, :] * reach).sum(-1) * (p * x.double().norm(dim=-1)).sum(-1)[..., None]
-    return AttentionStatistics(entropy, largest, spread, own, size.to(x.dtype))
+    return AttentionStatistics(entropy, largest, spread, own, effective_beta(attention, x, weights=weights, mask=mask))
+
+
+def effective_beta(
+    attention: Attention, x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """beta mean|G x + b| mean|y|, (..., heads): the beta that the unit sphere with G = I would have.
+
+    x: (..., n, d), with weights and mask (..., n) as in `Cloud`.
+
+    >>> effective_beta(Attention.identity(2, beta=3.0), 2 * torch.eye(2))
+    tensor([12.])
+    """
+    attention_alone("effective_beta", attention)
+    p, part, y = Cloud(x, weights, mask).probabilities.double(), attention.to(torch.float64), x.double()
+    queries = _queries(part, y)
+    g = queries if part.K is None else queries @ part.K  # (..., heads, n, d)
+    reach = (p[..., None, :] * g.norm(dim=-1)).sum(-1)
+    return (part.beta * reach * (p * y.norm(dim=-1)).sum(-1)[..., None]).to(x.dtype)
+
+
+def _queries(attention: Attention, x: Tensor) -> Tensor:
+    """Q x + b, (..., heads, n, k)."""
+    q = x[..., None, :, :] @ attention.Q.mT
+    return q if attention.query_bias is None else q + attention.query_bias[..., None, :]
 
 
 def _shown(x: Tensor, mask: Tensor | None) -> Tensor:

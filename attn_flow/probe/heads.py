@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
+from attn_flow.observe.quantities import effective_beta
 from attn_flow.prediction.spectral import spectrum
 from attn_flow.probe.agreement import compare
 from attn_flow.probe.clouds import Clouds
@@ -67,21 +68,18 @@ def head_regimes(clouds: Clouds) -> HeadRegimes:
 def sharpness(space: HeadSpace) -> dict[str, Tensor]:
     """How sharply heads attend, means over queries (heads,): entropy over log n, largest weight, spread of logits.
 
-    From all that enters the scores, places too, over the keys that a query sees. And the effective beta of contents,
-    beta mean|G x + b| mean|y|, the one of the unit sphere with G = I.
+    From all that enters the scores, places too, over the keys that a query sees. And `effective_beta`, of contents
+    alone.
     """
     logits = space.logits.double()
     P, seen = logits.softmax(-1), logits.isfinite()
     count, shown = seen.sum(-1, keepdim=True), torch.where(seen, logits, 0.0)
     centred = torch.where(seen, shown - shown.sum(-1, keepdim=True) / count, 0.0)
-    K = space.attention.K
-    assert K is not None  # filled in by `as_heads_see`
-    reach = (replace(space, places=None).g[..., : K.shape[-2]].double() @ K.double()).norm(dim=-1)
     return {
         "entropy": torch.special.entr(P).sum(-1).mean(-1) / math.log(space.n),
         "largest_weight": P.amax(-1).mean(-1),
         "logit_std": (centred.square().sum(-1, keepdim=True) / count).sqrt().mean((-2, -1)),
-        "effective_beta": space.beta[:, 0] * reach.mean(-1) * space.x.double().norm(dim=-1).mean(),
+        "effective_beta": effective_beta(space.attention, space.x),
     }
 
 
