@@ -46,12 +46,15 @@ def source_digest(folder: Path = Path(__file__).parent.parent) -> str:
 def versions() -> dict[str, str]:
     """The versions a number depends on."""
     found = {"python": platform.python_version(), "source": source_digest()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return found | {package: _version(package) for package in PACKAGES}
+
+
+@functools.cache
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def plain(value: Any) -> Any:

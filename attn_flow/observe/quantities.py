@@ -18,6 +18,7 @@ from attn_flow.attention import Attention
 from attn_flow.attention.multihead import attention_alone
 from attn_flow.averages import dense
 from attn_flow.base import checks
+from attn_flow.base.threads import at_most
 from attn_flow.base.words import introduce
 from attn_flow.geometry import Geometry, known_geometry
 from attn_flow.measures import Cloud
@@ -249,7 +250,8 @@ def effective_rank(
     checks.flags(centred=centred)
     cloud = Cloud(x, weights, mask)
     y = x - cloud.mean[..., None, :] if centred else x
-    sigma = torch.linalg.svdvals(cloud.probabilities.sqrt()[..., None] * y)
+    with at_most(1):
+        sigma = torch.linalg.svdvals(cloud.probabilities.sqrt()[..., None] * y)
     total = sigma.sum(-1, keepdim=True)
     if bool((total == 0).any()):
         raise ValueError("all tokens are zero (or equal, with centred=True): the cloud has no rank.")

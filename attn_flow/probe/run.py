@@ -25,6 +25,7 @@ from torch import nn
 from attn_flow.base import checks
 from attn_flow.base.files import read_tensors, versions, write_tensors
 from attn_flow.base.progress import progress_bar
+from attn_flow.base.threads import at_most
 from attn_flow.dynamics.distributed import ALONE, Processes
 from attn_flow.hooks.inputs import length_limit, pieces, row_texts
 from attn_flow.hooks.layout import blocks, encoder_inside
@@ -173,14 +174,10 @@ class Inquiry:
             if self.about["device"] != "cpu" or threads < 2:
                 run(stages)
             else:
-                torch.set_num_threads(threads // 2)
-                try:
-                    with ThreadPoolExecutor(1) as pool:
-                        beside = pool.submit(run, runs_model)
-                        run(others)
-                        beside.result()
-                finally:
-                    torch.set_num_threads(threads)
+                with at_most(threads // 2), ThreadPoolExecutor(1) as pool:
+                    beside = pool.submit(run, runs_model)
+                    run(others)
+                    beside.result()
         if self.world.count > 1:
             done = _of_all(done, self.world)
         found: dict[str, Any] = {group: {} for group in BY_NAME}
