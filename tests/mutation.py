@@ -128,13 +128,20 @@ PATH = "it chooses how the average is computed, not what it is"
 SPEED = "it sets how fast or in how much memory, not what"
 MARGIN = "a margin or a size to compare with, far from both sides of what it tells apart"
 LOOKS = "how a figure looks; what it draws is tested"
+TRIES = "how long it tries before it goes on otherwise or refuses; what is returned is proved or converged"
 EQUIVALENT: list[tuple[str, str, str]] = [
-    ("attention/truncated.py", r"window = 0.0 if p.cold", PATH),
-    ("attention/truncated.py", r"LONGEST", PATH),
-    ("attention/truncated.py", r"known\.(dense|patches|series|near_pair)\(", PATH),
+    ("attention/truncated.py", r"(halved|doubled): (1e15|2) .*\n.*LONGEST", PATH),
     ("attention/drift.py", r"y.stride\(-1\)", SPEED),
-    ("attention/drift.py", r"AT_ONCE", PATH),
-    ("averages/bessel.py", r"doubled: (20|40|400) ", "more orders than enough; fewer are noticed"),
+    ("attention/drift.py", r"\nAT_ONCE, AT_ONCE_WITH_GRADIENT = ", PATH),
+    ("averages/bessel.py", r"doubled: (20|40|400) |halved: 400 ", "more orders than enough; fewer are noticed"),
+    ("averages/costs.py", r"(halved|doubled): .*\n    \"\w+\": \(", "a time that was measured: " + PATH),
+    ("averages/dense.py", r"\n(BLOCK|SEGMENT) = ", SPEED),
+    ("averages/fourier.py", r"\nENTRIES = |doubled: 4 .*\nNEWTON = ", SPEED),
+    ("averages/near.py", r"\n(BOUNDS|ENTRIES, MASKED_ENTRIES) = ", SPEED),
+    ("averages/near.py", r"\nUNSEEN = ", "how a tolerance is split in two, both of which are counted"),
+    ("averages/patches.py", r"\n(SIZE|SAMPLED|CORNERS|UNCOUNTED|HALVINGS) = ", SPEED),
+    ("averages/sinkhorn.py", r"\n(STEPS, PATIENCE|WARM_RANGE, WARM_ERROR|SLOW|RIDGE|CONJUGATE_STEPS.*) = ", TRIES),
+    ("averages/sinkhorn.py", r"\nDENSE = ", SPEED),
     (
         "dynamics/merging.py",
         r"result halved: .*scatter_add\(-1, group, z.sum",
@@ -155,7 +162,14 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ("probe/nulls.py", r"% 2 == 0", "the two halves of the queries change their names"),
     ("probe/nulls.py", r"text \+ 1 -> \(text - 1", "another text is another one, before or after"),
     ("probe/quantised.py", r"(halved|doubled): 1e-30 ", "it keeps 0 out of a logarithm; what is there is masked or 0"),
-    ("transport/candidates.py", r"ENTRIES = 1 << 20", SPEED),
+    ("transport/atoms.py", r"\nLEADERS = ", SPEED),
+    ("transport/batched.py", r"\nENTRIES = ", SPEED),
+    ("transport/candidates.py", r"\n(DENSE|BLOCK|CANDIDATES|ENTRIES) = ", SPEED),
+    ("transport/candidates.py", r"\n(ROUNDS|COOLINGS, SWEEPS, COOLER) = ", TRIES),
+    ("transport/coupling.py", r"\n(PIVOTS|CUTS) = ", TRIES),
+    ("transport/entropic.py", r"\n(ENTRIES|BLOCK) = ", SPEED),
+    ("transport/entropic.py", r"\nBLURS = ", TRIES),
+    ("transport/feasible.py", r"\nTIGHTEN = ", TRIES),
     ("transport/candidates.py", r"(halved|doubled): 1e-6 ", "what is proved is returned, whatever was aimed at"),
     ("transport/scales.py", r"(halved|doubled): 1e3 ", PATH),
 ]

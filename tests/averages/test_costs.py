@@ -123,3 +123,29 @@ def test_every_way_is_the_one_it_is_called(d, monkeypatch):
             way()
             assert taken == expected[name]
             taken.clear()
+
+
+def test_every_kind_of_near_pair_is_counted():
+    one = Costs(**{**dict.fromkeys(SECONDS, 0.0), "faint": 1.0})
+    counted = lambda **parts: replace(one, **parts)
+    kinds = {"near": 1.0, "near64": 3.0, "masked": 5.0, "near_hard": 7.0, "near_entry": 0.5}
+    assert counted(**kinds).near_pair(8, double=0.0, masked=True) == 5 + 0.5 * 2
+    assert counted(**kinds).near_pair(8, double=0.0, hard=True) == 7 + 0.5 * 2
+    assert counted(**kinds).near_pair(4, double=1.0) == 3  # no narrower than it was measured
+    assert counted(kernel_pair=1.0, kernel_entry=1.0).near_pair(4, double=1.0, kernel=True) == 1
+    assert counted(order=1.0).patches(1, 1) == 1  # a point is looked at
+    assert counted(order=1.0).patches(2, 1) == 2 + 1
+    whole = {"kernel_fixed": 2.0, "kernel_order": 3.0, "kernel_bound": 5.0, "fixed": 7.0, "order": 11.0, "bound": 13.0}
+    assert counted(**whole).patches(16, 64) == 7 + 11 * (16 * 4 + 64 * 6) + 13 * 16
+    assert counted(**whole).patches(16, 64, kernel=True) == 2 + 3 * (16 * 4 + 64 * 6) + 5 * 16
+    assert counted(hard=1.0).dense(8, 8, 6, double=False, hard=True, causal=True) == 32
+    pairs = {"fixed": 5.0, "kernel_fixed": 7.0, "circle": 6.0, "pair": 0.1, "pair64": 0.2, "faint": 3.0, "hard": 0.5}
+    assert counted(**pairs).fewest_pairs == 5 / (3 * 0.2)
+    assert replace(one, **{**pairs, "hard": 2.0, "circle": 1.0}).fewest_pairs == 1 / 2
+    assert replace(one, **{**pairs, "pair": 4.0, "kernel_fixed": 3.0}).fewest_pairs == 3 / 4
+
+
+def test_constants_are_those_of_the_instruction_set(monkeypatch):
+    for name in (*SETS, "SVE256"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=name: name)
+        assert costs.here() == MEASURED.get(name, MEASURED["AVX2"])

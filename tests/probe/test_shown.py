@@ -6,7 +6,7 @@ The numbers are drawn at random, so that no two of them are alike; no encoder ru
 import base64
 import html
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -507,3 +507,138 @@ def test_numbers_of_the_page_are_short_and_finite():
 def test_cases_are_named(made):
     assert made.limits.cases == ["fixed", "rotating", "fixed"]
     assert made.heads.cases == [[CASES[int(c)] for c in row] for row in made.heads.case]
+
+
+# --- what is not there, or out of sight -------------------------------------------------------------------------------
+
+
+def with_about(made: Probe, **changes: Any) -> Probe:
+    return replace(made, about={**made.about, **changes})
+
+
+def first_text(part: Any) -> Any:
+    return replace(part, **{name: value[..., :1] if value.ndim else value for name, value in vars(part).items()})
+
+
+def test_one_text_is_shown_without_intervals(made):
+    each = {name: {n: first_text(p) for n, p in getattr(made, name).items()} for name in ("closures", "nulls")}
+    alone = replace(
+        made,
+        **each,
+        propagation={n: first_text(p) for n, p in made.propagation.items()},
+        law_alone=first_text(made.law_alone),
+    )
+    depth, layers, *_ = alone.findings()
+    assert depth.verdict is None
+    assert layers.verdict is None
+    cosine = float(alone.propagation["quantised_closure"].embedding_cosine)
+    assert f"cosine {cosine:.3f} to its own" in depth.text
+    figure = alone.plot()
+    assert not bands(figure.axes[0])
+    assert rows_of_dots(figure.axes[1])[titled(made, "quantised_closure")] == pytest.approx(cosine)
+    assert all(len(line.get_xdata()) == 1 for line in figure.axes[1].get_lines())
+    at = {z.get_text(): z.xy[0] for z in figures.ladder_figure(alone).axes[1].texts}
+    gain = float(alone.gains()["gaussian_closure"].mean())
+    assert at[f"{gain:+.2f}"] == pytest.approx(float(alone.closures["gaussian_closure"].explained.mean()))
+
+
+def test_sentences_without_nulls_controls_or_more_closures(made):
+    bare = replace(
+        with_about(made, nulls={}, controls={}),
+        nulls={},
+        closures={n: made.closures[n] for n in ("quantised_closure", "sphere")},
+        propagation={"quantised_closure": made.propagation["quantised_closure"]},
+    )
+    depth, layers, *_ = bare.findings()
+    assert depth.verdict is layers.verdict is None
+    for words in ("best null", "control,", "exact neighbours"):
+        assert words not in depth.text
+    for words in ("above every null", "strongest null", "untrained", "for queries by which"):
+        assert words not in layers.text
+    assert "without nulls there is no verdict" in layers.text
+    first, second, _ = bare.answer()
+    assert "best null or control" not in first
+    assert "were not found" not in second
+    assert bare.gains().keys() == set()
+
+
+def test_what_is_left_out_and_what_is_inside(made):
+    check = {"omits": "", "omitted_logit_variance": 0.0, "places": "rotary"}
+    inside = with_about(made, self_check=[check, {**check, "places": ""}, check])
+    assert inside.omitted is None
+    assert inside.omitted_words == ""
+    assert inside.inside_words == "rotary"
+    assert "inside the closures are rotary" in inside.findings()[1].text
+    assert "Left out of every closure" not in inside.findings()[1].text
+    assert "inside the closures" not in made.findings()[1].text
+    assert not [row for row in inside.rows() if row["group"] == "left out"]
+    images = dict.fromkeys(page.FIGURES, b"")
+    assert "(closures hold the rotary)" in page._page(inside, images, "made")
+    assert "closures hold" not in page._page(made, images, "made")
+
+
+def test_nulls_beyond_the_edge_are_drawn_at_it(made):
+    low = replace(made.nulls["uniform"], explained=made.nulls["uniform"].explained - 9)
+    deep = replace(made.closures["gaussian_closure"], explained=made.closures["gaussian_closure"].explained - 7)
+    far = replace(made, nulls={**made.nulls, "uniform": low}, closures={**made.closures, "gaussian_closure": deep})
+    a, b = figures.ladder_figure(far).axes[:2]
+    assert rows_of_dots(b)["the uniform"] == -1
+    assert rows_of_dots(b)[titled(made, "gaussian_closure")] == -1
+    assert a.get_ylim()[0] == -1
+    gain = float(far.gains()["gaussian_closure"].mean())
+    assert {z.get_text(): z.xy[0] for z in b.texts}[f"{gain:+.2f}"] == -1
+    a, b = figures.ladder_figure(made).axes[:2]
+    shown = [made.closures[n] for n in made.closures if n in figures.COLOURS]
+    lowest = min(float(one.explained.mean(-1).min()) for one in shown)
+    assert a.get_ylim()[0] == pytest.approx(lowest - 0.05)
+    seen = bootstrap(made.closures["gaussian_closure"].explained.mean(0), seed=3)
+    gain = float(made.gains()["gaussian_closure"].mean())
+    words = {z.get_text(): z.xy for z in b.texts}
+    order = [z.get_text() for z in b.get_yticklabels()]
+    assert words[f"{gain:+.2f}"] == pytest.approx((float(seen.low), order.index(titled(made, "gaussian_closure"))))
+    spans = {float(l.get_ydata()[0]): list(l.get_xdata()) for l in b.get_lines() if len(l.get_xdata()) == 2}
+    assert spans[order.index(titled(made, "gaussian_closure"))] == pytest.approx([float(seen.low), float(seen.high)])
+
+
+def test_closures_are_coloured_and_nulls_are_marked(made):
+    a = made.plot().axes[0]
+    lines = {str(line.get_label()): line for line in a.get_lines()}
+    for name in made.propagation:
+        line = lines[titled(made, name)]
+        null = name in figures.NULL_MARKS
+        assert line.get_linestyle() == ("--" if null else "-")
+        assert line.get_marker() == (figures.NULL_MARKS[name] if null else "o")
+        assert line.get_color() == (figures.NULL if null else figures.COLOURS[name])
+    a, b, c = figures.limit_figure(made).axes[:3]
+    dashed = {str(z.get_label()) for axes in (a, b, c) for z in axes.get_lines() if z.get_linestyle() == "--"}
+    assert dashed == {"if theory held", "to the limit of a rotated G"}
+
+
+def test_the_data_of_the_page_to_their_last_digit(made):
+    found = page._data(made)
+    received = made.reading.received.tolist()
+    assert found["texts"][0]["received"] == [[round(v, 3) for v in row[:4]] for row in received]
+    assert found["texts"][1]["received"] == [[round(v, 3) for v in row[4:11]] for row in received]
+    assert found["texts"][0]["tokens"] == made.tokens[0]
+    assert (found["sinks"], found["named"]) == (6, 3)
+    none = replace(made.reading, closure_rows=torch.zeros(0))
+    assert page._data(replace(made, reading=none))["rows"]["closure"] == ""
+    assert all(len(row) >= 4 for row in found["table"])
+    levels = [step["label"] for step in json.loads(page._scene(made))["layout"]["sliders"][0]["steps"]]
+    assert levels == ["0", "1", "2", "3"]
+
+
+def test_the_page_describes_what_was_probed():
+    shown = page._described({"a_b": {"x": [1, 2], "y": [{"z": 3}]}, "order": 1, "none": []})
+    assert shown == (
+        "<dl><dt>a b</dt><dd><ul><li>x: 1, 2</li><li>y: <ul><li><ul><li>z: 3</li></ul></li></ul></li></ul></dd>"
+        "<dt>none</dt><dd></dd></dl>"
+    )
+    assert page._below("ladder") == ""
+    assert page._below("heads").count("<li>") == len(figures.HEAD_MAPS)
+
+
+def test_a_page_without_a_comparison_of_transports_says_so(made):
+    none = TransportCheck(*(torch.zeros(0) for _ in range(6)))
+    assert "Not compared." in page._transports(replace(made, transports=none))
+    assert "Not compared." not in page._transports(made)

@@ -1,0 +1,191 @@
+"""What an attention says of itself and prepares, each against its definition; fields in time and in sums."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_flow import Attention, Cloud, Drift, Layers
+from attn_flow.attention.fields import Sum, View, as_field
+from attn_flow.attention.projections import _norm_bound
+from attn_flow.base import memory
+
+F64 = torch.float64
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+# --- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_every_word_of_an_attention() -> None:
+    eye = torch.eye(3)
+    assert repr(Attention(eye, self_attention=False)) == (
+        "Attention(heads=1, dim=3, k=3, v=3, beta=1, softmax, no self-attention, float32)"
+    )
+    wide = Attention(torch.ones(2, 5, 3), torch.ones(2, 5, 3), torch.ones(2, 4, 3), torch.ones(2, 3, 4), beta=math.inf)
+    assert repr(wide) == "Attention(heads=2, dim=3, k=5, v=4, beta=inf, softmax, float32)"
+    assert repr(wide.to("meta")).endswith("softmax, float32, meta)")
+    assert wide.summary()["beta"] == "inf"
+    several = Attention(eye.expand(2, 3, 3), beta=torch.tensor([1.0, 2.0]), causal=True, self_attention=False)
+    assert several.summary()["beta"] == [1.0, 2.0]
+    assert several.tells_apart == ("a causal mask", "self_attention=False")
+    assert Attention(eye).tells_apart == ()
+    assert Attention(eye).to("meta").values.shape == (1, 3, 3)
+
+
+def test_weights_that_are_not_given_are_the_identity() -> None:
+    O, Q = drawn(2, 3, 3), drawn(2, 3, 3, seed=1)
+    torch.testing.assert_close(Attention(Q).values, torch.eye(3, dtype=F64).expand(2, 3, 3))
+    assert Attention(Q, O=O).values is O
+    b = drawn(2, 3, seed=2)
+    assert Attention(Q, query_bias=b).G_bias is b
+    assert Attention(Q, Q).G_bias is None
+    torch.testing.assert_close(Attention(Q, O, query_bias=b).G_bias, torch.einsum("hke,hk->he", O, b))
+
+
+def test_orthogonal_weights_are_of_haar_law() -> None:
+    """The rotation of the polar part of R with a positive diagonal: that choice alone is invariant."""
+    d, heads = 6, 3
+    seeded = lambda: torch.Generator().manual_seed(4)
+    a = Attention.random(d, heads, law="orthogonal", generator=seeded(), dtype=F64)
+    given = torch.randn(heads, d, d, generator=seeded(), dtype=F64)
+    R = a.Q.mT @ given
+    assert bool((torch.diagonal(R, dim1=-2, dim2=-1) > 0).all())
+    assert float(R.tril(-1).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize(("d", "heads", "head_dim", "k"), [(12, 4, None, 3), (2, 5, None, 1), (12, 4, 7, 7)])
+def test_the_rank_of_random_heads(d: int, heads: int, head_dim: int | None, k: int) -> None:
+    assert Attention.random(d, heads, head_dim).Q.shape == (heads, k, d)
+
+
+def test_a_matrix_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float, str]] = []
+    monkeypatch.setattr(memory, "require", lambda needed, what, *_: asked.append((needed, what)))
+    Attention.random(4, 3, dtype=F64).matrix(drawn(5, 7, 4))
+    assert (3 * 5 * 3 * 7**2 * 8, "the attention matrix of 7 tokens and 3 heads") in asked
+
+
+# --- what it prepares ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [2.0, torch.tensor([1.0, 2.0])])
+def test_precision_is_chosen_by_the_largest_logit_there_may_be(beta: float | Tensor) -> None:
+    """beta (|Q| r + |b|) |K| r > 200, in one dimension: 2 (3 r + 1) 5 r, of the larger beta."""
+    make = lambda z: torch.full((2, 1, 1), z)
+    a = Attention(make(3.0), make(-5.0), beta=beta, query_bias=torch.full((2, 1), 1.0))
+    edge = (-1 + math.sqrt(1 + 4 * 3 * 20)) / 6
+    assert not a.needs_float64(0.999 * edge)
+    assert a.needs_float64(1.001 * edge)
+    assert a.prepared(1.001 * edge).precise is True
+    assert a.prepared(0.999 * edge).precise is False
+    assert not a.with_beta(math.inf).needs_float64(1e9)
+    assert a.with_beta(math.inf).prepared(1e9).precise is None
+    assert Sum((Attention(make(0.1)), a)).needs_float64(1.001 * edge)
+    assert not Sum((Attention(make(0.1)), a)).needs_float64(0.999 * edge)
+
+
+def test_weights_are_prepared_again_when_tokens_grow() -> None:
+    view = View(None, None, longest=1.0)  # type: ignore[arg-type]
+    prepared = Attention.identity(3, 100.0).prepared_along(view)
+    first = prepared()
+    assert first.precise is False
+    assert prepared() is first
+    view.longest = 2.0
+    assert prepared().precise is True
+    assert prepared() is prepared()
+
+
+def test_compiled_code_is_told_to_look_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = Attention.identity(3, 10.0)
+    looked, several = Attention.identity(3, 10.0), Attention.identity(3, torch.tensor([[1.0], [2.0]]))
+    for one in (looked, several):
+        one.needs_float64(1.0)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert looked.prepared(1.0).precise is False
+    assert looked.prepared(9.0).precise is True
+    assert attention.prepared().precise is None
+    assert attention.to(F64).prepared(1.0).precise is None
+    for one in (attention, several):
+        with pytest.raises(ValueError, match=r"call attention.needs_float64\(1.0\) once before"):
+            one.prepared(1.0)
+
+
+def test_a_bound_of_norms_that_do_not_overflow() -> None:
+    for size in (1e-150, 1.0, 1e150):
+        assert float(_norm_bound(size * torch.eye(1, dtype=F64)[None])) == pytest.approx(size)
+    assert float(_norm_bound(torch.zeros(2, 3, 3, dtype=F64))) == 0
+
+
+def test_one_token_alone_has_nobody_to_attend_to() -> None:
+    alone = Attention.identity(3, self_attention=False, dtype=F64)
+    for given in ({}, {"weights": torch.tensor([1.0, 0.0, 0.0])}, {"mask": torch.tensor([False, True, False])}):
+        x = drawn(3, 3) if given else drawn(1, 3)
+        with pytest.raises(ValueError, match="leaves a cloud of one token nobody to attend to"):
+            alone.admit(Cloud(x, *(given.get(name) for name in ("weights", "mask"))))
+    assert alone.admit(Cloud(drawn(5, 2, 3))) == (5,)
+
+
+def test_padding_has_no_truncated_drift() -> None:
+    x, mask = drawn(40, 3), torch.arange(40) % 3 > 0
+    a = Attention.identity(3, 30.0, dtype=F64, truncation=1e-3)
+    found, shown = a.truncated_drift(x, mask=mask), a.truncated_drift(x[mask])
+    assert not found.drift[~mask].any()
+    assert not found.error[~mask].any()
+    assert bool(((found.drift[mask] - shown.drift).norm(dim=-1) <= found.error[mask] + shown.error + 1e-12).all())
+
+
+# --- fields ----------------------------------------------------------------------------------------------------------
+
+
+def test_layers_and_sums_of_them_know_their_jumps() -> None:
+    make = lambda beta: Attention.identity(3, beta, dtype=F64)
+    A, B, C = (make(beta) for beta in (1.0, 2.0, 3.0))
+    layers = Layers([A, B, C], [0.0, 1.0, 3.0, math.inf])
+    assert layers.jumps == (1.0, 3.0)
+    assert len(layers) == 3
+    assert list(layers) == [A, B, C]
+    both = layers + Layers([A, B], [0.0, 2.0, 9.0])
+    assert both.jumps == (1.0, 2.0, 3.0)
+    assert Layers([both, A], [0.0, 2.5, 9.0]).jumps == (1.0, 2.0, 2.5, 3.0)
+    for start, end, field in ((0.0, 1.0, A), (1.0, 1.0, B), (1.0, 3.0, B), (3.0, 7.0, C), (math.inf, math.inf, C)):
+        assert layers.piece(start, end) is field
+    inside = both.piece(2.0, 3.0)
+    assert [field.beta.item() for field in inside.terms] == [2.0, 2.0]
+    assert (A + B + C).piece(0.0, 1.0).terms == (A, B, C)
+    for times in ([-math.inf, 1.0], [0.0, 0.0], [1.0, 0.0]):
+        with pytest.raises(ValueError, match="expected finite times that increase strictly"):
+            Layers([A], times)
+    assert as_field(A) is A
+    with pytest.raises(ValueError, match="asked from t = -1 to 0"):
+        layers.piece(-1.0, 0.0)
+
+
+def test_a_sum_is_the_sum_of_its_terms() -> None:
+    x = drawn(4, 3)
+    terms = [Drift(lambda t, z, s=s: s * t * z, tokenwise=True) for s in (1.0, 10.0, 100.0)]
+    field = terms[0] + terms[1] + terms[2]
+    view = View(None, None)  # type: ignore[arg-type]
+    torch.testing.assert_close(field.seen(view)(2.0, x), 222 * x)
+    assert field.tells_apart == ()
+    assert not field.attends
+    assert (field + Attention.identity(3)).attends
+
+
+@pytest.mark.parametrize(("returned", "message"), [
+    (lambda x: x[None], r"\(1, 4, 3\)"),
+    (lambda x: x.float(), "torch.float32"),
+    (lambda x: x[:, :2], r"\(4, 2\)"),
+])  # fmt: skip
+def test_a_drift_returns_what_broadcasts_to_the_tokens(returned, message: str) -> None:
+    seen = lambda f: Drift(lambda t, x: f(x), tokenwise=True).seen(View(None, None))  # type: ignore[arg-type]
+    x = drawn(4, 3)
+    with pytest.raises(ValueError, match=f"returned .*{message}.*as the tokens it was given"):
+        seen(returned)(0.0, x)
+    torch.testing.assert_close(seen(lambda x: x[:1])(0.0, x), x[:1].expand(4, 3))
