@@ -305,14 +305,11 @@ class Attention(Field):
     def to(self, *args: Any, **kwargs: Any) -> Attention:
         """The same attention with its tensors moved or cast, as `Tensor.to`."""
         checks.moves(*args, **kwargs)
-        moved: dict[str, Any] = {name: z.to(*args, **kwargs) for name, z in self.tensors.items()}
-        return self._changed(**moved) if self._number is None else self._changed(**{**moved, "beta": self._number})
-
-    def _changed(self, **changes: Any) -> Attention:
-        same = {name: getattr(self, name) for name in (*AXES, "kind", "causal", "self_attention", "truncation")}
-        if self._number is not None:
-            same["beta"] = self._number
-        return Attention(**(same | changes))
+        given: dict[str, Any] = {
+            name: getattr(self, name) for name in ("kind", "causal", "self_attention", "truncation")
+        }
+        given |= {name: z.to(*args, **kwargs) for name, z in self.tensors.items()}
+        return Attention(**(given if self._number is None else given | {"beta": self._number}))  # all its digits
 
     def batch_shape(self, *others: torch.Size) -> torch.Size:
         """The leading axes of the drift: those of the weights and beta, and of other tensors, broadcast."""

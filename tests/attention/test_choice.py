@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attn_flow import Attention
 from attn_flow.attention import drift, truncated
@@ -257,6 +258,13 @@ def test_large_drifts_go_in_parts(options: dict[str, Any], entries: int, monkeyp
         assert way(at_once=True) == "_attend"
         with torch.no_grad():
             assert way() == "_in_parts"
+    x.requires_grad_(False)
+    for queries, keys in ((x, x[0]), (x[0], x)):  # batches of either
+        for limit, expected in ((entries, "_attend"), (entries - 1, "_in_parts")):
+            monkeypatch.setattr(drift, "AT_ONCE", limit)
+            took.clear()
+            drift.against_cloud(p, queries, keys, None)
+            assert took == [expected]
     took.clear()
     torch.func.vmap(lambda z: drift.against_cloud(p, z, z, None))(x.detach())  # nothing is looked at
     assert took == ["_attend"]
@@ -278,6 +286,10 @@ def test_near_keys_are_thought_of_from_some_pairs_on(monkeypatch) -> None:
         with torch.no_grad():
             drift.against_cloud(p, x, x, None)
         assert asked == [7]
+        asked.clear()
+        with forward_ad.dual_level():
+            drift.against_cloud(p, forward_ad.make_dual(drawn(7, 3), drawn(7, 3)), drawn(7, 3), None)
+        assert not asked
 
 
 def test_what_near_keys_found_is_the_drift(monkeypatch) -> None:

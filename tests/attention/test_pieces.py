@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from attn_flow import Attention, Cloud, Drift, Layers
+from attn_flow.attention import drift
 from attn_flow.attention.fields import Sum, View, as_field
-from attn_flow.attention.projections import _norm_bound
+from attn_flow.attention.projections import Projections, _norm_bound
 from attn_flow.base import memory
 
 F64 = torch.float64
@@ -139,6 +141,87 @@ def test_padding_has_no_truncated_drift() -> None:
     assert not found.drift[~mask].any()
     assert not found.error[~mask].any()
     assert bool(((found.drift[mask] - shown.drift).norm(dim=-1) <= found.error[mask] + shown.error + 1e-12).all())
+
+
+def test_a_beta_keeps_its_digits_and_its_batch() -> None:
+    eye = torch.eye(3)
+    for dtype in (torch.float32, F64):
+        assert Attention(eye, beta=0.1).to(dtype).common_beta == 0.1
+    one_a_cloud = Attention(eye, beta=torch.tensor([[4.0], [4.0]]))
+    assert one_a_cloud.common_beta is None
+    assert one_a_cloud.drift(drawn(5, 3).float()).shape == (2, 5, 3)
+    with pytest.raises(ValueError, match=r"V has shape \(3,\), expected \(heads, v, d\)"):
+        Attention(eye, V=torch.ones(3), O=eye)
+
+
+def test_contexts_of_a_batch() -> None:
+    a, x, y = Attention.identity(3, dtype=F64), drawn(2, 5, 3), drawn(2, 4, 3, seed=1)
+    torch.testing.assert_close(a.drift(x, y)[1], a.drift(x[1], y[1]))
+    with pytest.raises(ValueError, match=r"batch shapes do not broadcast: tokens \(2,\), tokens \(3,\)"):
+        a.drift(x, drawn(3, 4, 3))
+
+
+def test_the_bound_of_the_logits_of_several_heads() -> None:
+    """The largest beta, query bias, query and key of the heads, wherever each of them is."""
+    beta, eye = torch.tensor([3.0, 1.0], dtype=F64), torch.eye(2, dtype=F64).expand(2, 2, 2)
+    assert float(Attention(eye, beta=beta).prepared().logit_bound(2.0)) == pytest.approx(12)
+    make = lambda *z: torch.tensor(z, dtype=F64).reshape(2, 1, 1)
+    wide = torch.eye(1, 2, dtype=F64)
+    bias = torch.tensor([[0.5], [0.25]], dtype=F64)
+    p = Attention(make(3.0, 1.0) * wide, make(2.0, 5.0) * wide, beta=2.0, query_bias=bias).prepared()
+    assert float(p.logit_bound(2.0)) == pytest.approx(2 * (3 * 2 + 0.5) * 5 * 2)
+
+
+def test_float64_is_taken_as_it_was_chosen() -> None:
+    p, q = Attention.identity(3).prepared(), torch.ones(2, 3)
+    chosen = lambda precise: replace(p, precise=precise)
+    assert chosen(True).loses_digits(q, q, 1.0)
+    assert not chosen(False).loses_digits(q, q, 1e9)
+    assert not chosen(True).loses_digits(q.double(), q.double(), 1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not chosen(True).loses_digits(q, q, 1.0)
+    asked: list[float] = []
+    told = chosen(lambda q, k, scale: bool(asked.append(scale)) or scale > 2)
+    assert told.loses_digits(q, q, 3.0)
+    assert not told.loses_digits(q, q, 1.0)
+    assert asked == [3.0, 1.0]
+    assert p.loses_digits(q, q, 1e9)
+    assert p.double.precise is None
+    assert chosen(True).double.precise is False
+    assert p.double is p.double
+
+
+def test_weights_that_stay_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    learned = Attention(torch.eye(3).requires_grad_())
+    fixed = Attention.identity(3)
+    for one in (learned, fixed):
+        one.needs_float64(1.0)
+    monkeypatch.setattr(Projections, "logit_terms", property(lambda self: pytest.fail("looked at again")))
+    assert fixed.with_beta(1e3).needs_float64(1.0)
+    with pytest.raises(pytest.fail.Exception, match="looked at again"):
+        learned.needs_float64(1.0)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("k", [2, 4])
+def test_tokens_that_are_strided_drift_alike(k: int, parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = Attention.random(4, 2, k, generator=torch.Generator().manual_seed(0), dtype=F64)
+    x, y = drawn(4, 7).T, drawn(4, 5, seed=1).T
+    expected = a.drift(x.contiguous()), a.drift(x.contiguous(), y.contiguous())
+    if parts:
+        monkeypatch.setattr(drift, "AT_ONCE", 0)
+        monkeypatch.setattr(drift, "ROWS", 2)
+    torch.testing.assert_close(a.drift(x), expected[0])
+    torch.testing.assert_close(a.drift(x, y), expected[1])
+
+
+def test_gradients_of_the_weights_of_tokens_alone_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, x = Attention.random(4, 2, 2, generator=torch.Generator().manual_seed(0), dtype=F64), drawn(7, 4)
+    w = drawn(7, seed=1).exp().requires_grad_()
+    slope = lambda: torch.autograd.grad(a.drift(x, weights=w).square().sum(), w)[0]
+    expected = slope()
+    monkeypatch.setattr(drift, "AT_ONCE_WITH_GRADIENT", 0)
+    torch.testing.assert_close(slope(), expected)
 
 
 # --- fields ----------------------------------------------------------------------------------------------------------
