@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -132,3 +133,78 @@ def test_large_scores_are_doubled_from_small_ones(monkeypatch: pytest.MonkeyPatc
     asked.clear()
     sinkhorn._balanced(Scores(scores.q, scores.k / 8, scores.log_w), torch.float32)
     assert asked == [(1.0, torch.finfo(torch.float32).eps * 4.75)]
+
+
+def test_a_step_of_newton_is_damped_and_solved_as_well_as_it_has_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only for the clouds that are not balanced: z with ((1 + ridge) I - J) z = 1/s - 1, times log(1 + width)/width."""
+    tol, calls = 1e-9, []
+    solved = sinkhorn._solved
+
+    def watched(scores: Scores, f: Tensor, g: Tensor, b: Tensor, m: Tensor, ridge: float, rtol: float) -> Tensor:
+        z = solved(scores, f, g, b, m, ridge, rtol)
+        calls.append((scores, f, g, b, m, ridge, rtol, z))
+        return z
+
+    monkeypatch.setattr(sinkhorn, "_solved", watched)
+    easy, hard = made(1, 12, 0.1), made(1, 12, 3.0)
+    scores = Scores(*(torch.cat([getattr(one, name) for one in (easy, hard)]) for name in ("q", "k", "log_w")), 0.7)
+    _, error, _ = sinkhorn._refined(scores, torch.zeros_like(scores.log_w), tol)
+    assert error <= tol
+    assert len(calls) > 2
+    for n, (open_, f, g, b, m, ridge, rtol, z) in enumerate(calls):
+        torch.testing.assert_close(g, open_.columns(f))
+        w = open_.log_w.exp()
+        row = (0.7 * open_.q @ open_.k.mT + f[..., None] + (g + open_.log_w)[:, None]).exp().sum(-1)
+        torch.testing.assert_close(b, 1 / row - 1, rtol=0, atol=1e-10)
+        torch.testing.assert_close(m, w * row)
+        delta = (w * (row - 1).abs()).sum(-1)
+        assert bool((delta > tol).all())
+        assert ridge == pytest.approx(sinkhorn.RIDGE * float(delta.max()), rel=1e-4, abs=1e-14)
+        assert rtol == pytest.approx(max(min(0.1, float(delta.max())), 0.3 * tol / float(delta.max())), rel=1e-3)
+        if n + 1 < len(calls) and len(calls[n + 1][1]) == len(f):
+            width = z.amax(-1, keepdim=True) - z.amin(-1, keepdim=True)
+            torch.testing.assert_close(calls[n + 1][1], f + z * width.log1p() / width)
+    assert len(calls[-1][1]) == 1  # the easy cloud is done long before
+
+
+def test_a_standstill_is_noticed() -> None:
+    """Rounding is not beaten: after twenty steps in which the error has not halved there are no more."""
+    scores = made(1, 12, 2.0)
+    _, error, reached = sinkhorn._refined(scores, torch.zeros_like(scores.log_w), 1e-13)
+    assert error <= 1e-13
+    _, error, taken = sinkhorn._refined(scores, torch.zeros_like(scores.log_w), 0.0)
+    assert 0 < error < 1e-12 or taken < 3
+    assert reached < taken <= reached + 2 * sinkhorn.PATIENCE + 5
+
+
+def test_large_systems_are_solved_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few conjugate steps first, n / 32; then as many matrices at once as are as large as the largest one."""
+    monkeypatch.setattr(sinkhorn, "DENSE", 128)
+    steps, sizes = [], []
+    monkeypatch.setattr(
+        sinkhorn, "_conjugate_gradients", lambda *z: (steps.append(z[-1]), (z[3], torch.ones(len(z[3])).bool()))[1]
+    )
+    monkeypatch.setattr(sinkhorn, "_solved_as_matrix", lambda scores, f, *_: sizes.append(len(f)) or f)
+    for n, expected in ((64, [4, 2]), (128, [1] * 6), (129, [])):
+        scores = made(6, n)
+        zero = torch.zeros_like(scores.log_w)
+        steps.clear()
+        sizes.clear()
+        sinkhorn._solved(scores, zero, zero, zero.clone(), zero, 0.0, 0.1)
+        assert sizes == expected
+        assert steps == [n // 32 if n <= 128 else sinkhorn.CONJUGATE_STEPS]
+
+
+def test_sweeps_that_nobody_looks_at_are_a_hundred(monkeypatch: pytest.MonkeyPatch) -> None:
+    swept: list[int] = []
+    sweep = Scores.sweep
+    monkeypatch.setattr(Scores, "sweep", lambda self, f: swept.append(1) or sweep(self, f))
+    scores = made(2, 5)
+    with pytest.warns(UserWarning, match="100 sweeps"):
+        found = torch.func.vmap(sinkhorn.potential)(scores.q, scores.k, scores.log_w)
+    assert len(swept) == 100
+    shift = found - sinkhorn.potential(scores.q, scores.k, scores.log_w)  # a constant changes no plan
+    assert float((shift - shift[:, :1]).abs().max()) < 1e-9
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sinkhorn.potential(*(z.to("meta") for z in (scores.q, scores.k, scores.log_w))).shape == (2, 5)
