@@ -50,7 +50,7 @@ def shortlist(
         return _solve(x, a, y, b, ground, gap, 0.0, start)
     # |x - y|^2 = |x' - y'|^2 + 2 <x' - y', s> + |s|^2 for centred x', y' and s the shift of the means: the same
     # plans are optimal, and the tree prunes well.
-    mean_x, mean_y = a @ x / a.sum(), b @ y / b.sum()
+    mean_x, mean_y = a @ x, b @ y
     shift = mean_x - mean_y
     tilt = 2 * (y - mean_y) @ shift
     start = None if start is None else replace(start, v=potential(start) + tilt)

@@ -133,7 +133,7 @@ def circle(x: Array, a: Array, y: Array, b: Array, ground: Ground) -> Plan:
         raise ValueError(f"method 'circle' got d = {x.shape[1]}, {ground.cost} cost; expected d = 2, geodesic.")
     if len(x) == 1 or len(y) == 1:  # one atom takes, or gives, everything: there is no other plan
         i, j = (z.ravel() for z in np.indices((len(x), len(y))))
-        return Plan(i, j, a[i] * b[j] / (a.sum() * b.sum()))
+        return Plan(i, j, a[i] * b[j])
     s, t = (np.arctan2(z[:, 1], z[:, 0]) for z in (x, y))
     ox, oy = np.argsort(s, kind="stable"), np.argsort(t, kind="stable")
     s, t, a, b = s[ox], t[oy], a[ox], b[oy]

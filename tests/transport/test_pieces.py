@@ -225,6 +225,15 @@ def test_steps_of_rounding_size_are_left_out(sliver: float, steps: int) -> None:
     assert i.max() == j.max() == 2
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_totals_that_differ_by_rounding_end_together(side: int) -> None:
+    w = [np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.75])]
+    w[side] = w[side] * (1 + 1e-12)
+    i, j, mass = coupling.staircase(*w)
+    assert (i.tolist(), j.tolist()) == ([0, 0, 1, 2], [0, 1, 1, 1])
+    assert abs(mass.sum() - 1) < 1e-15
+
+
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
 def test_potentials_on_the_line_prove_its_plan(p: float) -> None:
     ground = Ground(p)
@@ -537,3 +546,83 @@ def test_geomloss_in_portions_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(S, found[2][0])
         torch.testing.assert_close(g, found[2][2])
         assert not slope.any()
+
+
+# --- what is tried, in which units -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blur", [None, 0.3])
+def test_blurs_are_parts_of_the_diameter_until_one_proves(blur: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[float, float]] = []
+    whole = entropic.divergence
+
+    def divergence(x, a, y, b, blur, scaling, diameter):
+        tried.append((blur, diameter))
+        torch.testing.assert_close(torch.cat([x, y]).mean(0), torch.zeros(2, dtype=F64), rtol=0, atol=1e-12)
+        return whole(x, a, y, b, blur, scaling, diameter)
+
+    monkeypatch.setattr(entropic, "divergence", divergence)
+    x, y, a = 3 + normal(7, 2), 4 + normal(7, 2, seed=1), masses(7)
+    both = torch.cat([x, y])
+    sides = [float(z.max() - z.min()) for z in both.T]
+    diameter = math.hypot(*sides)
+    given = (x, a, y, a, SQUARED)
+    with pytest.raises(entropic.Unproved, match="more than rtol = 1e-09"):
+        entropic.certified(*given, 1e-9, blur, 0.5, "sinkhorn", F64)
+    sizes = [part * diameter for part in entropic.BLURS] if blur is None else [blur]
+    assert tried == [(pytest.approx(size), pytest.approx(diameter)) for size in sizes]
+    tried.clear()
+    empty = torch.cat([a, torch.zeros(1, dtype=F64)])  # a far point without mass is not there
+    far = torch.cat([x, torch.full((1, 2), 1e6, dtype=F64)])
+    with pytest.raises(entropic.Unproved):
+        entropic.certified(far, empty, y, a, SQUARED, 1e-9, blur, 0.5, "sinkhorn", F64)
+    assert tried[0][1] == pytest.approx(diameter)
+
+
+@pytest.mark.parametrize("blur", [None, 0.3])
+def test_only_pairs_that_are_not_proved_are_tried_again(blur: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair in units of its own box, whose middle is 0; or all of the widest, where the blur is a length."""
+    tried: list[tuple[int, float]] = []
+
+    def at_blur(x, a, y, b, size, *_):
+        tried.append((len(x), size))
+        if len(tried) == 1:
+            seen = torch.cat([x, y], 1)
+            torch.testing.assert_close(seen.amin(1) + seen.amax(1), torch.zeros(3, 2, dtype=F64), rtol=0, atol=1e-12)
+            sides = (seen.amax(1) - seen.amin(1)).norm(dim=-1)
+            expected = torch.ones(3, dtype=F64) if blur is None else boxes / boxes.max()
+            torch.testing.assert_close(sides, expected)
+        found = 10.0 * len(tried) + torch.arange(len(x), dtype=F64)
+        error = 0.05 * found if len(tried) == 2 or blur else torch.tensor([0.05, 0.2, 0.05], dtype=F64) * found
+        return found, error, (found, found)
+
+    monkeypatch.setattr(batched, "_at_blur", at_blur)
+    x, y = normal(3, 6, 2), 2 + normal(3, 5, 2, seed=1)
+    x[1], y[1] = 4 * x[1], 4 * y[1]
+    both = torch.cat([x, y], 1)
+    boxes = (both.amax(1) - both.amin(1)).norm(dim=-1)
+    a, b = (torch.full((3, n), 1 / n, dtype=F64) for n in (6, 5))
+    distance, error = batched.certified(x, a, y, b, 0.1, blur, 0.5, "sinkhorn", F64)
+    if blur is None:
+        assert tried == [(3, entropic.BLURS[0]), (1, entropic.BLURS[1])]
+        expected, unit = torch.tensor([10.0, 20.0, 12.0], dtype=F64), boxes
+    else:
+        assert tried == [(3, pytest.approx(0.3 / float(boxes.max())))]
+        expected, unit = torch.tensor([10.0, 11.0, 12.0], dtype=F64), boxes.max()
+    torch.testing.assert_close(distance, expected * unit)
+    torch.testing.assert_close(error, 0.05 * expected * unit)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30])
+def test_lengths_that_are_given_have_the_units_of_the_clouds(scale: float) -> None:
+    x, y = normal(20, 2), 1.5 + normal(20, 2, seed=1)
+    plain = solve(x, y, method="sinkhorn", blur=0.2, rtol=0.5)
+    found = solve(scale * x, scale * y, method="sinkhorn", blur=0.2 * scale, rtol=0.5)
+    assert float(found.distance) == pytest.approx(scale * float(plain.distance), rel=1e-9)
+    turn = 2 * math.pi * torch.arange(5, dtype=F64) / 5  # five points at an arc of .3 from one, of a sphere of radius 3
+    ring = torch.stack([math.sin(0.1) * turn.cos(), math.sin(0.1) * turn.sin(), math.cos(0.1) * torch.ones(5)], -1)
+    points = 3 * scale * torch.cat([torch.tensor([[0.0, 0.0, 1.0]], dtype=F64), ring])
+    other = 3 * scale * torch.tensor([[1.0, 0.0, 0.0]], dtype=F64)
+    merged = lambda tol: solve(points, other, cost="geodesic", merge_tol=tol * scale, rtol=0.9).method
+    assert merged(0.31).startswith("merged")
+    assert not merged(0.29).startswith("merged")
