@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,6 +249,40 @@ def test_layers_and_sums_of_them_know_their_jumps() -> None:
     assert as_field(A) is A
     with pytest.raises(ValueError, match="asked from t = -1 to 0"):
         layers.piece(-1.0, 0.0)
+
+
+def test_every_field_knows_the_batch_of_its_drift() -> None:
+    """Leading axes of tokens, of weights and of what is inside, broadcast."""
+    a, own = Attention.identity(3, dtype=F64), Drift(lambda t, x: x, tokenwise=True)
+    many = Attention.identity(3, torch.ones(7, 1, 1, dtype=F64), dtype=F64)
+    fields = {
+        a: (),
+        own: (),
+        as_field(lambda t: a): (),
+        a + own: (),
+        many + own: (7,),
+        Layers([own, many], [0, 1, 2]): (7,),
+    }
+    for field, more in fields.items():
+        assert field.admit(Cloud(drawn(4, 3))) == ((7, 1) if more else ())
+        assert field.admit(Cloud(drawn(5, 4, 3))) == (*more, 5)
+    weights = drawn(2, 1, 4).exp()
+    for field in (a, own, a + own):
+        assert field.admit(Cloud(drawn(5, 4, 3), weights)) == (2, 5)
+
+
+def test_a_schedule_is_the_field_of_the_moment() -> None:
+    def warming(t: float) -> Attention:
+        return Attention.identity(3, 1.0 + t, dtype=F64)
+
+    field, x = as_field(warming), drawn(4, 3)
+    assert field.frozen(2.0).common_beta == 3.0
+    part = SimpleNamespace(first=0, own=lambda x, dim=-2: x, everyone=lambda x: x)
+    torch.testing.assert_close(field.seen(View(None, part))(2.0, x), Attention.identity(3, 3.0, dtype=F64).drift(x))
+    assert (field.tensors, field.tells_apart, field.summary()) == ({}, ("a schedule",), {"scheduled": "warming"})
+    assert field.piece(0.0, 1.0) is field
+    assert field.jumps == ()
+    assert not field.needs_float64(1e9)
 
 
 def test_a_sum_is_the_sum_of_its_terms() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_flow.probe import Probe, figures, page
 from attn_flow.probe.agreement import Agreement
 from attn_flow.probe.evolution import BETAS, Evolution, View
-from attn_flow.probe.findings import bootstrap
+from attn_flow.probe.findings import Finding, bootstrap
 from attn_flow.probe.heads import HeadRegimes
 from attn_flow.probe.law_alone import LawAlone
 from attn_flow.probe.limit_law import CASES, LimitLaw
@@ -99,6 +99,14 @@ def made() -> Probe:
         TransportCheck(*(random(3) for _ in range(6))),
         [["[CLS]", "word", "##ed", "."], ["a", "b", "c", "d", "e", "f", "g"], ["x"]],
     )
+
+
+@pytest.fixture(autouse=True)
+def figures_closed():
+    from matplotlib import pyplot
+
+    yield
+    pyplot.close("all")
 
 
 def mean_of(values: Tensor) -> list[float]:
@@ -643,3 +651,60 @@ def test_a_page_without_a_comparison_of_transports_says_so(made):
     none = TransportCheck(*(torch.zeros(0) for _ in range(6)))
     assert "Not compared." in page._transports(replace(made, transports=none))
     assert "Not compared." not in page._transports(made)
+
+
+def test_a_report_is_its_files_and_the_marker_last(made, tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(page, "_png", lambda figure: b"png")
+    monkeypatch.setattr(page, "_scripts", lambda result: "")
+    monkeypatch.setattr(Probe, "save_numbers", lambda self, folder: written.append("numbers"))
+    monkeypatch.setattr(
+        Probe, "save_marker", lambda self, folder: written.append(sorted(p.name for p in folder.iterdir()))
+    )
+    (tmp_path / "probe.json").write_text("of another run")
+    path = page.write_report(made, tmp_path)
+    images = sorted(f"{name}.png" for name in page.FIGURES)
+    assert written == ["numbers", sorted([*images, "report.html"])]
+    assert path == tmp_path / "report.html"
+    text = path.read_text()
+    assert "<title>Is made a mean-field flow?</title>" in text
+    assert all((tmp_path / name).read_bytes() == b"png" for name in images)
+    assert "<title>mine</title>" in page.write_report(made, tmp_path, "mine").read_text()
+    answer = "".join(f"<p>{html.escape(words)}</p>" for words in made.answer())
+    assert f'<div id="answer">{answer}</div>' in text
+    links = "".join(f', <a href="{name}.png">{name}.png</a>' for name in page.FIGURES)
+    assert f'<a href="probe.safetensors">probe.safetensors</a>{links}.</p>' in text
+    findings = "".join(page._finding(z) for z in made.findings())
+    assert findings in text.replace("\n", "")
+    assert '<span class="tag note">note</span>So.' in page._finding(Finding(None, "So."))
+    assert '<span class="tag no">not supported</span>So.' in page._finding(Finding("not supported", "So."))
+    plain = with_about(made, encoder={**made.about["encoder"], "omits": []}, self_check=[])
+    assert "left out by theory: nothing." in page._page(plain, dict.fromkeys(page.FIGURES, b""), "made")
+
+
+def test_models_side_by_side_have_a_page(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "_png", lambda figure: b"png")
+    path = page.write_comparison({"a<b": made}, tmp_path, {"a<b": "there"})
+    assert path == tmp_path / "comparison.html"
+    assert (tmp_path / "comparison.png").read_bytes() == b"png"
+    text = path.read_text()
+    assert '<h2>a&lt;b (<a href="there/report.html">report</a>)</h2>' in text
+    assert all(page._finding(z) in text for z in made.findings())
+
+
+def test_heads_that_are_all_alike_have_a_colour(made):
+    alike = replace(made, heads=replace(made.heads, entropy=torch.full((L, H), 0.5, dtype=torch.float64)))
+    low, high = figures.heads_figure(alike).axes[0].images[0].get_clim()
+    assert low == 0.5
+    assert low < high < low + 1e-6
+
+
+def test_every_head_has_a_colour_of_its_own():
+    from matplotlib import pyplot
+
+    head = lambda h: {"layer": 0, "head": h, "real": [h], "imaginary": [0.0]}
+    lines = figures.spectra_figure({"layers": 1, "heads": [head(h) for h in range(5)]}, "made").axes[0].get_lines()[:5]
+    turbo = pyplot.get_cmap("turbo")
+    assert [line.get_color() for line in lines] == [turbo(h / 4) for h in range(5)]
+    alone = figures.spectra_figure({"layers": 1, "heads": [head(0)]}, "made").axes[0].get_lines()[0]
+    assert alone.get_color() == turbo(0.0)
