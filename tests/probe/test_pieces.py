@@ -1,7 +1,9 @@
 """The pieces of a probe against loops from their definitions, both sides of each branch; no encoder runs."""
 
+import inspect
 import itertools
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from attn_flow.dynamics.distributed import ALONE, Processes
 from attn_flow.measures import Cloud
 from attn_flow.nn import DeepStack
 from attn_flow.probe import evolution, run, stacks, transports
+from attn_flow.probe.agreement import Agreement
 from attn_flow.probe.closures import (
     CAP,
     LADDER,
@@ -581,3 +584,89 @@ def test_shorter_texts_than_a_bulk_needs() -> None:
     )
     with pytest.raises(ValueError, match=f"have {SHORTEST - 1} tokens a text, expected at least {SHORTEST}"):
         stacks.record_stack(made, ids[:, 1:])
+
+
+def test_another_start_is_taken_by_the_first_layer_alone() -> None:
+    torch.manual_seed(0)
+    made = DeepStack(12, 3, depth=2, dim=8, heads=2, length=24, ffn=0, placement="pre", dtype=F64)
+    ids, begin = torch.arange(24) % 12, normal(24, 8)
+    still = lambda layer, text, x: torch.zeros_like(x)
+    plain, other = (stacks.run_stack(made, ids, still, 0, start) for start in (None, begin))
+    torch.testing.assert_close(other[0] / other[0].norm(dim=-1, keepdim=True), begin / begin.norm(dim=-1, keepdim=True))
+    assert not torch.allclose(plain[0], other[0])
+    for x in other[1:]:
+        torch.testing.assert_close(x, other[0])
+
+
+def test_a_stack_of_vectors_is_checked_in_float64() -> None:
+    torch.manual_seed(0)
+    made = DeepStack(12, 3, depth=1, dim=8, heads=2, length=24, ffn=0, points=True)
+    checked = stacks.check_stack(made, normal(2, 24, 12).float())
+    assert checked[0]["error"] < 1e-12
+
+
+def test_probe_and_inquire_have_the_same_defaults() -> None:
+    defaults = [
+        {name: z.default for name, z in inspect.signature(function).parameters.items()}
+        for function in (run.probe, run.inquire)
+    ]
+    assert {name: defaults[0][name] for name in defaults[1]} == defaults[1]
+    assert (defaults[0]["max_length"], defaults[0]["batch"], defaults[0]["max_unknown"]) == (160, 16, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"beta_factor": 0.0}, "beta_factor = 0.0, expected a positive, finite number"),
+        ({"beta_factor": math.inf}, "beta_factor = inf"),
+        ({"beta_factor": math.nan}, "beta_factor = nan"),
+        ({"beta_factor": "2"}, "beta_factor = 2"),
+        ({"nulls": ["rotated", "magic"]}, r"nulls has \['magic'\], expected some of mean_output"),
+        ({"nulls": "rotated"}, "nulls is a str"),
+        ({"max_length": 0}, "max_length = 0"),
+        ({"seed": -1}, "seed = -1"),
+    ],
+)
+def test_options_are_refused_before_anything_runs(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run.inquire(nn.Identity(), None, **options)
+
+
+def test_a_stage_is_kept_under_its_question(tmp_path) -> None:
+    runs: list[int] = []
+
+    def compute() -> Agreement:
+        runs.append(1)
+        return Agreement(*(normal(2, 3, seed=len(runs)) for _ in range(3)))
+
+    first = run._kept(tmp_path, "closures/a", "key", compute)
+    again = run._kept(tmp_path, "closures/a", "key", compute)
+    assert len(runs) == 1
+    assert torch.equal(first.explained, again.explained)
+    assert [p.name for p in tmp_path.iterdir()] == ["closures.a.safetensors"]
+    other = run._kept(tmp_path, "closures/a", "another", compute)
+    assert len(runs) == 2
+    assert not torch.equal(first.explained, other.explained)
+    run._kept(None, "closures/a", "another", compute)
+    assert len(runs) == 3
+
+
+@pytest.mark.parametrize(("progress", "rank", "shown"), [(False, 0, False), (True, 0, True), (True, 1, False)])
+def test_a_bar_is_shown_by_the_first_process_if_asked_for(progress, rank, shown, monkeypatch) -> None:
+    bars: list[tuple[int, bool]] = []
+
+    @contextmanager
+    def bar(name, total, show):
+        bars.append((total, show))
+        yield lambda note: None
+
+    monkeypatch.setattr(run, "progress_bar", bar)
+    monkeypatch.setattr(
+        run.Inquiry, "_stages", lambda self: {"heads": lambda: 1, "view": lambda: 2, "limits": lambda: 3}
+    )
+    monkeypatch.setattr(run, "SHARED", {})
+    monkeypatch.setattr(run, "Probe", lambda about, **found: found)
+    monkeypatch.setattr(run, "_of_all", lambda done, world: dict.fromkeys(("heads", "view", "limits")))
+    inquiry = replace(asked(clouds_of(texts=1, layers=1, n=3)), world=Processes(rank, 2, torch.device("cpu")))
+    inquiry.answer(progress=progress)
+    assert bars == [(2 if rank == 0 else 1, shown)]

@@ -708,3 +708,55 @@ def test_every_head_has_a_colour_of_its_own():
     assert [line.get_color() for line in lines] == [turbo(h / 4) for h in range(5)]
     alone = figures.spectra_figure({"layers": 1, "heads": [head(0)]}, "made").axes[0].get_lines()[0]
     assert alone.get_color() == turbo(0.0)
+
+
+def test_a_saved_probe_is_the_same_probe(made, tmp_path):
+    order = {group: list(getattr(made, group)) for group in ("closures", "nulls", "propagation")}
+    whole = with_about(made, order=order)
+    whole.save(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["probe.json", "probe.safetensors"]
+    found = Probe.load(tmp_path)
+    assert found.as_json() == whole.as_json()
+    assert found.rows() == whole.rows()
+    assert found.tokens == made.tokens
+    for name, value in vars(made.reading).items():
+        assert torch.equal(getattr(found.reading, name), value)
+    words = json.loads((tmp_path / "probe.json").read_text())
+    assert words["table"] == json.loads(json.dumps(whole.rows()))
+    (tmp_path / "probe.json").write_text(json.dumps({**words, "format": "old"}))
+    with pytest.raises(ValueError, match=r"was written in format 'old', expected 'attn_flow\.Probe 2'"):
+        Probe.load(tmp_path)
+    (tmp_path / "probe.json").write_text("{")
+    with pytest.raises(ValueError, match=r"probe\.json is damaged"):
+        Probe.load(tmp_path)
+    (tmp_path / "probe.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no probe\.json"):
+        Probe.load(tmp_path)
+
+
+def test_controls_alone_are_enough_to_beat_and_sentences_are_whole(made):
+    controls = replace(with_about(made, nulls={}), nulls={})
+    depth, layers, *_ = controls.findings()
+    assert depth.verdict is not None
+    assert layers.verdict is not None
+    nulls = replace(with_about(made, controls={}), closures={n: made.closures[n] for n in CLOSURES})
+    assert all(finding.verdict is not None for finding in nulls.findings()[:2])
+    starts = (
+        "The encoder run",
+        "Layer by layer",
+        "The theorem's",
+        "One layer",
+        "From the mean",
+        "Heads attend",
+        "The cl",
+    )
+    for finding, words in zip(made.findings(), starts, strict=True):
+        assert finding.text.startswith(words)
+        assert finding.text.endswith(".")
+    assert all(words.endswith(".") for words in made.answer())
+    assert made.findings()[0].numbers["controls"].keys() == set(CONTROLS)
+    assert made.findings()[1].numbers["nulls"].keys() == {*CONTROLS, *NULLS}
+    rises = torch.linspace(0, 1, L + 1, dtype=torch.float64)[:, None].expand(L + 1, T)
+    for cosine, words in ((rises, "concentrates"), (rises.flip(0), "spreads"), (0 * rises, "spreads")):
+        moved = replace(made, evolution=replace(made.evolution, pairwise_cosine=cosine))
+        assert f"The cloud {words}: " in moved.findings()[-1].text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from typing import Any
@@ -23,6 +24,7 @@ from attn_flow.transport import (
     plans,
     scales,
     solve,
+    wasserstein,
 )
 from attn_flow.transport.coupling import Ground, Plan
 from attn_flow.transport.plans import Limits
@@ -626,3 +628,19 @@ def test_lengths_that_are_given_have_the_units_of_the_clouds(scale: float) -> No
     merged = lambda tol: solve(points, other, cost="geodesic", merge_tol=tol * scale, rtol=0.9).method
     assert merged(0.31).startswith("merged")
     assert not merged(0.29).startswith("merged")
+
+
+def test_defaults_are_what_is_written() -> None:
+    """Of `solve` and of `wasserstein` the same."""
+    plain, short = (
+        {name: z.default for name, z in inspect.signature(function).parameters.items()}
+        for function in (solve, wasserstein)
+    )
+    assert {name: plain[name] for name in short} == short
+    assert (short["p"], short["rtol"], short["scaling"], short["n_projections"]) == (2, 0.01, 0.9, 200)
+    assert Ground() == Ground(2.0, "euclidean")
+    assert Limits() == Limits(1_000, 3_000, 100_000, 1e-6, 900.0)
+    for name in vars(Limits()):
+        assert getattr(Limits(**{name: 0}), name) == 0
+        with pytest.raises(ValueError, match=f"{name} = -1, expected a number of at least 0"):
+            Limits(**{name: -1})
