@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
+from encoder_zoo import inputs, tiny
 from torch import Tensor
 
 from attn_flow.hooks.demo import tiny_bert
@@ -114,3 +115,34 @@ def test_a_null_through_depth_is_the_encoder_computed_by_hand(model, clouds, lai
             assert float(scored.w2[level - 1, t]) == pytest.approx(w2, rel=1e-6)
         a, b = (sum(states[t][-1]) / len(states[t][-1]) for states in (by_hand, true))
         assert float(scored.embedding_cosine[t]) == pytest.approx(float(a @ b / (a.norm() * b.norm())), rel=1e-9)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16])
+def test_other_tokens_at_the_start_are_carried_from_the_first_block_on(model, clouds, batch):
+    """Each text its own, however many texts are in a pass."""
+    bert = model[0]
+    laid = bench(*model, TEXTS, clouds, batch=batch)
+    start = lambda t: laid.true.states[t][0].roll(t + 1, 0) + 0.1 * t
+    with torch.no_grad():
+        found = laid.run(None, start)
+        for t in range(3):
+            torch.testing.assert_close(found.states[t][0], start(t))
+            after = bert.encoder.layer[0](start(t)[None])
+            after = (after[0] if isinstance(after, tuple) else after).reshape(start(t).shape)
+            torch.testing.assert_close(found.states[t][1], after)
+            mean = found.states[t][-1].mean(0)
+            torch.testing.assert_close(found.embeddings[t], mean / mean.norm())
+
+
+def test_a_block_that_fires_again_is_not_started_again(monkeypatch):
+    monkeypatch.setattr("attn_flow.probe.clouds.SHORTEST", 2)
+    albert, x = tiny("ALBERT", torch.float64), inputs("ALBERT", torch.float64)
+    laid = bench(albert, x, None, record_clouds(albert, x, None))
+    with torch.no_grad():
+        found = laid.run(None, lambda t: 2 * laid.true.states[t][0])
+        same = laid.run(None, lambda t: laid.true.states[t][0])
+    for t, states in enumerate(found.states):
+        torch.testing.assert_close(states[0], 2 * laid.true.states[t][0])
+        assert not torch.allclose(states[2], states[1])
+        for a, b in zip(same.states[t], laid.true.states[t]):
+            torch.testing.assert_close(a, b)

@@ -19,7 +19,6 @@ from attn_flow.nn import DeepStack
 from attn_flow.probe import evolution, run, stacks, transports
 from attn_flow.probe.agreement import Agreement
 from attn_flow.probe.closures import (
-    CAP,
     LADDER,
     ORACLE_STEP,
     Closure,
@@ -37,7 +36,7 @@ from attn_flow.probe.heads import _head_spectrum
 from attn_flow.probe.limit_law import CASES, _overlap
 from attn_flow.probe.nulls import main_closure, rotated, steps, untrained_twin
 from attn_flow.probe.propagation import Passes, _prediction, chosen_inputs, compare_passes
-from attn_flow.probe.quantised import Window, _outside, _root, _spread, neighbours
+from attn_flow.probe.quantised import Window, _outside, _root, _spread, k_means, neighbours, quantise
 from attn_flow.probe.transports import TransportCheck, solver, transport_check, w2
 
 F64 = torch.float64
@@ -97,6 +96,9 @@ def test_what_heads_see_is_their_keys_values_and_scores() -> None:
 # --- closures --------------------------------------------------------------------------------------------------------
 
 
+CAP = 2.0  # standard deviations of the logits: beyond, the pull of a Gaussian is that at two
+
+
 def saturated(s: float) -> float:
     return s**2 / 2 if s < CAP else s * CAP - CAP**2 / 2
 
@@ -142,11 +144,13 @@ def test_sinks_leave_two_tokens_for_the_bulk(n: int, most: int) -> None:
     assert sinks(causal)[0].tolist() == [i < max(1, most) or i == n - 1 for i in range(n)]
 
 
-def test_a_mixture_of_the_clusters_of_a_text_is_its_loop() -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_mixture_of_the_clusters_of_a_text_is_its_loop(alone: bool) -> None:
+    """One of two clusters may have no token left for the bulk: here all of them are special."""
     n = 40
     centres = 6 * normal(2, 8, seed=5)
     x = centres[torch.arange(n) % 2] + 0.3 * normal(n, 8)
-    special = torch.arange(n) == 0
+    special = torch.arange(n) % 2 == 0 if alone else torch.arange(n) == 0
     space = as_heads_see(space_of().attention, x, special)
     label, number = number_of_clusters(x)
     assert number == 2
@@ -155,7 +159,7 @@ def test_a_mixture_of_the_clusters_of_a_text_is_its_loop() -> None:
     for h, i in itertools.product(range(2), range(n)):
         parts = [(float(q[h, i] @ space.y[h, j, :3]), space.y[h, j, 3:]) for j in range(n) if atoms[h, j]]
         members = [[j for j in range(n) if not atoms[h, j] and int(label[j]) == c] for c in range(2)]
-        expected = of_law(parts, [(len(m), space.y[h, m]) for m in members], q[h, i], 3)
+        expected = of_law(parts, [(len(m), space.y[h, m]) for m in members if m], q[h, i], 3)
         torch.testing.assert_close(predicted[h, i], expected, rtol=0, atol=1e-9)
 
 
@@ -163,6 +167,43 @@ def test_a_mixture_of_the_clusters_of_a_text_is_its_loop() -> None:
 def test_clusters_have_eight_tokens_on_average_or_more(n: int, most: int) -> None:
     x = 50 * normal(8, 5, seed=2)[torch.arange(n) % 8] + 0.01 * normal(n, 5)
     assert number_of_clusters(x)[1] == most
+
+
+def bic(x: Tensor, K: int) -> float:
+    """-2 log likelihood of K round Gaussians of one variance, and log n for each of their numbers."""
+    n, d = x.shape
+    unit = (x - x.mean(0)) / (x - x.mean(0)).square().sum(-1).mean().sqrt()
+    label = k_means(unit[None], torch.full((1, n), 1 / n, dtype=F64), 0.0, K)[0][0]
+    members = [unit[label == c] for c in range(K) if bool((label == c).any())]
+    away = sum(float((m - m.mean(0)).square().sum()) for m in members)
+    v = away / (d * (n - K))
+    likelihood = sum(len(m) * math.log(len(m) / n) for m in members)
+    return -2 * (likelihood - n * d / 2 * math.log(v) - away / (2 * v)) + K * (d + 1) * math.log(n)
+
+
+def test_the_number_of_clusters_has_the_least_bic() -> None:
+    """From clouds without clusters to clear ones; each number is chosen somewhere."""
+    chosen = set()
+    for seed in range(60):
+        n, d = 32 + 16 * (seed % 3), 1 + seed % 4
+        centres = 0.5 * (1 + seed % 7) * normal(1 + seed % 6, d, seed=seed)
+        x = centres[torch.arange(n) % len(centres)] + normal(n, d, seed=100 + seed)
+        numbers = [2**i for i in range(4) if 2**i <= n // 8]
+        expected = min(numbers, key=lambda K, x=x: bic(x, K))
+        assert number_of_clusters(x)[1] == expected
+        chosen.add(expected)
+    assert chosen == {1, 2, 4, 8}
+    label, number = number_of_clusters(torch.ones(20, 3, dtype=F64))
+    assert (number, set(label.tolist())) == (1, {0})
+
+
+def test_windows_reach_two_tokens_to_each_side() -> None:
+    space, offsets = space_of(20), (-2, -1, 0, 1, 2)
+    for name, law in (
+        ("window_closure", atoms_and_bulk(space, sinks(space), offsets)),
+        ("quantised_window_closure", quantise(space, window=offsets).law(space)),
+    ):
+        torch.testing.assert_close(space.drift(LADDER[name].measure(space)), space.drift(law))
 
 
 @pytest.mark.parametrize("causal", [False, True])
