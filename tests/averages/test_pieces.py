@@ -426,6 +426,26 @@ def test_near_averages_in_any_portions(bounds: int, entries: int, monkeypatch: p
     assert hard.pairs < 0.5
 
 
+@pytest.mark.parametrize(("scale", "joined"), [(30.0, True), (3e5, False)])
+def test_patches_of_queries_are_joined_while_float32_will_do(scale: float, joined: bool, monkeypatch) -> None:
+    """Two by two, where their logits stay within its range; and so many at once as their bounds may be."""
+    seen: list[tuple[int, ...]] = []
+    select = near.select
+    monkeypatch.setattr(near, "select", lambda part, *z: seen.append(tuple(part.index.shape)) or select(part, *z))
+    monkeypatch.setattr(near, "BOUNDS", 3 * 16)
+    x = on_circle(16 * patches.SIZE)
+    wide = float(Patches.of(x).paired().radius.mean())
+    range_ = patches.range_of_logits(wide, math.log(len(x) / 1e-6), scale)
+    assert (range_ <= dense.LOGIT_RANGE) is joined
+    near.softmax(x, x, x, tolerance=1e-6, scale=scale)
+    size = patches.SIZE * (2 if joined else 1)
+    whole, rest = divmod(len(x) // size, 3)
+    assert seen == [(3, size)] * whole + [(rest, size)] * (rest > 0)
+    seen.clear()
+    near.hardmax(x, x, x)
+    assert seen == [(3, patches.SIZE)] * 5 + [(1, patches.SIZE)]
+
+
 # --- on the circle ---------------------------------------------------------------------------------------------------
 
 

@@ -166,6 +166,15 @@ def test_a_tenth_of_the_tokens_may_be_unknown(unknown, refused):
         assert share == pytest.approx(unknown / 28)
 
 
+@pytest.mark.filterwarnings("ignore:.*truncated")
+@pytest.mark.parametrize(("asked", "takes", "kept"), [(40, 25, 25), (24, 25, 24), (None, 25, None), (24, None, 24)])
+def test_no_more_tokens_are_kept_than_the_model_takes(asked, takes, kept, monkeypatch):
+    monkeypatch.setattr("attn_flow.probe.run.length_limit", lambda *_: takes)
+    found = inquire(*tiny_bert(), TEXTS, max_length=asked)
+    assert found.about["max_length"] == kept
+    assert found.about["tokens"] == 2 * (26 if kept is None else kept)
+
+
 def test_places_are_read_for_the_longest_text(monkeypatch):
     lengths = []
     monkeypatch.setattr(clouds_module, "read_places", lambda found, length: lengths.append((len(found), length)))

@@ -30,7 +30,7 @@ from attn_flow.probe.closures import (
 )
 from attn_flow.probe.clouds import Clouds
 from attn_flow.probe.evolution import cloud_evolution, evolution_of_all, token_view
-from attn_flow.probe.findings import Interval, by_layer, decide, layers_named, ratio_of_means, span
+from attn_flow.probe.findings import Interval, bootstrap, by_layer, decide, layers_named, ratio_of_means, span
 from attn_flow.probe.head_space import HeadSpace, as_heads_see
 from attn_flow.probe.heads import _head_spectrum
 from attn_flow.probe.limit_law import CASES, _overlap
@@ -472,6 +472,16 @@ def test_an_interval_is_that_of_resampled_texts() -> None:
         assert place(0.1) <= float(found.low[row]) <= place(0.1 + 2e-3)
         assert place(0.9 - 2e-3) <= float(found.high[row]) <= place(0.9 + 2e-3)
         assert float(found.mean[row]) == pytest.approx(float(above[row].mean() / below[row].mean()))
+
+
+def test_intervals_are_of_ninety_five_percent() -> None:
+    values, below = normal(3, 8), 1 + normal(3, 8, seed=1).abs()
+    for plain, given in (
+        (bootstrap(values), bootstrap(values, 0, 0.95)),
+        (ratio_of_means(values, below), ratio_of_means(values, below, 0, 0.95)),
+    ):
+        assert torch.equal(plain.low, given.low)
+        assert torch.equal(plain.high, given.high)
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------

@@ -146,3 +146,14 @@ def test_a_layer_that_does_not_compute_what_its_weights_say_is_refused(kind: typ
     model.layers[1].__class__ = kind
     with pytest.raises(ValueError, match=f"layer 1 of DeepStack: its drifts .*{message}"):
         check_stack(model, ids())
+
+
+def test_the_largest_difference_of_a_layer_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Terms of the second drift are said to be small, and of the others large: that one counts."""
+    sizes = (torch.tensor(1.0 if i == 1 else 1e6, dtype=torch.float64) for i in range(1000))
+    monkeypatch.setattr("attn_flow.probe.stacks._size_of_terms", lambda A, x: next(sizes))
+    monkeypatch.setattr("attn_flow.probe.stacks._length_of_sums", lambda A, x: 1e30)
+    model = stack(depth=1)
+    model.layers[0].__class__ = Stronger
+    (checked,) = check_stack(model, ids())
+    assert 1e-8 < checked["error"] < 1e-3
