@@ -102,6 +102,8 @@ def probe(
     if place == "cuda" and world.count > 1:
         place = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     show = world.first and not as_json
+    for name in named[1:]:  # one that cannot be opened is told before the first has taken its minutes
+        open_model(name, place, dtype, pickle, seed, quiet=True)
     found: dict[str, Probe] = {}
     for name in named:
         folder = out if len(named) == 1 else out / folder_name(name)

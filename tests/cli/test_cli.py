@@ -159,6 +159,16 @@ def test_the_embedded_names_have_texts_of_their_own():
     assert all(">>" in text for text in read_texts(None, "text", False, "rxnmapper"))
 
 
+def test_a_second_model_that_is_none_is_told_before_the_first_is_probed(tmp_path):
+    (tmp_path / "texts.txt").write_text("not a model\n")
+    out = tmp_path / "out"
+    words = ["probe", "minilm", str(tmp_path / "texts.txt"), "--demo", "--out", str(out)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "texts.txt" in result.stderr
+    assert not out.exists()
+
+
 def test_probe_reads_jsonl_and_standard_input(tmp_path):
     text = "Tokens on a sphere attract each other and meet in a few clusters, which rest for a long time. " * 3
     (tmp_path / "t.jsonl").write_text(json.dumps({"body": text}) + "\n" + json.dumps({"body": text + "And merge."}))

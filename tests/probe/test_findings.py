@@ -120,3 +120,20 @@ def test_the_limit_as_one_matrix_is_where_the_limit_map_pushes_tokens():
         pushed = limit.push_forward(x, 1.0 if limit.frequencies else None)
         assert torch.allclose(torch.nn.functional.normalize(x @ limit_matrix(limit, M).T, dim=-1), pushed, atol=1e-9)
     assert linear_limit(turning).frequencies
+
+
+@pytest.mark.slow  # 27 s of spectra
+def test_the_limit_law_of_eight_pages_is_the_one_found_elsewhere(encoder):
+    """By a script that shares no code with the package, to its third digit, float32's roundings apart."""
+    from attn_flow.hooks.demo import topics
+    from attn_flow.probe.clouds import record_clouds
+    from attn_flow.probe.limit_law import approach_to_limits
+
+    pages = [text for text in topics() if len(text) > 900][:8]
+    with pytest.warns(UserWarning, match="truncated"):
+        clouds = record_clouds(*encoder, pages, max_length=160)
+    found = approach_to_limits(clouds, torch.Generator().manual_seed(0))
+    near = lambda *row: pytest.approx(row, abs=6e-4)
+    assert found.if_held.mean(1).tolist() == near(0.918, 0.951, 0.979, 0.979, 0.980, 0.949)
+    assert found.real.mean(1).tolist() == near(1.003, 0.989, 0.995, 1.001, 0.978, 0.995)
+    assert found.dimension.tolist() == [1, 2, 2, 1, 1, 1]
