@@ -402,6 +402,15 @@ def test_the_extent_of_a_part_of_the_mass(part: float, kind: str) -> None:
     assert scales.extent_of(z, w, part) == pytest.approx(extent)
 
 
+@pytest.mark.parametrize(("places", "weights", "extent"), [
+    ([0, 1, -1, 2, -2, 3, -3], [4, 4, 4, 4, 2, 1, 1], 4),  # nine tenths end with the points at 2
+    ([t**2 for t in range(20)], [1] * 20, 2 * (17**2 - 9**2)),  # eighteen of twenty, of which the median is 9^2
+])  # fmt: skip
+def test_a_part_of_the_mass_that_ends_with_a_point(places, weights, extent) -> None:
+    z, w = (torch.tensor([float(t) for t in some], dtype=F64) for some in (places, weights))
+    assert scales.extent_of(z[:, None], w, 0.9) == pytest.approx(extent)
+
+
 @pytest.mark.parametrize(("off", "sphere"), [(0.9e-4, True), (1.2e-4, False)])
 def test_what_is_a_sphere(off: float, sphere: bool) -> None:
     x = normal(1000, 3)
@@ -548,6 +557,55 @@ def test_geomloss_in_portions_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(S, found[2][0])
         torch.testing.assert_close(g, found[2][2])
         assert not slope.any()
+
+
+# --- rounding that is allowed for, to the last piece -----------------------------------------------------------------
+
+EPS = float(np.finfo(float).eps)
+
+
+def whole(*shape: int, most: int, seed: int) -> Tensor:
+    """Whole numbers, whose sums and products do not round."""
+    return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed)).to(F64)
+
+
+def test_the_least_reduced_cost_is_lowered_by_what_may_round() -> None:
+    """4 (d + 2) roundings of the largest |x|^2 + |y|^2 + |g| of its pair, of points that are there."""
+    x, y, g = whole(2, 9, 3, most=5, seed=0), whole(2, 7, 3, most=3, seed=1), whole(2, 7, most=90, seed=2)
+    x[1], y[1], g[1] = 4 * x[1], 8 * y[1], 16 * g[1]
+    there = torch.ones(2, 7, dtype=torch.bool)
+    there[0, g[0].abs().argmax()] = False
+    found = feasible.least_reduced(x, y, g, there, 10)
+    for k in range(2):
+        seen = there[k].nonzero()[:, 0].tolist()
+        size = float(x[k].square().sum(-1).max() + y[k].square().sum(-1).max()) + max(abs(float(g[k, j])) for j in seen)
+        for i in range(9):
+            least = min(float((x[k, i] - y[k, j]).square().sum()) / 2 - float(g[k, j]) for j in seen)
+            assert least - float(found[k, i]) == pytest.approx(4 * 5 * EPS * size, rel=1e-2)
+
+
+def test_the_floor_of_a_search_is_lowered_by_what_may_round() -> None:
+    """16 (d + 2) roundings of |x|^2 + |y|^2, and 16 of the range of the potentials."""
+    x, y, v = (
+        z.numpy() for z in (whole(9, 8, most=5, seed=0), whole(7, 8, most=9, seed=1), whole(7, most=900, seed=2))
+    )
+    exact = ((x[:, None] - y) ** 2).sum(-1) - v
+    rounding = 16 * EPS * (10 * ((x**2).sum(1).max() + (y**2).sum(1).max()) + v.max() - v.min())
+    assert exact.min(1) - candidates.nearest(x, y, v, 1, SQUARED)[2] == pytest.approx(rounding, rel=1e-2)
+    floor = candidates.nearest(x, y, v, 3, SQUARED)[2]
+    assert floor == pytest.approx(np.minimum(exact.min(1), np.sort(exact, 1)[:, 2] - rounding), rel=0, abs=rounding / 9)
+    none_left = candidates.nearest(x, y, v, 7, SQUARED)[2]
+    assert none_left == pytest.approx(exact.min(1), rel=0, abs=rounding / 9)
+
+
+def test_the_pair_that_misses_by_most_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By error - rtol W, and not by its error alone; with its interval in the units of the clouds."""
+    found, error = (torch.tensor(z, dtype=F64) for z in ([100.0, 1.0], [10.5, 0.9]))
+    monkeypatch.setattr(batched, "_at_blur", lambda *_: (found, error, (found - error, found + error)))
+    x = torch.tensor([[[0.0, 0.0], [3.0, 4.0]], [[0.0, 0.0], [6.0, 8.0]]], dtype=F64)
+    half = torch.full((2, 2), 0.5, dtype=F64)
+    with pytest.raises(entropic.Unproved, match=r"proves only 1 <= W_2 <= 19 for pair 1 of 2, more than rtol = 0\.1"):
+        batched.certified(x, half, x, half, 0.1, None, 0.5, "sinkhorn", F64)
 
 
 # --- what is tried, in which units -----------------------------------------------------------------------------------
