@@ -12,7 +12,7 @@ from tolerances import rounding
 
 from attn_flow import Attention, Sphere, flow
 from attn_flow.attention import truncated
-from attn_flow.averages import compiled, near
+from attn_flow.averages import compiled, near, patches
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
@@ -112,6 +112,17 @@ def test_queries_of_their_own():
     found = near.softmax(q, k, v, tolerance=1e-6, scale=50.0)
     exact = torch.softmax(50.0 * q @ k.mT, dim=-1) @ k
     assert float((found.average - exact).abs().max()) < 1e-6 + rounding(exact, 70, torch.float32)
+
+
+def test_highest_logits_are_raised_by_all_that_may_round():
+    """As those of PyTorch: 32 roundings of scale |c| |k| + |bias|."""
+    c, K = (
+        torch.tensor([[3.0, 4.0]], dtype=torch.float64),
+        torch.tensor([[[6.0, 8.0], [0.0, -1.0]]], dtype=torch.float64),
+    )
+    found = patches._highest_logits(c, K, torch.tensor([[0.0, -40.0]], dtype=torch.float64), 2.0)
+    eps = torch.finfo(torch.float32).eps
+    assert (float(found) - 100) / (32 * eps * 140) == pytest.approx(1, abs=0.1)
 
 
 def test_no_compiler_is_said(monkeypatch, tmp_path):

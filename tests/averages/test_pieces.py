@@ -361,6 +361,31 @@ def test_how_far_kept_keys_are_is_no_less_than_exact() -> None:
             assert exact <= float(chosen.spread[a]) <= exact + 14 * eps * r * float(x.abs().max())
 
 
+def test_highest_logits_are_raised_by_all_that_may_round() -> None:
+    """32 roundings of scale |c| |k| + |bias|, each the largest there is; whole numbers do not round themselves."""
+    eps = torch.finfo(torch.float32).eps
+    c = torch.tensor([[3.0, 4.0], [0.0, 1.0]], dtype=F64)
+    K = torch.tensor([[[6.0, 8.0], [0.0, -1.0]], [[1.0, 0.0], [-2.0, 1.0]]], dtype=F64)
+    bias = torch.tensor([[0.0, -math.inf], [-40.0, 8.0]], dtype=F64)
+    found = patches._highest_logits(c, K, bias, 2.0)
+    exact = torch.tensor([[100.0, 4.0], [16.0, 10.0]])
+    size = 2 * 5 * 10 + 40
+    assert bool(((found - exact) / (32 * eps * size) - 1).abs().max() < 0.1)
+
+
+def test_what_kept_keys_are_away_is_raised_by_what_may_round() -> None:
+    """8 roundings of the longest coordinate; keys at a distance of 5 from k*, queries within 1 of 0."""
+    eps = torch.finfo(torch.float32).eps
+    one = lambda *points: Patches.around(torch.arange(len(points))[None], torch.tensor([points], dtype=F64))
+    near_keys, far = one((0.0, 0.0), (0.0, 0.0)), one((3.0, 4.0), (3.0, 4.0))
+    both = Patches(
+        *(torch.cat([getattr(z, name) for z in (near_keys, far)]) for name in ("index", "points", "centre", "radius"))
+    )
+    found = patches.select(one((1.0, 0.0), (-1.0, 0.0)), both, torch.zeros(2, 2, dtype=F64), 1.0, 1e-6)
+    assert found.listed.tolist() == [0, 1]
+    assert 6.5 < (float(found.spread) - 5) / (4 * eps) < 9.5
+
+
 # --- near keys -------------------------------------------------------------------------------------------------------
 
 
@@ -478,6 +503,28 @@ def test_what_is_a_circle() -> None:
     assert fourier.fits(q, k, 5.0, 1e-3, torch.float32) == fourier.terms(5.0 * 2 * (1 + 1e-7))
     k3 = torch.cat([k, torch.zeros(8, 1, dtype=F64)], -1)
     assert fourier.fits(k3, k3, 1.0, 1e-3, F64) == 0
+
+
+@pytest.mark.parametrize("unequal", [1e-7, 1.0])
+@pytest.mark.parametrize("round_keys", [True, False])
+def test_what_a_series_loses_is_said_to_the_last_piece(unequal: float, round_keys: bool) -> None:
+    """Rounding of a small sum, one length for keys and queries that are unequal, and both: as derived, term by term."""
+    q, k, bias, scale = on_circle(9, 0.1), on_circle(7, length=1.5), drawn(7), 3.0
+    q[0] *= 1 + unequal  # within the tolerance of one length, and far from it
+    if not round_keys:
+        k[0] *= 1 + 1e-8
+    found = fourier.softmax(q, k, k, tolerance=1e-5, key_bias=bias, scale=scale)
+    lengths, norms = [float(z.norm()) for z in q], [float(z.norm()) for z in k]
+    R = sum(norms) / 7
+    w = torch.softmax(bias + scale * sum(lengths) / 9 * (torch.tensor(norms, dtype=F64) - R), 0)
+    spread = lambda z: max(z) - min(z)
+    uneven = spread(norms) / max(norms) + (spread(lengths) / max(lengths) if unequal < 1e-5 else 0.0)
+    for i in range(9):
+        b = scale * R * (sum(lengths) / 9 if unequal < 1e-5 else lengths[i])
+        cosines = [float(q[i] @ k[j]) / lengths[i] / norms[j] for j in range(7)]
+        mass = sum(float(w[j]) * math.exp(b * (cosines[j] - 1)) for j in range(7))
+        lost = 4 * fourier.EPS / mass - min(math.log(mass), 0.0) * uneven + scale * spread(lengths) * spread(norms)
+        assert float(found.left_out[i]) == pytest.approx(lost, rel=1e-5)
 
 
 @pytest.mark.parametrize("entries", [1, 500, 2**18])
