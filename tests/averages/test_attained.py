@@ -152,6 +152,18 @@ def test_a_patch_above_its_part_of_the_tolerance_is_kept() -> None:
     assert found.pairs == 1
 
 
+def test_many_patches_that_are_each_next_to_nothing_are_counted() -> None:
+    """Fifteen with a sixteenth of the tolerance or less each: all are left out, and what they weigh is said."""
+    allowed = (1 - near.UNSEEN) * TOLERANCE
+    x, y, bias = two_places(math.log(0.6 * allowed / (15 * SIZE)), far_patches=15)
+    found = near.softmax(x, y, y, tolerance=TOLERANCE, key_bias=bias)
+    assert found is not None
+    assert found.pairs == 1 / 16
+    error = (found.average - exact_average(x, y, bias)).norm(dim=-1)
+    assert bool((error <= found.left_out + 1e-15).all())
+    assert float(error.max()) > 0.59 * allowed
+
+
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(("part", "attained"), [(0.99, True), (0.6 * 16 * SIZE, False)])
 def test_what_the_compiled_kernel_leaves_out_is_counted(part: float, attained: bool) -> None:

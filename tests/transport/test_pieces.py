@@ -304,6 +304,19 @@ def test_the_cheapest_solver(n: int, m: int, d: int, cost: str, learned: bool, n
     assert plans._choose(normal(n, d), a.requires_grad_(learned), normal(m, d), b, Ground(2.0, cost), limits) == name
 
 
+@pytest.mark.parametrize("side", ["weights_x", "weights_y"])
+def test_gradients_in_the_masses_of_one_cloud_alone(side: str) -> None:
+    x, y = normal(5, 2), 1 + normal(5, 2, seed=1)
+    x[1] = x[0]  # which would be one atom, and have no gradients of its own
+    uniform = torch.full((5,), 0.2, dtype=F64)
+    learned = uniform.clone().requires_grad_()
+    assert solve(x, y, **{side: learned}).method == "simplex"
+    other = masses(5)
+    name = "weights_y" if side == "weights_x" else "weights_x"
+    f = lambda w: solve(x, y, **{side: w, name: other}).distance
+    assert torch.autograd.gradcheck(f, (masses(5, 1).requires_grad_(),))
+
+
 @pytest.mark.parametrize(("p", "share"), [(1.0, 1e-6), (2.0, 1e-6), (4.0, 1e-13**0.25)])
 def test_an_error_of_rounding_is_good_enough(p: float, share: float) -> None:
     good = lambda error: plans.good_enough(torch.tensor(0.0), error, 0.01, 3.0, p)
