@@ -37,7 +37,7 @@ def shares(scores: Scores, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 def balanced(scores: Scores) -> tuple[Tensor, Tensor]:
     f = torch.zeros_like(scores.log_w)
-    for _ in range(3000):
+    for _ in range(500):
         f = scores.sweep(f)
     return f, scores.columns(f)
 

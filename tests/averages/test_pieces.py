@@ -505,6 +505,17 @@ def test_what_is_a_circle() -> None:
     assert fourier.fits(k3, k3, 1.0, 1e-3, F64) == 0
 
 
+@pytest.mark.parametrize("length", [0.25, 1.0, 3.0])
+def test_unequal_keys_are_corrected_for_a_query_of_mean_length(length: float) -> None:
+    """In the direction of the keys nothing is lost by that: the query sees the longer one better by scale |q| u."""
+    u, scale = 1e-6, 20.0
+    k = torch.tensor([[1 + u / 2, 0.0], [1 - u / 2, 0.0]], dtype=F64)
+    v, q = torch.tensor([[0.5], [-0.5]], dtype=F64), torch.tensor([[length, 0.0]], dtype=F64)
+    found = fourier.softmax(q, k, v, tolerance=1e-5, scale=scale)
+    assert float(found.average) == pytest.approx(math.tanh(scale * length * u / 2) / 2, rel=1e-4)
+    assert float(found.left_out) < 1e-12
+
+
 @pytest.mark.parametrize("unequal", [1e-7, 1.0])
 @pytest.mark.parametrize("round_keys", [True, False])
 def test_what_a_series_loses_is_said_to_the_last_piece(unequal: float, round_keys: bool) -> None:

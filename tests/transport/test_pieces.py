@@ -686,6 +686,32 @@ def test_only_pairs_that_are_not_proved_are_tried_again(blur: float | None, monk
     torch.testing.assert_close(error, 0.05 * expected * unit)
 
 
+@pytest.mark.parametrize(("low", "high", "distance", "error"), [
+    (1.0, 100.0, math.sqrt(6), 10 - math.sqrt(6)), (4.0, 6.25, math.sqrt(6), math.sqrt(6) - 2), (9.0, 16.0, 3.0, 1.0),
+    (1.0, 4.0, 2.0, 1.0), (5.0, 4.0, math.sqrt(5), 0.0),
+])  # fmt: skip
+def test_the_estimate_is_taken_within_what_is_proved(low, high, distance, error, monkeypatch) -> None:
+    """W = sqrt(2 S), S = 3 here, and the error is the farther end of the interval."""
+    none = torch.zeros(3, 2, dtype=F64)
+    S = entropic.Divergence(3.0, none, none, none[:, 0], none[:, 0], none[:, 0])
+    goals: list[float] = []
+    monkeypatch.setattr(entropic, "divergence", lambda *_: S)
+    monkeypatch.setattr(
+        entropic, "interval", lambda *z: goals.append(float(z[6])) or (torch.tensor(low), torch.tensor(high))
+    )
+    x, a = normal(3, 2), masses(3)
+    found = entropic.certified(x, a, 1 + x, a, SQUARED, 10.0, 0.3, 0.7, "sinkhorn", F64)
+    assert (float(found[0]), found[1]) == pytest.approx((distance, error))
+    assert goals == [30.0]  # rtol S
+    share = error / distance  # of the distance: what rtol has to allow
+    entropic.certified(x, a, 1 + x, a, SQUARED, 1.01 * share + 1e-9, 0.3, 0.7, "sinkhorn", F64)
+    if share > 0:
+        with pytest.raises(
+            entropic.Unproved, match=f"proves only {math.sqrt(low):.6g} <= W_2 <= {math.sqrt(high):.6g}"
+        ):
+            entropic.certified(x, a, 1 + x, a, SQUARED, 0.99 * share, 0.3, 0.7, "sinkhorn", F64)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e30])
 def test_lengths_that_are_given_have_the_units_of_the_clouds(scale: float) -> None:
     x, y = normal(20, 2), 1.5 + normal(20, 2, seed=1)
