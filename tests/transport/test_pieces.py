@@ -712,6 +712,25 @@ def test_the_estimate_is_taken_within_what_is_proved(low, high, distance, error,
             entropic.certified(x, a, 1 + x, a, SQUARED, 0.99 * share, 0.3, 0.7, "sinkhorn", F64)
 
 
+def test_the_estimates_of_a_batch_are_taken_within_what_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    S = torch.tensor([3.0, 3.0, 3.0, -1.0], dtype=F64)
+    low, high = (torch.tensor(z, dtype=F64) for z in ([1.0, 9.0, 1.0, 0.0], [100.0, 16.0, 4.0, 4.0]))
+    x, a = normal(4, 3, 2).requires_grad_(), torch.full((4, 3), 1 / 3, dtype=F64)
+    slopes = tuple(torch.ones_like(z) for z in (x, x, a, a))
+    goals: list[Tensor] = []
+    monkeypatch.setattr(batched, "divergence", lambda *_: (S, slopes, a))
+    monkeypatch.setattr(batched, "interval", lambda *z: goals.append(z[6]) or (low, high))
+    distance, error, bounds = batched._at_blur(x, a, x, a, 0.3, 0.5, 0.7, "sinkhorn", F64)
+    root = math.sqrt(6)
+    assert distance.tolist() == pytest.approx([root, 3.0, 2.0, 0.0])
+    assert error.tolist() == pytest.approx([10 - root, 1.0, 1.0, 2.0])
+    assert [z.tolist() for z in bounds] == [pytest.approx([1.0, 3.0, 1.0, 0.0]), pytest.approx([10.0, 4.0, 2.0, 2.0])]
+    assert goals[0].tolist() == [1.5, 1.5, 1.5, 0.0]  # rtol S
+    (slope,) = torch.autograd.grad(distance.sum(), x)  # of both clouds, over W where there is a distance
+    expected = 2 / torch.tensor([root, 3.0, 2.0, 1.0], dtype=F64)
+    torch.testing.assert_close(slope, expected[:, None, None].expand(4, 3, 2))
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e30])
 def test_lengths_that_are_given_have_the_units_of_the_clouds(scale: float) -> None:
     x, y = normal(20, 2), 1.5 + normal(20, 2, seed=1)
