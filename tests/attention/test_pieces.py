@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_flow import Attention, Cloud, Drift, Layers
-from attn_flow.attention import drift
+from attn_flow.attention import drift, multihead
 from attn_flow.attention.fields import Sum, View, as_field
 from attn_flow.attention.projections import Projections, _norm_bound
 from attn_flow.base import memory
@@ -153,6 +155,26 @@ def test_a_beta_keeps_its_digits_and_its_batch() -> None:
     assert one_a_cloud.drift(drawn(5, 3).float()).shape == (2, 5, 3)
     with pytest.raises(ValueError, match=r"V has shape \(3,\), expected \(heads, v, d\)"):
         Attention(eye, V=torch.ones(3), O=eye)
+
+
+def test_nothing_is_hidden_from_a_drift_on_the_cpu_nor_from_sinkhorn_in_a_flow(monkeypatch) -> None:
+    hidden: list[bool] = []
+
+    @contextmanager
+    def unseen(hide: bool = True) -> Iterator[None]:
+        hidden.append(hide)
+        yield
+
+    monkeypatch.setattr(multihead.checks, "unseen", unseen)
+    part, x = SimpleNamespace(first=0, own=lambda x, dim=-2: x, everyone=lambda x: x), drawn(4, 3)
+    for kind, in_a_flow in (("softmax", True), ("linear", True), ("sinkhorn", False)):
+        a = Attention.identity(3, dtype=F64, kind=kind)
+        hidden.clear()
+        moved = a.drift(x)
+        assert hidden == [False]
+        hidden.clear()
+        torch.testing.assert_close(a.seen(View(None, part))(0.0, x), moved)
+        assert hidden == [in_a_flow]
 
 
 def test_contexts_of_a_batch() -> None:
