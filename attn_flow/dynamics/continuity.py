@@ -158,7 +158,7 @@ def density_flow(
         raise ValueError(f"t is a {type(t).__name__}, expected a time or times.") from None
     times = torch.linspace(0, float(times), 101, dtype=torch.float64) if times.ndim == 0 else times
     checks.times(times)
-    nodes, modes = (3 * L + 1, 2 * L + 1) if d == 2 else ((3 * L // 2 + 2) * (3 * L + 1), (L + 1) ** 2)
+    nodes, modes = (3 * L + 1, 2 * L + 1) if d == 2 else (((3 * L + 1) // 2 + 1) * (3 * L + 1), (L + 1) ** 2)
     memory.require(8 * nodes * modes * (2 * d + 3), f"harmonics of bandwidth {L} in d = {d}", "lower the bandwidth")
     basis = Harmonics.of(d, L).to(attention.Q.device)
     run = _Spectral(attention.to(torch.float64), basis, diffusion, tail)

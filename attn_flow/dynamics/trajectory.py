@@ -54,10 +54,11 @@ class Trajectory:
         checks.finite("t", self.t)
         for name in ("about", "labels"):
             checks.instance(name, getattr(self, name), dict, "a dict of plain JSON")
+        cloud = self.x[0] if len(self) else self.x.new_empty(self.x.shape[1:])
         if self.mask is not None:
-            checks.token_mask(self.mask, self.x[0])
+            checks.token_mask(self.mask, cloud)
         if self.weights is not None:
-            checks.token_weights(self.weights, self.x[0], self.mask)
+            checks.token_weights(self.weights, cloud, self.mask)
 
     def __repr__(self) -> str:
         span = f"{len(self)} times from {float(self.t[0]):.6g} to {float(self.t[-1]):.6g}" if len(self) else "no times"

@@ -113,7 +113,7 @@ class SeenGaussian:
     def _moments(self, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Mass, mean, <g, mean>, S g and sqrt(g^T S g) of every query, without holding a covariance."""
         mass = self.sees.sum(-1)
-        p = self.sees / mass.clamp_min(1)[..., None]
+        p = self.sees / torch.where(mass > 0, mass, 1.0)[..., None]
         scores = g @ self.x.mT
         along = (p * scores).sum(-1)
         centred = p * (scores - along[..., None])

@@ -49,7 +49,7 @@ def log_energy(
     log_w = cloud.probabilities.log()
     if G is not None:
         checks.floating("G", G, "(d, d) or (..., heads, d, d)")
-        if G.ndim < 2 or G.shape[-2:] != (x.shape[-1],) * 2:
+        if G.shape[-2:] != (x.shape[-1],) * 2:
             raise ValueError(
                 f"G has shape {tuple(G.shape)}, expected (d, d) or (..., heads, d, d) with d = {x.shape[-1]}."
             )
@@ -96,7 +96,7 @@ def diameter(
     checks.tokens("x", x)
     shown = _shown(x, mask)
     geometry = None if geometry is None else known_geometry(geometry)
-    widest = torch.zeros(x.shape[:-2], dtype=x.dtype, device=x.device)
+    widest = x.new_zeros(())
     for rows in _rows(x, x.shape[-1], entries):
         a, b = x[..., rows, None, :], x[..., None, :, :]
         distance = (a - b).norm(dim=-1) if geometry is None else geometry.distance(a, b)
@@ -162,7 +162,7 @@ def clusters(
     speed = None
     if velocity is not None:
         checks.floating("velocity", velocity, "(..., n, d)")
-        if not checks.broadcasts(velocity.shape, x.shape) or velocity.ndim < 2:
+        if velocity.shape[-2:] != x.shape[-2:] or not checks.broadcasts(velocity.shape[:-2], x.shape[:-2]):
             raise ValueError(f"velocity has shape {tuple(velocity.shape)}, expected that of x, {tuple(x.shape)}.")
         speed = torch.where(shown, velocity.norm(dim=-1), 0.0).amax(-1)
     return Clusters(labels, first.sum(-1), torch.where(shown, mass, 0.0), tol, speed)
@@ -377,4 +377,4 @@ def _rows(x: Tensor, width: int, entries: int) -> Iterator[slice]:
     checks.whole("entries", entries)
     n = x.shape[-2]
     step = max(1, entries // (n * math.prod(x.shape[:-2]) * width))
-    return (slice(first, min(first + step, n)) for first in range(0, n, step))
+    return (slice(first, first + step) for first in range(0, n, step))

@@ -144,6 +144,8 @@ def _certify(cold: Attention, x: Tensor, arguments: dict[str, Any]) -> tuple[Ten
     size = float(torch.linalg.matrix_norm(cold.values, 2).sum())
     speed = velocity(x).norm(dim=-1)
     rate, certified = torch.full_like(speed, math.nan), torch.zeros_like(speed, dtype=torch.bool)
+    if x.shape[-1] == 1:  # the sphere of R is two points, and nobody leaves one
+        return x, ~certified, speed, torch.full_like(speed, math.inf)
     if context is None and (x.shape[-2] * (x.shape[-1] - 1) > JOINT or not bool((speed <= SLOW * size).all())):
         return x, certified, speed, rate
     candidate = speed <= SLOW * size

@@ -123,8 +123,8 @@ def examined(
 def _density(limit: Limit, y: Tensor, p: Tensor, text: str) -> tuple[bool | None, str]:
     """Mass near Pi x = 0, where tokens linger: |Pi x| within a quarter of its median, which a flat density has with
     share 4^{-k}/2. Within a factor of 2 counts as met; None where fewer than 15 tokens are expected there."""
-    if limit.direction is None or limit.dimension is None:
-        return None, text
+    assert limit.direction is not None  # as every limit with a rate has them
+    assert limit.dimension is not None
     size = (y @ limit.direction.to(y).mT).norm(dim=-1)
     order = size.argsort()
     median = size[order[int((p[order].cumsum(0) < 0.5).sum())]]
