@@ -156,6 +156,7 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ("prediction/certificate.py", r"JOINT", SPEED),
     ("prediction/certificate.py", r"size = float\(torch.linalg.matrix_norm\(cold.values", MARGIN),
     ("prediction/certificate.py", r"(halved|doubled): 10 ->", MARGIN),
+    ("prediction/certificate.py", r"(halved|doubled): 1e-12 ", MARGIN),
     ("prediction/finite_n.py", r"(halved|doubled): 16 ", MARGIN),
     ("prediction/requirements.py", r"(halved|doubled): 1e-9 ", MARGIN),
     ("prediction/spectral.py", r"distance <= max\(tol \* size, _rounding", MARGIN),

@@ -176,6 +176,19 @@ def test_where_lengths_are_looked_at_and_when_float64_is_chosen() -> None:
         integrator.choose_precision(3 * short, 2.5)
 
 
+@pytest.mark.parametrize("step", [euler, Adaptive(merge=False)], ids=lambda s: s.name)
+def test_a_stop_condition_is_asked_at_the_very_times(step) -> None:  # type: ignore[no-untyped-def]
+    """Bit for bit: 49 steps of 1/49 add up to another number."""
+    assert 49 * (1 / 49) != 1
+    seen: list[float] = []
+    flow(identity(2), tokens(3, 2), [0.0, 1.0, 1.7], step=step, h=0.0205, stop=lambda t, cloud: bool(seen.append(t)))
+    assert {1.0, 1.7} <= set(seen)
+    assert seen == sorted(seen)
+    if step is euler:
+        assert len(seen) == 49 + 35
+        assert seen[:48] == pytest.approx([(i + 1) / 49 for i in range(48)], rel=1e-14)
+
+
 def test_consensus_is_within_its_distance_of_the_mean_in_every_cloud() -> None:
     x = torch.tensor([[[0.0, 0.0], [0.0, 0.2]], [[3.0, 0.0], [3.0, 0.3]]], dtype=F64)
     for tol, reached in ((0.14, False), (0.16, True)):

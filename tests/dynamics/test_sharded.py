@@ -71,6 +71,7 @@ def test_paths_and_errors_are_those_of_one_process(tmp_path: Path, count: int) -
     ranks = range(count)
     for rank, each in enumerate(several):
         assert each["said"] == {
+            "gradient": [sum(r + 1.0 for r in ranks) / count, -sum(ranks) / count],
             "total": [sum(r + 1.0 for r in ranks), -float(sum(ranks))],
             "maxima": [float(count), 0.0],
             "largest": (float(count), math.inf),

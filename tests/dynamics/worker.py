@@ -174,7 +174,11 @@ def found_by(w: Processes) -> dict[str, Any]:
 def said_between(w: Processes) -> dict[str, Any]:
     """What every process hears of all, each having said its rank plus one."""
     own = torch.tensor([w.rank + 1.0, -w.rank], dtype=F64)
+    module = torch.nn.Linear(2, 1, bias=False, dtype=F64)
+    w.shared(module)(own).sum().backward()
+    assert module.weight.grad is not None
     return {
+        "gradient": module.weight.grad[0].tolist(),
         "total": w.total(own.clone()).tolist(),
         "maxima": w.maxima(own).tolist(),
         "largest": (w.largest(w.rank + 1.0), w.largest(float("nan"))),

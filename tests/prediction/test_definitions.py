@@ -17,10 +17,18 @@ from torch import Tensor
 from attn_flow import Attention, Cloud, EllipsoidSupport, Gaussian, Sphere, Trajectory, UniformSphere, flow, limit
 from attn_flow.dynamics.steppers import Adaptive, rk4
 from attn_flow.measures.quadrature import circle
-from attn_flow.prediction import fit_bound, over_seeds, phases, propagation_of_chaos, resolution, settle
+from attn_flow.prediction import (
+    fit_bound,
+    over_seeds,
+    phases,
+    phases_over_seeds,
+    propagation_of_chaos,
+    resolution,
+    settle,
+)
 from attn_flow.prediction.certificate import _jacobian, _newton, tangent_basis
 from attn_flow.prediction.hermite import mode_rates
-from attn_flow.prediction.requirements import remedy
+from attn_flow.prediction.requirements import _odd_moments, remedy
 from attn_flow.prediction.spectral import _group_projector, levels
 from attn_flow.prediction.statistics import _before_saturation, _fit
 from attn_flow.prediction.timeline import split
@@ -829,3 +837,124 @@ def test_what_a_cloud_says_about_the_requirements() -> None:
     assert needs["little noise"].met is None
     far = replace(found, attention=A)
     assert {need.met for need in far.requires} == {None, True}
+
+
+# --- units --------------------------------------------------------------------------------------------------------
+
+EYE3 = torch.eye(3, dtype=F64)
+SCALED = {
+    "fixed": (matrix([3, 0.5, 0], [0, 1, 0.2], [0, 0, 0.7]), diag(1, 2, 0.5)),
+    "V moves them at once": (diag(3, 1, 0.5), matrix([1, 0.5, 0], [0.3, 1, 0], [0, 0, 0.1])),
+    "a leading 0": (EYE3, diag(0, -1, -2)),
+    "a layer": (diag(1, 2, 3), diag(-1, -3, -2)),
+    "a layer that is left": (diag(-1, -2, -3), diag(1, 3, 2)),
+    "no layer": (diag(1, -3, -4), diag(-1, 0.5, 0.6)),
+    "no Gaussian": (
+        torch.block_diag(diag(1), matrix([-3, 0.7], [0, 1])),
+        torch.block_diag(diag(-1), matrix([0.5, 0.4], [0, -3])),
+    ),
+    "singular across E": (diag(1, 2, 0), diag(-1, -3, -2)),
+    "rotating": (torch.block_diag(matrix([1, -0.7], [0.7, 1]), diag(0.2)), EYE3),
+    "jordan": (matrix([1, 1, 0], [0, 1, 0], [0, 0, 0.2]), EYE3),
+    "stationary": (EYE3, 3 * EYE3),
+    "off the kernel": (diag(1, 0, 0.5), EYE3),
+    "into the kernel": (diag(1, 0.5, 0), diag(-1, -2, 1)),
+    "at rest beside the kernel": (diag(1, 1, 0), diag(0, -1, 1)),
+    "nilpotent": (matrix([0, 1, 0], [0, 0, 0], [0, 0, -1]), EYE3),
+}
+
+
+@pytest.mark.parametrize("unit_of", ["G", "V"])
+@pytest.mark.parametrize("c", [1e-8, 1e8])
+@pytest.mark.parametrize("name", SCALED)
+def test_a_limit_in_other_units_is_the_same(name: str, c: float, unit_of: str) -> None:
+    """G times c changes no direction; V times c is the clock. Rates follow V, eigenvalues both, layers 1/G."""
+    G, V = SCALED[name]
+    plain = limit(attention(G, V))
+    found = limit(attention(c * G, V) if unit_of == "G" else attention(G, c * V))
+    clock = 1.0 if unit_of == "G" else c
+    same = lambda a, b: (a is None and b is None) or a == b or a == pytest.approx(b, rel=1e-6, abs=1e-6 * abs(b or 1))
+    assert (found.case, found.off_kernel, found.dimension) == (plain.case, plain.off_kernel, plain.dimension)
+    for quantity in ("leading", "gap"):
+        assert same(getattr(found, quantity) / c, getattr(plain, quantity)), quantity
+    for quantity in ("g", "kappa", "tail", "rate_w1", "rate_w2", "C", "exit_rate", "terminal_rate"):
+        a, b = getattr(found, quantity), getattr(plain, quantity)
+        assert same(None if a is None else a / clock, b), quantity
+    assert [f / c for f in found.frequencies] == pytest.approx(list(plain.frequencies))
+    assert same(None if found.layer is None else found.layer * c / clock, plain.layer)
+    assert np.allclose(found.evidence["layer_modes"], clock * np.array(plain.evidence["layer_modes"]))
+    assert found.evidence["layer"] == plain.evidence["layer"]
+    for constant in ("nilpotency_index", "projector_norm", "condition_of_G", "algebraic_w2"):
+        assert same(found.evidence.get(constant), plain.evidence.get(constant))
+    assert found.terminal_case == plain.terminal_case
+    assert [each.name for each in found.requires] == [each.name for each in plain.requires]
+    if plain.case != "undefined" and not plain.frequencies:
+        x = unit(5, 3)
+        torch.testing.assert_close(found.push_forward(x), plain.push_forward(x), rtol=0, atol=1e-9)
+        needs = [each.met for each in found.examine(x, beta=5.0 if unit_of == "V" else 5.0 / c)]
+        assert needs == [each.met for each in plain.examine(x, beta=5.0)]
+
+
+@pytest.mark.parametrize(("c", "t"), [(0.01, 635.0), (1e-6, 5.0 * (2**21 - 1)), (100.0, 5.0)])
+def test_settle_in_other_units(c: float, t: float) -> None:
+    """V times c: t c = 6.2 is reached after spans of 5, 10, 20, ..."""
+    A = attention(EYE3[:2, :2], c * diag(2, 1))
+    found = settle(A, Sphere().retract(matrix([1.0, 1.0])), horizon=1e10)
+    assert (bool(found.certified), found.t) == (True, t)
+    assert float(found.rate) == pytest.approx(c, rel=1e-6)
+
+
+def test_moments_on_either_side_written_out() -> None:
+    """E x_0-side, s c^a s^b with a, b in {0, 2} along the direction in which clusters leave, and their chance."""
+    found = limit(attention(diag(9, 1, 1), diag(1, 2, 3)))
+    y, p = unit(7, 3), drawn(7, seed=2).exp()
+    p = p / p.sum()
+    moments = _odd_moments(found, y, p)
+    assert moments is not None
+    expected, chance = [], []
+    for side in (1, -1):
+        for a, b in ((0, 0), (0, 2), (2, 0), (2, 2)):
+            terms = [float(p[i] * y[i, 2] * y[i, 0] ** a * y[i, 2] ** b) * bool(side * y[i, 0] > 0) for i in range(7)]
+            expected.append(abs(math.fsum(terms)))
+            chance.append(math.sqrt(math.fsum(z * z for z in terms)))
+    order = (
+        range(8)
+        if float((y[:, 0] * found.basis[0, 0]).sign()[0]) == float(y[0, 0].sign())
+        else [4, 5, 6, 7, 0, 1, 2, 3]
+    )
+    assert [float(moments[0][i]) for i in order] == pytest.approx(expected, rel=1e-12)
+    assert [float(moments[1][i]) for i in order] == pytest.approx(chance, rel=1e-12)
+    # No reflection that both share: any law leaves.
+    skew = limit(attention(matrix([9, 0, 0], [0, 1, 0.01], [0, 0, 1]), diag(1, 2, 3)))
+    assert [z.tolist() for z in _odd_moments(skew, y, p)] == [[1.0], [0.0]]  # type: ignore[union-attr]
+    plane = limit(attention(diag(2, 2, 1), EYE3))
+    assert _odd_moments(plane, y, p) is None
+
+
+def test_phases_over_seeds_count_who_has_which() -> None:
+    """Three seeds with weights and padding of their own; the last one never concentrates."""
+    A = attention(torch.eye(2, dtype=F64), diag(2, 1), 10.0)
+    t = torch.linspace(0, 8, 33, dtype=F64)
+    x0 = unit(3, 30, 2)
+    x0[2] = Sphere().retract(matrix([1.0, 1e-3]).expand(30, 2) * torch.linspace(1, 2, 30, dtype=F64)[:, None])
+    w, mask = drawn(3, 30, seed=1).exp(), torch.ones(3, 30, dtype=torch.bool)
+    mask[1, 20:] = False
+    path = flow(A, x0, t, weights=w, mask=mask, h=0.25)
+    x = path.x.clone()
+    x[:, 2] = x0[2]  # it rests
+    path = replace(path, x=x)
+    target = limit(A)
+    found = phases_over_seeds(path, target)
+    alone = [phases(Trajectory(path.t, x[:, i], w[i], mask[i], path.about), target, warn=False) for i in range(3)]
+    assert found.t_min.values == pytest.approx(tuple(each.t_min for each in alone))
+    assert found.min_w2.values == pytest.approx(tuple(each.min_w2 for each in alone))
+    names = [phase.phase for each in alone for phase in each.phases] + ["settling" for each in alone if each.settling]
+    assert found.share == pytest.approx({name: names.count(name) / 3 for name in names})
+    assert {"spreading", "concentrating", "metastable"} <= set(found.share)
+    for name, rate in found.rates.items():
+        rates = [
+            phase.rate for each in alone for phase in each.phases if phase.phase == name and phase.rate is not None
+        ]
+        assert rate.values == pytest.approx(tuple(rates))
+        assert len(rates) > 1
+    assert "spreading" not in found.rates
