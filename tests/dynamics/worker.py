@@ -175,7 +175,8 @@ def said_between(w: Processes) -> dict[str, Any]:
     """What every process hears of all, each having said its rank plus one."""
     own = torch.tensor([w.rank + 1.0, -w.rank], dtype=F64)
     module = torch.nn.Linear(2, 1, bias=False, dtype=F64)
-    w.shared(module)(own).sum().backward()
+    shared = w.shared(module)  # which must live until the gradients are there
+    shared(own).sum().backward()
     assert module.weight.grad is not None
     return {
         "gradient": module.weight.grad[0].tolist(),
