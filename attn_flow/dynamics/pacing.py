@@ -67,7 +67,8 @@ class Pace:
         """What to say of steps of size h that tokens outran by time t."""
         most = (LOCAL_ERROR * math.factorial(self.order + 1)) ** (1 / (self.order + 1))
         power = self.order + 1 if self.order < 2 else self.order  # of h in the estimate: it is of the lower order
-        better = h / 4 * min(most / farthest if farthest else 4.0, (ESTIMATED / error) ** (1 / power) if error else 4.0)
+        shorter = most / farthest if farthest else math.inf, (ESTIMATED / error) ** (1 / power) if error else math.inf
+        better = h / 4 * min(shorter)
         if farthest > most:
             what = f"carry tokens {farthest:.3g} times their length by t = {t:.4g}: too far"
         elif error > ESTIMATED:

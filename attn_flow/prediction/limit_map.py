@@ -366,10 +366,10 @@ def _off_kernel(found: Spectrum, M: Array, N: Array, tol: float) -> str:
 
 
 def _because(found: Spectrum, case: str, off_kernel: str | None, threshold: float) -> str:
-    k = found.dimension
+    k, turns = found.dimension, ", ".join(f"{b:.6g}i" for b in found.frequencies)
     words = {
         "fixed": f"{k} leading eigenvalue(s) {found.leading:.6g}, semisimple, gap {found.gap:.3g} > {threshold:.1g}",
-        "rotating": f"leading eigenvalues {found.leading:.6g} +- i{found.frequencies}, semisimple: no pointwise limit",
+        "rotating": f"leading eigenvalues {found.leading:.6g} +- {turns}, semisimple: no pointwise limit",
         "jordan": f"Jordan block of index {found.index} at {found.leading:.6g}: approach like 1/t",
         "stationary": f"M = {found.leading:.6g} I to {threshold:.1g}: every direction is stationary",
     }[found.case]

@@ -136,7 +136,8 @@ def _imaginary_parts(A: Array, size: float, tol: float) -> tuple[tuple[float, ..
     k = A.shape[0]
     mu, W = np.linalg.eig(A)
     if np.linalg.cond(W) < 1e6:  # diagonalisable with room to spare: nothing to group
-        return tuple(sorted({round(float(b), 12) for b in mu.imag if b > tol * size})), 0.0
+        b = np.sort(mu.imag[mu.imag > tol * size])
+        return tuple(b[np.diff(b, prepend=-np.inf) > tol * size].tolist()), 0.0  # of a group the first
     groups = [[j] for j in range(k)]
     while len(groups) > 1:
         for g, group in enumerate(groups):

@@ -32,7 +32,7 @@ from attn_flow import (
 )
 from attn_flow.dynamics import continuity, kicks, placement, stability
 from attn_flow.dynamics.continuity import DensityPath, _Spectral
-from attn_flow.dynamics.distributed import ALONE, Processes, RingAttention, Shard
+from attn_flow.dynamics.distributed import ALONE, Processes, RingAttention, Shard, check_shared, processes
 from attn_flow.dynamics.harmonics import Harmonics, evaluated
 from attn_flow.dynamics.integrator import Integrator, PrecisionWarning, StepWarning
 from attn_flow.dynamics.merging import Merged
@@ -80,7 +80,7 @@ def test_what_is_said_of_a_step_that_is_too_long(step) -> None:
         (0.0, 0.031),
         (50.0, 0.04),
     ):
-        shorter = [border / farthest if farthest else 4.0, (0.03 / error) ** (1 / power) if error else 4.0]
+        shorter = [border / farthest if farthest else math.inf, (0.03 / error) ** (1 / power) if error else math.inf]
         better = 0.2 / 4 * min(shorter)
         what = (
             f"carry tokens {farthest:.3g} times their length by t = 3: too far to be followed"
@@ -114,7 +114,9 @@ def test_noise_and_jumps_are_no_errors_of_a_step() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             flow(field, x0, [0.0, 1.0], **options, **more)
-        return sum(issubclass(w.category, StepWarning) for w in caught)
+        told = [w for w in caught if issubclass(w.category, StepWarning)]
+        assert all(w.filename == __file__ for w in told)  # where the flow was called
+        return len(told)
 
     assert said(Layers([shove(0.4), shove(-0.4)], [0.0, 0.5, 1.0])) == 0
     turning = Drift(lambda t, x: (0.4 if t < 0.5 else -0.4) * torch.ones_like(x))
@@ -127,6 +129,35 @@ def test_a_step_that_cannot_be_short_enough_is_told_so() -> None:
     wild = Drift(lambda t, x: 1e3 * torch.randn(x.shape, generator=chance, dtype=F64))
     with pytest.raises(FloatingPointError, match=r"the step shrank to .* at t = 1. Try a larger tol"):
         flow(wild, tokens(2, 2), [1.0, 2.0], step=Adaptive(tol=1e-20, merge=False))
+
+
+@pytest.mark.parametrize("step", [euler, Adaptive(merge=False, largest=0.1)], ids=["fixed", "adaptive"])
+def test_tokens_that_leave_are_noticed_at_once(step) -> None:  # type: ignore[no-untyped-def]
+    """A kick that is infinite from t = .35 on: in the step after, not at the next time that is kept."""
+    count = [0]
+
+    def kick(x: Tensor, generator: torch.Generator | None) -> Tensor:
+        count[0] += 1
+        return torch.full_like(x, math.inf if count[0] > 3 else 0.0)
+
+    with pytest.raises(FloatingPointError, match=r"tokens left the range of torch.float64 at t = ") as told:
+        flow(identity(2), tokens(3, 2), [0.0, 5.0], step=step, h=0.1, noise=kick)
+    assert count[0] == 4
+    if step is euler:
+        assert "at t = 0.4." in str(told.value)
+        late = Drift(lambda t, x: torch.full_like(x, math.nan if t > 0.25 else 1.0))
+        with pytest.raises(FloatingPointError, match=r"at t = 0.4\."):
+            flow(late, tokens(3, 2), [0.0, 5.0], step=step, h=0.1)
+
+
+def test_after_a_kick_the_velocity_is_asked_again() -> None:
+    """Seven evaluations a step with noise, six and one without."""
+    run = lambda **options: flow(
+        identity(2), tokens(3, 2), [0.0, 1.0], step=Adaptive(merge=False), h=0.1, **options
+    ).about["evaluations"]
+    steps = (run() - 1) // 6
+    assert run() == 6 * steps + 1
+    assert run(noise=kicks.independent(0.0)) == 7 * steps
 
 
 def test_many_steps_are_taken_and_a_slip_of_the_pen_is_refused() -> None:
@@ -172,8 +203,14 @@ def test_where_lengths_are_looked_at_and_when_float64_is_chosen() -> None:
         integrator.choose_precision(short / 10, 1.0)  # longer than foreseen, and float32 will do
     integrator = run(Euclidean())
     integrator.choose_precision(short, 0.0)
-    with pytest.warns(PrecisionWarning, match=f"tokens grew from {short:.3g} to {3 * short:.3g} by t = 2.5, unseen"):
-        integrator.choose_precision(3 * short, 2.5)
+    # As from arrive, fixed and flow: it points to the line that called the flow.
+    arrive = lambda: integrator.choose_precision(3 * short, 2.5)
+    fixed = lambda: arrive()
+    run_flow = lambda: fixed()
+    user = compile("run_flow()", "user.py", "eval")
+    with pytest.warns(PrecisionWarning, match=f"tokens grew from {short:.3g} to {3 * short:.3g} by t = 2.5") as caught:
+        eval(user, {"run_flow": run_flow})
+    assert caught[0].filename == "user.py"
 
 
 @pytest.mark.parametrize("step", [euler, Adaptive(merge=False)], ids=lambda s: s.name)
@@ -592,3 +629,20 @@ def test_a_mean_field_run_moves_each_token_by_itself_in_every_placement() -> Non
         together = push_forward(identity(3, 2.0), x, 0.5, context=UniformSphere(3), placement=place, h=0.1)
         alone = push_forward(identity(3, 2.0), x[2:3], 0.5, context=UniformSphere(3), placement=place, h=0.1)
         torch.testing.assert_close(together[2:3], alone, rtol=0, atol=1e-14)
+
+
+def test_what_processes_cannot_do_is_refused_before_they_speak() -> None:
+    two = Processes(0, 2, torch.device("cpu"))
+    x, weight = torch.ones(4, 2), torch.ones(2, 2)
+    for tensors, cloud in (
+        ({"Q": weight.clone().requires_grad_()}, {"x0": x}),
+        ({}, {"x0": x.clone().requires_grad_()}),
+    ):
+        with pytest.raises(ValueError, match="gradients do not pass between processes"):
+            check_shared(two, tensors, cloud, False, None)
+    with pytest.raises(ValueError, match=r"x0 is on meta and this process works on cpu; use x0.to\(world.device\)"):
+        check_shared(two, {"Q": weight}, {"x0": x.to("meta"), "mask": None}, False, None)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="but torch sees no CUDA device; use --device cpu"):
+            processes("cuda")
+    assert processes() == ALONE

@@ -418,3 +418,11 @@ def test_samples_have_its_law_and_take_one_round_of_proposals(d: int, kappa: flo
     for share in (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98):
         below = quad(weight, 0, float(ordered[int(share * n)]))[0] / total
         assert below == pytest.approx(share, abs=1.95 / math.sqrt(n))
+
+
+def test_betas_that_cannot_be_looked_at_are_warm() -> None:
+    """Under vmap nobody reads whether a beta is 0 or inf."""
+    law, g = Gaussian(drawn(3), covariances()), drawn(4, 3, seed=1)
+    betas = torch.tensor([0.5, 2.0, 7.0], dtype=F64)
+    found = torch.func.vmap(lambda b: law.tilted_mean(g, b))(betas)
+    torch.testing.assert_close(found, torch.stack([law.tilted_mean(g, float(b)) for b in betas]))
