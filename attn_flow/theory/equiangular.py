@@ -12,7 +12,7 @@ from scipy.integrate import solve_ivp
 from scipy.special import exp1, expi, roots_laguerre
 
 from attn_flow.base import checks
-from attn_flow.theory.domain import Array, integers, within
+from attn_flow.theory.domain import Array, in_range, integers, number, within
 
 KINDS = ("softmax", "unnormalised")
 LAGUERRE = roots_laguerre(60)
@@ -59,12 +59,14 @@ def time_between(gap: ArrayLike, gap_end: ArrayLike, beta: ArrayLike, n: ArrayLi
     if np.any(w0 >= c) or np.any(w1 > w0):
         raise ValueError(f"gap = {w0}, gap_end = {w1}, expected gap_end <= gap < n/(n-1) = {c}: rho only increases.")
     plain = np.log(w0 / w1) + np.log((c - w1) / (c - w0))
-    b = np.where(beta > 0, beta, 1.0)
-    with np.errstate(over="ignore"):
+    warm = beta > 1e-300  # below, e^{beta w} is 1
+    b = np.where(warm, beta, 1.0)
+    with np.errstate(over="ignore", invalid="ignore"):
         antiderivative = lambda w: expi(b * w) + np.exp(b * w) * _scaled_exp1(b * (c - w))
-        tilted = np.where(beta > 0, antiderivative(w0) - antiderivative(w1), plain)
+        longest = antiderivative(w0)
+        tilted = np.where(warm, np.where(np.isfinite(longest), longest - antiderivative(w1), np.inf), plain)
     if kind == "unnormalised":
-        return np.exp(-beta) * tilted / 2
+        return in_range("the time", np.exp(-beta) * tilted / 2)
     return (tilted + (n - 1) * plain) / (2 * n)
 
 
@@ -79,7 +81,7 @@ def time_to_reach(rho: ArrayLike, beta: ArrayLike, n: ArrayLike, rho0: ArrayLike
 def solve(t: ArrayLike, beta: float, n: int, rho0: float = 0.0, kind: str = "softmax") -> Array:
     """1 - rho(t) at increasing times t >= 0 (T,); integrated in y = -log(1 - rho), accurate to the smallest gaps."""
     t = np.atleast_1d(within("t", t, 0.0))
-    y0 = -np.log1p(-float(within("rho0", rho0, -1.0, 1.0, open=True)))
+    y0 = -np.log1p(-number("rho0", rho0, -1.0, 1.0, open=True))
 
     def log_velocity(_: float, y: Array) -> Array:
         w = np.exp(-y)

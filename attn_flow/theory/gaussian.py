@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from scipy.integrate import solve_ivp
 from scipy.linalg import eigh
 
-from attn_flow.theory.domain import Array, real, within
+from attn_flow.theory.domain import Array, in_range, number, real, square, within
 
 
 def _law(m: ArrayLike, S: ArrayLike) -> tuple[Array, Array]:
@@ -28,7 +28,7 @@ def _law(m: ArrayLike, S: ArrayLike) -> tuple[Array, Array]:
 def velocity(m: ArrayLike, S: ArrayLike, V: ArrayLike, G: ArrayLike, beta: float) -> tuple[Array, Array]:
     """(m', S') of the mean and covariance. arXiv 2501.18322."""
     m, S = _law(m, S)
-    V, G = real("V", V), real("G", G)
+    V, G, beta = square("V", V, len(m)), square("G", G, len(m)), number("beta", beta)
     growth = V @ S @ G @ S
     return V @ (m + beta * S @ G @ m), beta * (growth + growth.T)
 
@@ -39,6 +39,8 @@ def solve(
     """Times reached (T,), means (T, d) and covariances (T, d, d); stops where ||S|| passes `ceiling` (blow-up)."""
     m0, S0 = _law(m0, S0)
     t, d = np.atleast_1d(within("t", t, 0.0)), len(m0)
+    ceiling = number("ceiling", ceiling, 0.0, open=True)
+    velocity(m0, S0, V, G, beta)  # of which some may be refused
 
     def packed(_: float, y: Array) -> Array:
         S = y[d:].reshape(d, d)
@@ -52,6 +54,8 @@ def solve(
     y0 = np.concatenate([m0, S0.ravel()])
     span = (0.0, max(float(t[-1]), 1e-300))
     path = solve_ivp(packed, span, y0, t_eval=t, method="DOP853", rtol=1e-11, atol=1e-13, events=too_large)
+    if path.status == -1 or not len(path.t):
+        raise FloatingPointError(f"the law blows up, or moves too fast, before t = {t[0]:.6g}: {path.message}")
     return path.t, path.y[:d].T, path.y[d:].T.reshape(-1, d, d)
 
 
@@ -61,9 +65,10 @@ def blow_up_time(S0: ArrayLike, v: float, G: ArrayLike, beta: float) -> float:
     (S^{-1})' = -beta v (G + G^T), so S^{-1}(t) = S0^{-1} - beta v t (G + G^T) until it stops being positive.
     Scalar case: 1/(2 beta v g s_0). arXiv 2501.18322.
     """
-    S0 = _law(np.zeros(len(np.asarray(S0))), S0)[1]
-    G = real("G", G)
-    A = beta * v * (G + G.T)
+    S0 = np.atleast_2d(real("S0", S0))
+    S0 = _law(np.zeros(len(S0)), S0)[1]
+    G, v, beta = square("G", G, len(S0)), number("v", v), number("beta", beta)
+    A = in_range("beta v (G + G^T)", np.float64(beta) * v * (G + G.T))
     top = float(eigh(A, np.linalg.inv(S0), eigvals_only=True)[-1])
     # rounding must not turn a stable law (top = 0) into one that blows up at 1e16
     return 1 / top if top > 1e-13 * float(np.abs(A).max() * np.abs(S0).max()) else float("inf")
@@ -77,7 +82,7 @@ def scalar_value(
     S(t) = (I - 2 beta v t S0 G)^{-1} S0,   m(t) = e^{vt} (I - 2 beta v t S0 G)^{-1/2} m0. arXiv 2501.18322.
     """
     m0, S0 = _law(m0, S0)
-    G = real("G", G)
+    G, v, beta = square("G", G, len(m0)), number("v", v), number("beta", beta)
     if not np.allclose(G, G.T):
         raise ValueError("G is not symmetric; the closed form of the mean needs it. Use `solve` for a general G.")
     t = np.atleast_1d(within("t", t, 0.0))

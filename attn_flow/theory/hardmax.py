@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attn_flow.theory.domain import Array, integers, real, within
+from attn_flow.theory.domain import Array, integers, number, real, within
 
 
 def _tokens(x: ArrayLike, G: ArrayLike | None) -> tuple[Array, Array]:
@@ -52,7 +52,7 @@ def leaders(x: ArrayLike, G: ArrayLike | None = None) -> NDArray[np.intp]:
 
 def step(x: ArrayLike, alpha: float, G: ArrayLike | None = None) -> Array:
     """x_i <- (x_i + alpha mean_{argmax} x_j)/(1 + alpha). arXiv 2407.01602."""
-    alpha = float(within("alpha", alpha, 0.0, open=True))
+    alpha = number("alpha", alpha, 0.0, open=True)
     x = real("x", x)
     attends = followed(x, G)
     return (x + alpha * (attends @ x) / attends.sum(1, keepdims=True)) / (1 + alpha)
@@ -60,8 +60,8 @@ def step(x: ArrayLike, alpha: float, G: ArrayLike | None = None) -> Array:
 
 def distance_to_leader(distance: ArrayLike, alpha: float, steps: ArrayLike) -> Array:
     """|x_k - v| = |x_0 - v| (1+alpha)^{-k}: exact while a token follows the one leader v."""
-    alpha = float(within("alpha", alpha, 0.0, open=True))
-    return np.asarray(distance) * (1 + alpha) ** -integers("steps", steps, 0)
+    alpha = number("alpha", alpha, 0.0, open=True)
+    return within("distance", distance, 0.0) * (1 + alpha) ** -integers("steps", steps, 0)
 
 
 def frank_wolfe_gap(x: ArrayLike, vertices: ArrayLike, G: ArrayLike | None = None) -> Array:
@@ -70,7 +70,10 @@ def frank_wolfe_gap(x: ArrayLike, vertices: ArrayLike, G: ArrayLike | None = Non
     The linear form is the gradient of f(x) = <x, G x>/2 for symmetric G. arXiv 2508.09628.
     """
     x, g = _tokens(x, G)
-    return (g @ real("vertices", vertices).T).max(1) - (g * x).sum(1)
+    vertices = real("vertices", vertices)
+    if vertices.ndim != 2 or vertices.shape[1] != x.shape[1]:
+        raise ValueError(f"vertices have shape {vertices.shape}, expected (k, d) with d = {x.shape[1]} to match x.")
+    return (g @ vertices.T).max(1) - (g * x).sum(1)
 
 
 def gap_bound(rise: ArrayLike, alpha: float, steps: ArrayLike) -> Array:
@@ -78,5 +81,5 @@ def gap_bound(rise: ArrayLike, alpha: float, steps: ArrayLike) -> Array:
 
     f is convex, so a step gamma = alpha/(1+alpha) gains at least gamma gap_k: no smoothness constant. arXiv 2508.09628.
     """
-    alpha = float(within("alpha", alpha, 0.0, open=True))
+    alpha = number("alpha", alpha, 0.0, open=True)
     return within("rise", rise, 0.0) * (1 + alpha) / (alpha * integers("steps", steps, 1))

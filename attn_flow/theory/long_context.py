@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.special import gammaln
 
-from attn_flow.theory.domain import Array, integers, within
+from attn_flow.theory.domain import Array, in_range, integer, integers, within
 
 LEGENDRE = np.polynomial.legendre.leggauss(400)
 
@@ -56,7 +56,7 @@ def critical_beta(n: ArrayLike, d: ArrayLike, b: ArrayLike = 1.0) -> Array:
 
 def crowd(b: ArrayLike, d: int) -> Array:
     """nu = (2 pi/b)^{(d-1)/2} / |S^{d-1}|: mean of Sigma = sum_j e^{-b u_j^2/2}, the neighbours' weight (self: 1)."""
-    b, d = within("b", b, 0.0, open=True), int(integers("d", d, 2))
+    b, d = within("b", b, 0.0, open=True), integer("d", d, 2)
     log_sphere = np.log(2) + d / 2 * np.log(np.pi) - gammaln(d / 2)
     return np.exp((d - 1) / 2 * np.log(2 * np.pi / b) - log_sphere)
 
@@ -76,7 +76,8 @@ def laplace(s: ArrayLike, b: float, d: int) -> Array:
 
     exp(-nu F(s)), F(s) = -sum_{m>=1} (-s)^m / (m! m^{(d-1)/2}), nu = `crowd`: Campbell's formula for the Poisson law.
     """
-    return np.exp(-crowd(b, d) * _shot(within("s", s, 0.0), int(d), 0))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return in_range("the Laplace transform", np.exp(-crowd(b, d) * _shot(within("s", s, 0.0), int(d), 0)))
 
 
 def _over_laplace(integrand: Array, s: Array) -> float:
@@ -101,10 +102,12 @@ def participation(b: float, d: int) -> float:
     int_0^inf s e^{-s} E e^{-s Sigma} (1 + nu int v^2 e^{-sv}) ds by Mecke's formula.
     """
     s = _log_nodes()
-    return _over_laplace(s * np.exp(-s) * laplace(s, b, d) * (1 + crowd(b, d) * _shot(s, int(d), 2)), s)
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = _over_laplace(s * np.exp(-s) * laplace(s, b, d) * (1 + crowd(b, d) * _shot(s, int(d), 2)), s)
+    return float(in_range("the participation", np.asarray(found)))
 
 
 def balance(d: int) -> float:
     """The b at which a token pays half of its attention to itself: the critical constant of beta = b n^{2/(d-1)}."""
-    d = int(integers("d", d, 2))
+    d = integer("d", d, 2)
     return float(np.exp(brentq(lambda log_b: self_weight(float(np.exp(log_b)), d) - 0.5, -20.0, 20.0, xtol=1e-13)))

@@ -16,8 +16,10 @@ from scipy.special import logsumexp
 from attn_flow.averages import bessel
 from attn_flow.base import checks
 from attn_flow.theory import equiangular
-from attn_flow.theory.domain import Array, integers, within
+from attn_flow.theory.domain import Array, in_range, integer, integers, number, real, within
 from attn_flow.theory.synchronisation import KINDS
+
+HIGHEST = 10**5  # degree of a harmonic; each takes a Bessel function
 
 
 def _ratio(nu: float, beta: ArrayLike) -> Array:
@@ -26,7 +28,7 @@ def _ratio(nu: float, beta: ArrayLike) -> Array:
 
 def log_harmonic(k: ArrayLike, beta: ArrayLike, d: int = 2) -> Array:
     """log l_k, l_k = I_{k+nu}(beta) / I_nu(beta), nu = d/2 - 1: how much softmax weights see of a degree-k harmonic."""
-    k, beta, d = integers("k", k, 0), within("beta", beta, 0.0, 1e7), int(integers("d", d, 2))
+    k, beta, d = integers("k", k, 0, HIGHEST), within("beta", beta, 0.0, 1e7), integer("d", d, 2)
     levels, position = np.unique(k, return_inverse=True)
     log_l, table = np.zeros_like(beta), []
     with np.errstate(divide="ignore"):
@@ -42,7 +44,7 @@ def log_harmonic(k: ArrayLike, beta: ArrayLike, d: int = 2) -> Array:
 def log_growth_rate(k: ArrayLike, beta: ArrayLike, d: int = 2, kind: str = "softmax") -> Array:
     """log gamma_k (see `growth_rate`); finite where gamma_k itself would overflow (unnormalised, beta > 700)."""
     checks.one_of("kind", kind, KINDS)
-    k, beta = integers("k", k, 1), within("beta", beta, 0.0, 1e7, open=True)
+    k, beta, d = integers("k", k, 1, HIGHEST), within("beta", beta, 0.0, 1e7, open=True), integer("d", d, 2)
     log_l = log_harmonic(k, beta, d)
     log_gamma = np.log(k * (k + d - 2)) - np.log(beta) + log_l
     if kind == "unnormalised":
@@ -68,7 +70,7 @@ def heat_rate(k: ArrayLike, beta: ArrayLike, d: int = 2) -> Array:
 
     For V = -I, forward heat: harmonics decay at this rate over times t = O(beta). arXiv 2509.25040.
     """
-    k, beta, d = integers("k", k, 1), within("beta", beta, 0.0, open=True), int(integers("d", d, 2))
+    k, beta, d = integers("k", k, 1), within("beta", beta, 0.0, open=True), integer("d", d, 2)
     return k * (k + d - 2) / beta
 
 
@@ -77,7 +79,7 @@ def k_max(beta: ArrayLike, d: int = 2, kind: str = "softmax") -> Array:
 
     log gamma_k is concave in k (I_nu is log-concave in nu), so the first k with gamma_{k+1} <= gamma_k is it.
     """
-    beta = within("beta", beta, 0.0, 1e7, open=True)
+    beta, d = within("beta", beta, 0.0, 1e7, open=True), integer("d", d, 2)
     # gamma_k ~ s e^{-s/2} with s = k(k+d-2)/beta peaks at s = 2 (Sinkhorn: 2.56), so s = 4 is far enough to start from
     top = int(np.ceil(np.sqrt(4 * beta.max() + (d / 2 - 1) ** 2) - (d / 2 - 1))) + 2
     while True:
@@ -95,7 +97,7 @@ def switch_point(k: int, d: int = 2, kind: str = "softmax") -> float:
     increases from 0 to 1, so there is one root. Circle: 1.0445, 3.1654, 6.2113, 10.2285, 15.2363. arXiv 2410.23228.
     """
     checks.one_of("kind", kind, KINDS)
-    k, d = int(integers("k", k, 1)), int(integers("d", d, 2))
+    k, d = integer("k", k, 1, HIGHEST), integer("d", d, 2)
     wanted = np.log(k * (k + d - 2) / ((k + 1) * (k + d - 1)))
     if kind == "sinkhorn":
         difference = lambda u: float(np.diff(log_growth_rate(np.array([k, k + 1]), np.exp(u), d, kind))[0])
@@ -118,8 +120,11 @@ def exit_time(n: ArrayLike, beta: ArrayLike, d: int = 2, kind: str = "softmax") 
 
 def fourier(theta: ArrayLike, k: int, weights: Array | None = None) -> np.ndarray:
     """c_k = mean of e^{-i k theta} over the last axis."""
-    wave = np.exp(-1j * integers("k", k, 1) * np.asarray(theta, dtype=np.float64))
-    return np.average(wave, axis=-1, weights=weights)
+    angles = np.atleast_1d(real("theta", theta))
+    masses = np.ones(angles.shape[-1]) if weights is None else within("weights", weights, 0.0)
+    if masses.shape[-1:] != angles.shape[-1:] or not masses.sum() > 0:
+        raise ValueError(f"weights have shape {masses.shape}, expected masses (n,) of n = {angles.shape[-1]} angles.")
+    return np.average(np.exp(-1j * integer("k", k, 1) * angles), axis=-1, weights=masses)
 
 
 def merge_time(beta: ArrayLike, phi: ArrayLike, phi_end: ArrayLike = 0.1) -> Array:
@@ -139,8 +144,8 @@ def merge_time_unequal(beta: float, phi: float, phi_end: float = 0.1, mass: floa
 
     phi' = -sin(phi) [ (1-p)/(p e^{beta w} + 1-p) + p/((1-p) e^{beta w} + p) ]. arXiv 2509.25040.
     """
-    beta, p = float(within("beta", beta, 0.0)), float(within("mass", mass, 0.0, 1.0, open=True))
-    phi, phi_end = (float(within("phi", a, 0.0, np.pi, open=True)) for a in (phi, phi_end))
+    beta, p = number("beta", beta, 0.0), number("mass", mass, 0.0, 1.0, open=True)
+    phi, phi_end = (number("phi", a, 0.0, np.pi, open=True) for a in (phi, phi_end))
 
     def slowness(log_phi: float) -> float:
         a = np.exp(log_phi)
@@ -153,7 +158,9 @@ def merge_time_unequal(beta: float, phi: float, phi_end: float = 0.1, mass: floa
 def merge_time_law(beta: ArrayLike, phi: ArrayLike) -> Array:
     """T ~ e^{beta (1 - cos phi)} / (2 beta sin^2 phi) for beta (1 - cos phi) >> 1. arXiv 2509.25040."""
     beta, phi = within("beta", beta, 0.0, open=True), within("phi", phi, 0.0, np.pi, open=True)
-    return np.exp(2 * beta * np.sin(phi / 2) ** 2) / (2 * beta * np.sin(phi) ** 2)
+    with np.errstate(over="ignore", invalid="ignore"):
+        time = np.exp(2 * beta * np.sin(phi / 2) ** 2) / (2 * beta * np.sin(phi) ** 2)
+    return in_range("the time", time)
 
 
 def log_energy_level(masses: ArrayLike, beta: float, cosines: ArrayLike | None = None) -> float:
@@ -162,7 +169,9 @@ def log_energy_level(masses: ArrayLike, beta: float, cosines: ArrayLike | None =
     `cosines` (k, k) of the centres; without it centres are far apart and E_beta = e^beta/(2 beta) sum_a m_a^2, so a
     merger of masses a, b lifts the energy by e^beta a b / beta. arXiv 2410.06833.
     """
-    m, beta = within("masses", masses, 0.0), float(within("beta", beta, 0.0, open=True))
+    m, beta = within("masses", masses, 0.0), number("beta", beta, 0.0, open=True)
+    if m.ndim != 1 or not m.sum() > 0:
+        raise ValueError(f"masses have shape {m.shape} and sum {m.sum():.3g}, expected (k,) with some mass.")
     with np.errstate(divide="ignore"):
         log_m = np.log(m / m.sum())
     if cosines is None:

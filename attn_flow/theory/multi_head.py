@@ -14,14 +14,14 @@ from attn_flow.theory.domain import Array, integers, real, within
 def velocity(rho: ArrayLike, m: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
     """rho' = (2/n) (1-rho) ((n-1)rho + 1) sum_h m_h e^{beta m_h rho}, unnormalised; m (..., heads). 2605.04279."""
     rho, n, beta = within("rho", rho, -1.0, 1.0), integers("n", n, 2), within("beta", beta, 0.0)
-    m = real("m", m)
+    m = np.atleast_1d(real("m", m))
     pull = (m * np.exp((beta * rho)[..., None] * m)).sum(-1)
     return 2 / n * (1 - rho) * ((n - 1) * rho + 1) * pull
 
 
 def terminal_rate(m: ArrayLike, beta: ArrayLike) -> Array:
     """2 sum_h m_h e^{beta m_h}: decay rate of 1 - rho near consensus, unnormalised; m (..., heads). 2605.04279."""
-    m, beta = real("m", m), within("beta", beta, 0.0)
+    m, beta = np.atleast_1d(real("m", m)), within("beta", beta, 0.0)
     return 2 * (m * np.exp(beta[..., None] * m)).sum(-1)
 
 
@@ -30,7 +30,7 @@ def averaged_rate(m: ArrayLike, beta: ArrayLike) -> Array:
 
     `terminal_rate` is at least this for m >= -2/beta, by Jensen: m e^{beta m} is convex there. arXiv 2605.04279.
     """
-    m, beta = real("m", m), within("beta", beta, 0.0)
+    m, beta = np.atleast_1d(real("m", m)), within("beta", beta, 0.0)
     mean = m.mean(-1)
     return 2 * m.shape[-1] * mean * np.exp(beta * mean)
 

@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 
 from attn_flow.averages import bessel
-from attn_flow.theory.domain import Array, integers, within
+from attn_flow.base import checks
+from attn_flow.theory.domain import Array, integer, integers, real, within
 
 Kernel = Callable[[Array], Array]
 # kappa, and kappa'(1)
@@ -30,19 +31,21 @@ KERNELS: dict[str, tuple[Kernel, float]] = {
 def drift(rho: ArrayLike, kappa: Kernel, d: ArrayLike) -> Array:
     """(d-2+rho^2) kappa(rho) - (d-1) kappa(1) rho, the noise part of the drift of rho. arXiv 2604.26898."""
     rho, d = within("rho", rho, -1.0, 1.0), integers("d", d, 2)
+    checks.function("kappa", kappa, "of rho, such as one of KERNELS")
     return (d - 2 + rho**2) * kappa(rho) - (d - 1) * kappa(np.ones_like(rho)) * rho
 
 
 def diffusion(rho: ArrayLike, kappa: Kernel) -> Array:
     """sqrt(2 (1-rho^2) (kappa(1) - rho kappa(rho))), the coefficient of dB. arXiv 2604.26898."""
     rho = within("rho", rho, -1.0, 1.0)
+    checks.function("kappa", kappa, "of rho, such as one of KERNELS")
     return np.sqrt(2 * (1 - rho**2) * (kappa(np.ones_like(rho)) - rho * kappa(rho)))
 
 
 def attention_drift(rho: ArrayLike, beta: ArrayLike, a: ArrayLike = 1.0) -> Array:
     """2a (1-rho^2) / (1 + e^{beta(1-rho)}): what two-token softmax attention of strength a adds to the drift of rho."""
     rho, beta = within("rho", rho, -1.0, 1.0), within("beta", beta, 0.0)
-    return 2 * np.asarray(a) * (1 - rho**2) / (1 + np.exp(beta * (1 - rho)))
+    return 2 * real("a", a) * (1 - rho**2) / (1 + np.exp(beta * (1 - rho)))
 
 
 def lyapunov(d: ArrayLike, kappa_1: ArrayLike = 1.0, kappa_slope_1: ArrayLike = 1.0, a: ArrayLike = 0.0) -> Array:
@@ -51,7 +54,8 @@ def lyapunov(d: ArrayLike, kappa_1: ArrayLike = 1.0, kappa_slope_1: ArrayLike = 
     a = +1 attractive softmax attention, -1 repulsive, 0 noise alone. arXiv 2604.26898.
     """
     d = integers("d", d, 2)
-    return -((d - 1) * np.asarray(kappa_1) - (d - 3) * np.asarray(kappa_slope_1)) - 2 * np.asarray(a)
+    at_1, slope_1 = real("kappa_1", kappa_1), real("kappa_slope_1", kappa_slope_1)
+    return -((d - 1) * at_1 - (d - 3) * slope_1) - 2 * real("a", a)
 
 
 def value_moments(rho: ArrayLike, beta: ArrayLike) -> tuple[Array, Array]:
@@ -105,6 +109,6 @@ def jump_beta(d: int) -> float:
     has the sign of d I_{d/2+1} - I_{d/2}. Below beta* order appears smoothly as D falls, above it with a jump.
     On the circle: a_1' = (w_1 - D) a_1 + (2 w_2 - w_1) a_1 a_2 and a_2 = w_1 a_1^2 / (2 (w_1 - w_2)), w_k = I_k/beta.
     """
-    d = int(integers("d", d, 2))
+    d = integer("d", d, 2)
     excess = lambda u: float(bessel.ratio(d / 2, torch.tensor(np.exp(u), dtype=torch.float64))) - 1 / d
     return float(np.exp(brentq(excess, np.log(1e-3), np.log(1e3), xtol=1e-14)))

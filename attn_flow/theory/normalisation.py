@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from scipy.integrate import solve_ivp
 
 from attn_flow.base import checks
-from attn_flow.theory.domain import Array, integers, within
+from attn_flow.theory.domain import Array, integers, number, within
 
 Slowing = Callable[[Array, Array, Array, Array, float], Array]  # s(t, r, <theta,A>, |A|, alpha), and r' alike
 SCHEMES: dict[str, tuple[Slowing, Slowing]] = {
@@ -53,8 +53,8 @@ def solve(
     checks.one_of("scheme", scheme, tuple(SCHEMES))
     slowing, growth = SCHEMES[scheme]
     t = np.atleast_1d(within("t", t, 0.0))
-    r0, alpha = float(within("r0", r0, 0.0, open=True)), float(within("alpha", alpha, 0.0, open=True))
-    rho0 = float(within("rho0", rho0, -1.0, 1.0, open=True))
+    r0, alpha = number("r0", r0, 0.0, open=True), number("alpha", alpha, 0.0, open=True)
+    rho0 = number("rho0", rho0, -1.0, 1.0, open=True)
 
     def velocity(time: float, state: Array) -> Array:
         w, r = np.exp(-state[0]), state[1]
@@ -73,7 +73,7 @@ def law(scheme: str, t: ArrayLike, r0: float = 1.0, alpha: float = 1.0) -> Array
     post e^{-2t}; pre, peri (1 + t/r0)^{-2}; ngpt e^{-2 alpha t}; ln_scaling e^{-4(sqrt(t+1) - 1)}. arXiv 2510.22026.
     """
     checks.one_of("scheme", scheme, tuple(SCHEMES))
-    t, r0 = within("t", t, 0.0), float(within("r0", r0, 0.0, open=True))
+    t, r0, alpha = within("t", t, 0.0), number("r0", r0, 0.0, open=True), number("alpha", alpha, 0.0, open=True)
     laws: dict[str, Callable[[], Array]] = {
         "post": lambda: np.exp(-2 * t),
         "pre": lambda: (1 + t / r0) ** -2,

@@ -10,14 +10,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attn_flow.theory.domain import Array, eigenvalues, integers, within
+from attn_flow.theory.domain import Array, eigenvalues, integer, integers, real, within
+
+MOST = 10**7  # tokens
 
 
 def _others(lam: ArrayLike, p: int) -> tuple[float, Array]:
     """lambda_p, and the remaining eigenvalues."""
     lam = eigenvalues("lam", lam)
-    if not 0 <= p < len(lam):
-        raise ValueError(f"p = {p}, expected an index in 0..{len(lam) - 1} of the eigenvalues.")
+    p = integer("p", p, 0, len(lam) - 1)
     return float(lam[p]), np.delete(lam, p)
 
 
@@ -26,7 +27,7 @@ def homogeneous_eigenvalues(lam: ArrayLike, p: int, n: int) -> Array:
 
     -lambda_p (n-1 fold for each k != p) and lambda_k - lambda_p. `lam` (d,) or V (d, d).
     """
-    n = int(integers("n", n, 1))
+    n = integer("n", n, 1, MOST)
     lam_p, others = _others(lam, p)
     return np.sort(np.concatenate([np.full((n - 1) * len(others), -lam_p), others - lam_p]))
 
@@ -37,7 +38,7 @@ def split_weights(lam_p: ArrayLike, n_plus: ArrayLike, n_minus: ArrayLike, beta:
     The attention a token at +e_p (at -e_p) pays to its own side.
     """
     n_plus, n_minus = integers("n_plus", n_plus, 1), integers("n_minus", n_minus, 1)
-    x = within("beta", beta, 0.0) * np.asarray(lam_p, dtype=np.float64)
+    x = within("beta", beta, 0.0) * real("lam_p", lam_p)
     tilt = np.log(n_plus / n_minus) / 2
     return (1 + np.tanh(x + tilt)) / 2, (1 + np.tanh(x - tilt)) / 2
 
@@ -49,6 +50,7 @@ def sign_split_eigenvalues(lam: ArrayLike, p: int, n_plus: int, n_minus: int, be
     (n_- - 1 fold), and those of [[lambda_k P - phi_+, lambda_k (1-P)], [lambda_k (1-Q), lambda_k Q - phi_-]].
     """
     lam_p, lam_k = _others(lam, p)
+    n_plus, n_minus = integer("n_plus", n_plus, 1, MOST), integer("n_minus", n_minus, 1, MOST)
     P, Q = split_weights(lam_p, n_plus, n_minus, beta)
     phi_plus, phi_minus = lam_p * (2 * P - 1), lam_p * (2 * Q - 1)
     a, d = lam_k * P - phi_plus, lam_k * Q - phi_minus

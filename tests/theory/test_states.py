@@ -316,7 +316,10 @@ def test_mode_rates_are_fourier_coefficients():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: spectral_selection.homogeneous_eigenvalues([1.0, 2.0], 2, 3), "p = 2, expected an index in 0..1"),
+        (
+            lambda: spectral_selection.homogeneous_eigenvalues([1.0, 2.0], 2, 3),
+            "p = 2, expected an integer >= 0 and <= 1",
+        ),
         (lambda: spectral_selection.homogeneous_eigenvalues([[1.0, 2.0], [0, 1]], 0, 3), "not symmetric"),
         (lambda: spectral_selection.sign_split_eigenvalues([1.0, 2.0], 0, 0, 3, 1.0), "n_plus = 0"),
         (lambda: noise.critical_beta(2), "d = 2, expected an integer >= 3"),
