@@ -5,10 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from attn_flow.base import memory
+
+COPIES = 3  # of a text at least: its bytes, its characters, its lines
+PIECE = 2**26  # bytes read of standard input at once
 
 
 def decoded(content: bytes, where: str) -> str:
@@ -23,9 +29,13 @@ def decoded(content: bytes, where: str) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """All of a text file."""
+    """All of a text file; a pipe or a device, which may have no end, is none."""
     path = Path(path)
     try:
+        found = path.stat()
+        if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{path} is no regular file; give one, or - and the texts on standard input.")
+        memory.require(COPIES * found.st_size, f"the text of {path}", "split the file")
         content = path.read_bytes()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ValueError(f"no file {path}.") from None
@@ -40,7 +50,13 @@ def read_standard_input() -> str:
         raise ValueError("standard input is closed; give a file.")
     raw = getattr(sys.stdin, "buffer", None)
     try:
-        return sys.stdin.read() if raw is None else decoded(raw.read(), "standard input")
+        if raw is None:
+            return sys.stdin.read()
+        content = b""
+        while part := raw.read(PIECE):
+            content += part
+            memory.require(COPIES * len(content), "what came on standard input", "give less of it, or a file")
+        return decoded(content, "standard input")
     except OSError as error:
         raise ValueError(f"standard input cannot be read ({error.strerror or error}); give a file.") from None
 

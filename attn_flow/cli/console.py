@@ -7,6 +7,7 @@ are never read as markup.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -108,14 +109,31 @@ def number_name(value: float) -> str:
 
 
 def writable(out: Path) -> Path:
-    """The folder, made if it is not there: found out before the work, not after it."""
+    """The folder, which is there or can be made: found out before the work, and without making it."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
+        with tempfile.TemporaryFile(dir=_nearest(out)):
             pass
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be written ({error.strerror}); give another folder.") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"--out {out} cannot be written ({reason}); give another folder.") from None
     return out
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the first one above it that is there."""
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return _nearest(folder.parent)
+    return folder
+
+
+def refuse_beside(context: typer.Context, option: str, why: str, *names: str) -> None:
+    """Options that were given beside one that leaves them nothing to do: ignored in silence they would mislead."""
+    given = [name for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if given:
+        listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{option} {why}; leave out {listed}.")
 
 
 def check_device(name: str) -> str:

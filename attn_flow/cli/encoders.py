@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_flow.cli.console import Device, Json, Quiet, Seed, check_device, echo, folder_name, say, table, writable
+from attn_flow.cli.console import (
+    Device,
+    Json,
+    Quiet,
+    Seed,
+    check_device,
+    echo,
+    folder_name,
+    refuse_beside,
+    say,
+    table,
+    writable,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,6 +53,7 @@ Pickle = Annotated[bool, typer.Option(help="Accept pickled weights (reading them
 
 
 def probe(
+    context: typer.Context,
     models: Models = None,
     texts: Texts = None,
     field: Field = "text",
@@ -93,6 +106,13 @@ def probe(
     named = ["minilm"] if demo and not models else list(models or [])
     if not named:
         raise ValueError("which model? Give a folder or a name, or --demo for the embedded one.")
+    if len(set(named)) < len(named):
+        raise ValueError(f"{', '.join(named)}: a model is named twice; name each once.")
+    if images is not None:
+        without = ("texts", "field", "demo", "tokenizer", "first", "max_length", "max_unknown")
+        refuse_beside(context, "--images", "takes all images of a folder, and no texts", *without)
+    if texts is not None:
+        refuse_beside(context, "--texts", "are the texts to take", "demo")
     makes_tokens = texts is None and named[0].partition("@")[0] in MAKES_TOKENS
     source = read_texts(texts, field, demo, named[0]) if images is None and not makes_tokens else None
     if source is not None and first is not None:
@@ -214,6 +234,8 @@ def spectra(
     from attn_flow.hooks.weights import attentions
     from attn_flow.probe.heads import head_spectra as run
 
+    if out is not None:
+        writable(out)
     loaded, _, beta_factor = open_model(model, device, "float64", pickle, quiet=quiet or as_json)
     as_trained(model, beta_factor)
     found = run(attentions(loaded))
@@ -221,7 +243,6 @@ def spectra(
         from attn_flow.base.figures import save_figure
         from attn_flow.probe.figures import spectra_figure
 
-        writable(out)
         write_json(found, out / "spectra.json")
         save_figure(spectra_figure(found, model), out / "spectra.png")
     if as_json:
@@ -270,12 +291,13 @@ def record(
     reader = own if tokenizer is None else load_tokenizer(tokenizer)
     if reader is None:
         raise ValueError(f"{model} takes images, which `record` does not read; see attn_flow.hooks.record_corpus.")
+    read = read_texts(texts, field, demo=False, model=model)
     writable(out)
     with nullcontext() if beta_factor == 1 else scale_beta(loaded, beta_factor):
         found = record_corpus(
             loaded,
             reader,
-            read_texts(texts, field, texts is None),
+            read,
             out,
             batch=batch,
             max_length=max_length,
@@ -371,7 +393,7 @@ def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> lis
         return sample_inputs(name)[:DEMO_TEXTS]
     if name == "rxnmapper":
         return reactions()
-    raise ValueError("which texts? Give --texts FILE (.txt, .jsonl, .json, .csv; - for standard input), or --demo.")
+    raise ValueError("which texts? Give --texts FILE: .txt, .jsonl, .json, .csv, or - for standard input.")
 
 
 def read_images(folder: Path | None, name: str) -> dict[str, Tensor]:

@@ -13,7 +13,19 @@ from typing import Annotated, Any
 import typer
 
 from attn_flow.cli import encoders, zoo
-from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, number_name, reporting, say, table, writable
+from attn_flow.cli.console import (
+    Json,
+    Quiet,
+    Seed,
+    complain,
+    echo,
+    number_name,
+    refuse_beside,
+    reporting,
+    say,
+    table,
+    writable,
+)
 from attn_flow.cli.training import predict, train
 
 app = typer.Typer(
@@ -94,6 +106,7 @@ def _rounded(value: Any) -> Any:
 
 @command
 def simulate(
+    context: typer.Context,
     G: Matrix,
     V: Matrix,
     beta: Annotated[str, typer.Option(help="Betas, such as 10,100,inf.")] = "10,100",
@@ -130,21 +143,22 @@ def simulate(
     G_matrix, V_matrix = square(parse_matrix(G, "G"), "G"), square(parse_matrix(V, "V"), "V")
     if dim is not None and dim != G_matrix.shape[0]:
         raise ValueError(f"--dim {dim} but G is {tuple(G_matrix.shape)}; leave --dim out or give a matrix to match.")
-    if density is not None and (x0 is not None or quadrature):
-        raise ValueError("--density starts from a law and has no tokens; leave out --x0 and --quadrature.")
     if density is not None:
+        why = "starts from a law, has no tokens and chooses its own steps"
+        refuse_beside(context, "--density", why, "x0", "quadrature", "tokens", "h", "step")
         _density(G_matrix, V_matrix, beta, density, t, diffusion, bandwidth, out, as_json)
         return
     if diffusion or bandwidth is not None:
         raise ValueError("--diffusion and --bandwidth are of --density KAPPA; without it leave them out.")
+    if x0 is not None:
+        refuse_beside(context, "--x0", "gives the tokens", "tokens", "quadrature")
     cloud = start(G_matrix.shape[0], tokens, None if x0 is None else parse_matrix(x0, "x0"), quadrature, seed)
-    betas, show = parse_numbers(beta, "beta"), not (quiet or as_json)
+    betas, times, show = parse_numbers(beta, "beta"), parse_numbers(t, "t"), not (quiet or as_json)
     if out is not None:
         writable(out)
     world = processes(patience=timedelta(days=1))  # while the first process measures W2, the others wait
     alone = nullcontext() if out is None or not world.first else writing_alone(out / "simulate.json")
     with alone:
-        times = parse_numbers(t, "t")
         numbers = run(G_matrix, V_matrix, betas, cloud, times, h, step, out=out, progress=show, world=world)
     if numbers is None:
         return

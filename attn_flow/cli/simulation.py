@@ -66,13 +66,12 @@ def simulate(
         raise ValueError(f"step = {step!r}, expected one of {', '.join(STEPS)}.")
     prediction = limit(Attention.from_matrices(G, V))
     times = _times(t, h)
+    attentions = [Attention.from_matrices(G, V, beta=beta) for beta in betas]  # all, before the first is run
     if progress and world.first:
-        attention = Attention.from_matrices(G, V, beta=betas[0])
-        seconds = len(betas) * estimate(attention, prediction, cloud, times, h, step)
+        seconds = len(betas) * estimate(attentions[0], prediction, cloud, times, h, step)
         complain(f"about {seconds:.2g} s of processor time: {len(betas)} betas, {len(times)} distances each", "cyan")
     runs, clouds = [], []
-    for beta in betas:
-        attention = Attention.from_matrices(G, V, beta=beta)
+    for beta, attention in zip(betas, attentions):
         path = flow(
             attention, cloud.x, times, step=STEPS[step], h=h, weights=cloud.weights, progress=progress, world=world
         )
@@ -84,7 +83,10 @@ def simulate(
         found |= _predicted(prediction, beta)
         runs.append({"beta": beta, **found, "resolution": {"verdict": seen.verdict, **numbers_of_argmax}})
         if out is not None:
-            path.save(Path(out) / f"path_beta_{number_name(beta)}.safetensors")
+            file = Path(out) / f"path_beta_{number_name(beta)}.safetensors"
+            path.save(file)
+            if len(runs) == 1:
+                _forget_all_but(file)
             clouds.append(clouds_shown(path))
             if path.x.shape[-1] in (2, 3):
                 from attn_flow.cli.figures import beta_words, clouds_figure
@@ -115,6 +117,14 @@ def simulate(
         save_figure(simulation_figure(numbers), Path(out) / "simulate.png")
         write_simulation(Path(out) / "simulate.html", numbers, clouds)
     return plain(numbers)
+
+
+def _forget_all_but(first: Path) -> None:
+    """Of an earlier run in the folder: it had other betas, or matrices, and would look like a part of this one."""
+    for kind in ("simulate.*", "path_beta_*.safetensors", "clouds_beta_*.png"):
+        for file in first.parent.glob(kind):
+            if file != first:
+                file.unlink()
 
 
 def _predicted(prediction: LimitMap, beta: float) -> dict[str, float | None]:

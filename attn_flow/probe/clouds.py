@@ -40,7 +40,7 @@ class Clouds:
     skipped: int = 0  # texts too short
     truncated: int = 0
     unknown: float = 0.0  # share of tokens that the tokenizer does not know
-    content: str = ""  # digest of the token ids or states that were read
+    content: str = ""  # digest of the tokens, their ids and marks, or of the states that were read
 
     @property
     def layers(self) -> int:
@@ -142,7 +142,11 @@ def by_text(path: Trajectory, found: list[Attention], windows: list[int | None],
     special = path.labels["special"]
     z = [[x[level, t][mask[t]] for t in kept] for level in (*range(L), 2 * L)]
     ids = path.labels.get("id")
-    read = [str(ids[t]).encode() if ids else z[0][i].cpu().numpy().tobytes() for i, t in enumerate(kept)]
+    tokens = [list(names[t]) if names else [str(i) for i in range(lengths[t])] for t in kept]
+    read = [
+        f"{ids[t]} {special[t]} {tokens[i]}".encode() if ids else z[0][i].cpu().numpy().tobytes()
+        for i, t in enumerate(kept)
+    ]
     return Clouds(
         found,
         windows,
@@ -150,7 +154,7 @@ def by_text(path: Trajectory, found: list[Attention], windows: list[int | None],
         z,
         [[x[L + level, t][mask[t]] for t in kept] for level in range(L)],
         [torch.tensor(special[t], dtype=torch.bool, device=x.device) for t in kept],
-        [list(names[t]) if names else [str(i) for i in range(lengths[t])] for t in kept],
+        tokens,
         kept,
         len(lengths) - len(kept),
         int(path.about.get("truncated") or 0),

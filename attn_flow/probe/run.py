@@ -313,11 +313,13 @@ def inquire(
         facts = encoder_facts(model)
     solver(transport, clouds.z[0][0].device)
     ladder = steps(clouds)
+    ready = texts is None and not isinstance(model, DeepStack)
     device = clouds.z[0][0].device
     about: dict[str, Any] = {
         "encoder": facts,
         "weights": fingerprint(model),
         "content": clouds.content,
+        "inputs": _content(model, source, batch) if ready else None,
         "texts": clouds.texts,
         "tokens": sum(len(s) for s in clouds.special),
         "skipped_short_texts": clouds.skipped,
@@ -341,6 +343,11 @@ def inquire(
     about["costs"] = {name: asdict(_cost(step, clouds)) for name, step in ladder.items()}
     about["self_check"] = checked
     return Inquiry(model, source, texts, clouds, about, world)
+
+
+def _content(model: nn.Module, source: Any, batch: int) -> str:
+    """Of ready inputs: ids and all that comes with them, such as token types and positions."""
+    return hashlib.sha256(b"".join(piece.content() for piece in pieces(model, source, None, batch))).hexdigest()
 
 
 def _checked(model: nn.Module, source: Any, texts: list[str] | None, max_length: int | None) -> list[dict[str, Any]]:

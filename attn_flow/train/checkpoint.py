@@ -27,6 +27,7 @@ FORMAT = "attn_flow.train"
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
 HIDE = "_"  # a character to be filled in
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+PARTS = ("update", "recipe", "decided", "scaler", "reads", "versions")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,7 @@ class Saved:
     digest: str
     scaler: dict[str, Any]
     reads: dict[str, Any] | None
+    versions: dict[str, str]
     tensors: dict[str, Tensor]
 
     def weights(self) -> dict[str, Tensor]:
@@ -97,7 +99,7 @@ def read(path: str | Path) -> Saved:
     if words.get("format") != FORMAT:
         raise ValueError(f"{path} is no checkpoint of attn-flow train; use another --out.")
     try:
-        loaded = {name: json.loads(words[name]) for name in ("update", "recipe", "decided", "scaler", "reads")}
+        loaded = {name: json.loads(words[name]) for name in PARTS}
         return Saved(path, digest=words["digest"], tensors=tensors, **loaded)
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path} lacks a part of a checkpoint ({error}); move it away to start over.") from None
@@ -124,6 +126,13 @@ def check_same(saved: Saved, recipe: Recipe, task: Task) -> None:
             f"{saved.path} was trained with other options: {'; '.join(changed)}. Resume with the same options, or use "
             "another --out."
         )
+    code = versions()
+    other = [name for name in code if saved.versions.get(name) != code[name]]
+    if other:
+        told = "; ".join(
+            f"{name} {saved.versions.get(name, 'unknown')} (there) and {code[name]} (now)" for name in other
+        )
+        raise ValueError(f"{saved.path} was written by other code: {told}. Use another --out, or move it away.")
     if saved.digest != task.digest:
         raise ValueError(f"the text of {recipe.file} has changed since {saved.path} was written; use another --out.")
 

@@ -15,6 +15,8 @@ from attn_flow.cli.entry import app
 EYE = "1,0;0,1"
 GV = ["--G", "3,0;0,1", "--V", "1,0;0,2"]
 SIMULATE = ["simulate", *GV, "--tokens", "5", "--t", "1", "--quiet"]
+OWN = ["simulate", *GV, "--t", "1", "--quiet"]
+DENSITY = [*OWN, "--density"]
 TRAIN = [
     "train",
     "majority",
@@ -109,6 +111,8 @@ def files(tmp_path_factory):
     Path("field.jsonl").write_text('{"a": 1}\n')
     Path("table.tsv").write_text("only a label\n")
     Path("binary.txt").write_bytes(b"\x00\x01\x02")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo("pipe.txt")
     yield home
     os.chdir(before)
 
@@ -163,17 +167,26 @@ COMMANDS = [
     ([*SIMULATE, "--seed", "x"], WHOLE),
     ([*SIMULATE, "--seed", "99999999999999999999"], "Input should be less than or equal to"),
     *[([*SIMULATE, "--dim", d], f"--dim {d} but G is (2, 2)") for d in ("0", "3")],
-    ([*SIMULATE, "--x0", "1,2,3"], "x0 has shape (1, 3), expected (n, 2) to match G"),
-    ([*SIMULATE, "--x0", "text.npy"], "text.npy is no .npy file"),
-    ([*SIMULATE, "--x0", "nan,1"], "x0 has NaN or infinite"),
-    ([*SIMULATE, "--x0", "0,0"], "a zero row has no direction"),
-    *[([*SIMULATE, "--density", kappa], "expected a finite concentration") for kappa in ("nan", "-1", "inf")],
-    *[([*SIMULATE, "--density", "2", "--diffusion", D], "expected a finite D >= 0") for D in ("nan", "-1", "inf")],
-    *[([*SIMULATE, "--density", "2", "--bandwidth", L], "expected at least 4 degrees") for L in ("0", "-3")],
-    ([*SIMULATE, "--density", "2", "--bandwidth", "1000000000"], "lower the bandwidth"),
-    ([*SIMULATE, "--density", "2", "--beta", "inf"], "beta = inf: a density fills the sphere"),
-    ([*SIMULATE, "--density", "2", "--x0", "1,0"], "--density starts from a law and has no tokens"),
-    ([*SIMULATE, "--density", "2", "--quadrature"], "--density starts from a law and has no tokens"),
+    ([*OWN, "--x0", "1,2,3"], "x0 has shape (1, 3), expected (n, 2) to match G"),
+    ([*OWN, "--x0", "text.npy"], "text.npy is no .npy file"),
+    ([*OWN, "--x0", "nan,1"], "x0 has NaN or infinite"),
+    ([*OWN, "--x0", "0,0"], "a zero row has no direction"),
+    *[([*DENSITY, kappa], "expected a finite concentration") for kappa in ("nan", "-1", "inf")],
+    *[([*DENSITY, "2", "--diffusion", D], "expected a finite D >= 0") for D in ("nan", "-1", "inf")],
+    *[([*DENSITY, "2", "--bandwidth", L], "expected at least 4 degrees") for L in ("0", "-3")],
+    ([*DENSITY, "2", "--bandwidth", "1000000000"], "lower the bandwidth"),
+    ([*DENSITY, "2", "--beta", "inf"], "beta = inf: a density fills the sphere"),
+    *[
+        (
+            [*DENSITY, "2", *words],
+            f"--density starts from a law, has no tokens and chooses its own steps; leave out {words[0]}.",
+        )
+        for words in (["--x0", "1,0"], ["--quadrature"], ["--tokens", "9"], ["--h", "0.1"], ["--step", "rk4"])
+    ],
+    *[
+        ([*OWN, "--x0", "1,0", *words], f"--x0 gives the tokens; leave out {words[0]}.")
+        for words in (["--tokens", "9"], ["--quadrature"])
+    ],
     *[([*SIMULATE, *words], "are of --density KAPPA") for words in (["--diffusion", "1"], ["--bandwidth", "9"])],
     # play, encoders, predict
     (["play", "--no-open", "--out", "two.txt/x.html"], "could not be written"),
@@ -183,7 +196,7 @@ COMMANDS = [
     *[(["predict", name, "x"], "no checkpoint") for name in ("nowhere", "folder.pt")],
     (["predict", "two.txt", "x"], "is damaged or no safetensors file"),
     (["predict", "nowhere"], "no text to predict"),
-    ([*SIMULATE, "--out", "text.npy"], "--out text.npy cannot be written (File exists); give another folder"),
+    ([*SIMULATE, "--out", "text.npy"], "--out text.npy cannot be written (Not a directory); give another folder"),
     (["simulate", *GV, "--tokens", "5", "--t", "0.5,1"], "t = 0.5, 1: expected one end, or three times or more"),
     (["simulate", "--G", "1", "--V", "1", "--quadrature"], "quadrature nodes exist for d = 2 and 3"),
     # reproduce, bench
@@ -273,6 +286,22 @@ COMMANDS = [
     (["record", "minilm", "--out", "run", "--texts", "deep.jsonl"], "nested too deeply"),
     (["record", "minilm", "--out", "run", "--texts", "field.jsonl"], "no text field 'text' (found a)"),
     (["record", "minilm", "--out", "run", "--texts", "folder.pt"], "folder.pt"),
+    *[
+        ([*command, name], f"{name} is no regular file; give one, or - and the texts on standard input.")
+        for command in (
+            ["record", "minilm", "--out", "run", "--texts"],
+            ["probe", "minilm", "--out", "run", "--texts"],
+            ["train", "masked", "--out", "run", "--file"],
+            ["predict", "run", "--file"],
+        )
+        for name in ("pipe.txt", "/dev/zero", "/dev/null")
+    ],
+    *[
+        (["probe", "minilm", "--images", "folder.npy", *words], f"and no texts; leave out {words[0]}.")
+        for words in (["--texts", "two.txt"], ["--demo"], ["--first", "1"], ["--max-length", "9"], ["--field", "x"])
+    ],
+    (["probe", "minilm", "--texts", "two.txt", "--demo"], "--texts are the texts to take; leave out --demo."),
+    (["probe", "minilm", "minilm", "--demo"], "minilm, minilm: a model is named twice; name each once."),
     (["merge"], "Missing argument 'folders'"),
     *[(["merge", name], "no statistics") for name in ("nowhere", "folder.pt", "two.txt")],
     *[
