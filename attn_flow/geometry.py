@@ -110,7 +110,7 @@ class Sphere:
     radius: float = 1.0
 
     def __post_init__(self) -> None:
-        checks.positive("radius", self.radius)
+        checks.positive_finite("radius", self.radius, 1e150)  # its square is in the range of float64 too
 
     @property
     def longest(self) -> float:
@@ -211,8 +211,9 @@ class Ellipsoid:
     def __post_init__(self) -> None:
         for name in ("centre", "axes"):
             checks.floating(name, getattr(self, name), "(d,)" if name == "centre" else "(d,) or (d, k)")
+            checks.precise(name, getattr(self, name))
         axes = torch.diag(self.axes) if self.axes.ndim == 1 else self.axes
-        if axes.ndim != 2 or self.centre.shape != axes.shape[:1] or axes.shape[1] > axes.shape[0]:
+        if axes.ndim != 2 or self.centre.shape != axes.shape[:1] or not 1 <= axes.shape[1] <= axes.shape[0]:
             raise ValueError(
                 f"axes have shape {tuple(self.axes.shape)} and centre {tuple(self.centre.shape)}, "
                 "expected axes (d,) or (d, k) with k <= d, and centre (d,)."
@@ -222,6 +223,8 @@ class Ellipsoid:
         checks.same_device("centre", self.centre, "axes", axes)
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "inverse", torch.linalg.pinv(axes))
+        if checks.can_look(axes) and not checks.all_finite(self.inverse):
+            raise ValueError(f"axes of size {float(axes.abs().max()):.1e} have no inverse in {axes.dtype}; use others.")
         if checks.can_look(axes) and int(torch.linalg.matrix_rank(axes)) < axes.shape[1]:
             raise ValueError("axes are linearly dependent (a semi-axis is zero); drop the flat directions.")
 
@@ -229,6 +232,7 @@ class Ellipsoid:
     def from_layer_norm(cls, gain: Tensor, bias: Tensor | None = None, *, centred: bool = True) -> Ellipsoid:
         """The image of x -> gain * (x - mean) / std + bias; `centred=False` is RMSNorm, which keeps the mean."""
         checks.floating("gain", gain, "(d,)")
+        checks.precise("gain", gain)
         checks.flags(centred=centred)
         if gain.ndim != 1 or gain.shape[0] == 0:
             raise ValueError(f"gain has shape {tuple(gain.shape)}, expected (d,).")
@@ -293,10 +297,26 @@ def placed(name: str, x: Tensor, mask: Tensor | None, geometry: Geometry, look: 
         shape = torch.broadcast_shapes(mask.shape, x.shape[:-1])
         first = mask.expand(shape).to(torch.uint8).argmax(-1)[..., None, None].expand(*shape[:-1], 1, x.shape[-1])
         x = torch.where(mask[..., None], x, torch.gather(x.expand(*shape, x.shape[-1]), -2, first))
+    if look and isinstance(geometry, Sphere):
+        _check_squares(name, x)
     x = geometry.retract(x)
     if look:
         check_placed(name, x, geometry)
     return x
+
+
+def _check_squares(name: str, x: Tensor) -> None:
+    """Raise ValueError for tokens so long that |x| overflows: the sphere would take them for 0."""
+
+    def look() -> None:
+        raise ValueError(
+            f"{name} reaches {float(x.abs().max()):.1e}, whose square leaves the range of {x.dtype}; scale it, Sphere "
+            "takes the directions of tokens alone."
+        )
+
+    if checks.can_look(x) and x.dtype.itemsize > 2:
+        most = (torch.finfo(x.dtype).max / x.shape[-1]) ** 0.5
+        checks.look_if(x.detach().abs().amax() > most, look)
 
 
 def check_placed(name: str, x: Tensor, geometry: Geometry) -> None:

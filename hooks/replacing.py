@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.base import checks
+from attn_flow.base import checks, memory
 from attn_flow.dynamics.steppers import STEPS
 from attn_flow.hooks.attach import padded
 from attn_flow.hooks.layout import Block, blocks, inside, refuse_to_change
@@ -56,9 +56,10 @@ class LayerFlow(nn.Module):
         checks.one_of("step", step, tuple(STEPS))
         checks.whole("heads", heads)
         checks.whole("steps", steps)
-        checks.positive("horizon", horizon)
+        checks.positive_finite("horizon", horizon)
         checks.flags(train_beta=train_beta)
         checks.made_with(dtype, device)
+        memory.require_tensor(heads, dtype=dtype, device=device)
         self.heads, self.horizon, self.steps, self.step, self.train_beta = heads, horizon, int(steps), step, train_beta
         zero = torch.zeros(heads, device=device, dtype=dtype)
         if train_beta:

@@ -196,7 +196,7 @@ class Attention(Field):
         for name, number in (("d", d), ("heads", heads), ("head_dim", 1 if head_dim is None else head_dim)):
             checks.whole(name, number)
         checks.made_with(dtype, device, generator)
-        memory.require_tensor(heads, d, d, dtype=dtype, device=device)
+        memory.require_tensor(heads, max(d, head_dim or 1), d, dtype=dtype, device=device)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=dtype, device=device) / math.sqrt(d)
@@ -405,7 +405,8 @@ class Attention(Field):
         if not self.self_attention and checks.can_look(cloud.x):
             checks.look_if((p > 0).sum(-1).min() < 2, look)
         if context is not None:
-            self.checked_context(cloud.x, context)
+            mu = self.checked_context(cloud.x, context)
+            batch = dense.broadcast(batch, mu.x.shape[:-2]) if isinstance(mu, Cloud) else batch
         return batch
 
     def seen(self, view: View) -> Function:
@@ -558,6 +559,11 @@ def attention_alone(what: str, given: object) -> None:
 def _check_weights(weights: dict[str, Any]) -> None:
     """Shapes, dtypes, devices and finite entries of Q, K, V, O and the biases, those that are there."""
     Q, K, V, O = (weights[name] for name in "QKVO")
+    for name, z in weights.items():
+        if isinstance(z, Tensor) and 0 in z.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(z.shape)}: it holds nothing; expected at least one of each axis."
+            )
     if Q.ndim < 3:
         raise ValueError(f"Q has shape {tuple(Q.shape)}, expected (heads, k, d) or (k, d).")
     heads, k, d = Q.shape[-3:]

@@ -113,9 +113,11 @@ def in_range(name: str, x: Tensor) -> None:
 
 
 def tensor(name: str, x: Tensor, shape: str) -> None:
-    """A torch.Tensor; `shape` says in words which."""
+    """A torch.Tensor that holds all its entries; `shape` says in words which."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}, expected a torch.Tensor of shape {shape}.")
+    if x.layout is not torch.strided or x.is_nested:
+        raise ValueError(f"{name} is sparse or nested ({x.layout}), expected a plain tensor; use {name}.to_dense().")
 
 
 def floating(name: str, x: Tensor, shape: str) -> None:
@@ -127,14 +129,37 @@ def floating(name: str, x: Tensor, shape: str) -> None:
         raise ValueError(f"{name} has dtype {x.dtype}, expected a floating dtype; use {name}.float().")
 
 
+def precise(name: str, x: Tensor) -> None:
+    """float32 or float64: what is computed of it needs decompositions, which half precision has not."""
+    if x.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{name} has dtype {x.dtype}, expected float32 or float64; use {name}.float().")
+
+
+def held(name: str, x: Tensor) -> None:
+    """A tensor whose values can be read, where the answer depends on them."""
+    if x.is_meta:
+        raise ValueError(f"{name} is on the device meta, which holds no values; expected a tensor with values.")
+
+
 def tokens(name: str, x: Tensor) -> None:
-    """A cloud: floating point, (..., n, d) with n, d >= 1, finite."""
+    """A cloud, or a batch of them: floating point, (..., n, d) with n, d >= 1, finite."""
     floating(name, x, "(..., n, d)")
     if x.ndim < 2:
         raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (..., n, d): n tokens of dimension d.")
-    if x.shape[-2] == 0 or x.shape[-1] == 0:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}: an empty cloud; expected at least one token.")
+    if 0 in x.shape:
+        what = (
+            "an empty cloud; expected at least one token"
+            if 0 in x.shape[-2:]
+            else "no cloud at all; expected at least one"
+        )
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: {what}.")
     finite(name, x)
+
+
+def width(name: str, x: Tensor, d: int) -> None:
+    """Tokens (..., n, d) of the dimension of what they meet."""
+    if x.shape[-1] != d:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (..., n, {d}): the dimension is {d} here.")
 
 
 def token_mask(mask: Tensor, x: Tensor) -> None:
@@ -142,7 +167,7 @@ def token_mask(mask: Tensor, x: Tensor) -> None:
     tensor("mask", mask, "(..., n)")
     if mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}, expected torch.bool with True for tokens; use mask.bool().")
-    if mask.shape[-1:] != x.shape[-2:-1] or not broadcasts(mask.shape[:-1], x.shape[:-2]):
+    if 0 in mask.shape or mask.shape[-1:] != x.shape[-2:-1] or not broadcasts(mask.shape[:-1], x.shape[:-2]):
         raise ValueError(f"mask has shape {tuple(mask.shape)}, expected (..., n) = {tuple(x.shape[:-1])} to match x.")
     same_device("mask", mask, "x", x)
 
@@ -156,7 +181,7 @@ def token_mask(mask: Tensor, x: Tensor) -> None:
 def token_weights(weights: Tensor, x: Tensor, mask: Tensor | None = None) -> None:
     """Weights of a measure: (..., n) to match x, nonnegative, finite, some mass in every cloud."""
     tensor("weights", weights, "(..., n)")
-    if weights.shape[-1:] != x.shape[-2:-1] or not broadcasts(weights.shape[:-1], x.shape[:-2]):
+    if 0 in weights.shape or weights.shape[-1:] != x.shape[-2:-1] or not broadcasts(weights.shape[:-1], x.shape[:-2]):
         raise ValueError(
             f"weights have shape {tuple(weights.shape)}, expected (..., n) = {tuple(x.shape[:-1])} to match x."
         )
@@ -180,17 +205,22 @@ def masses(weights: Tensor, mask: Tensor | None = None, of: str = "cloud") -> No
         look_if((weights < 0).any() | ~(seen > 0).any(-1).all(), look)
 
 
-def queries(g: Tensor, d: int) -> None:
-    """Directions in which a measure of dimension d is tilted: floating point, (..., m, d)."""
+def queries(g: Tensor, d: int, like: Tensor | None = None) -> None:
+    """Directions in which a measure of dimension d is tilted: (..., m, d), finite, of the dtype of its own `like`."""
     floating("g", g, f"(..., m, {d})")
-    if g.ndim < 2 or g.shape[-1] != d:
+    if g.ndim < 2 or 0 in g.shape or g.shape[-1] != d:
         raise ValueError(f"g has shape {tuple(g.shape)}, expected (..., m, {d}): queries as wide as the measure.")
+    if like is not None:
+        same_device("g", g, "the measure", like)
+        if g.dtype != like.dtype:
+            raise ValueError(f"g has dtype {g.dtype} and the measure {like.dtype}; use measure.to({g.dtype}).")
+    finite("g", g)
 
 
 def covariance(name: str, cov: Tensor) -> None:
     """(..., d, d), finite, symmetric and nonnegative to rounding."""
     floating(name, cov, "(..., d, d)")
-    if cov.ndim < 2 or cov.shape[-1] != cov.shape[-2]:
+    if cov.ndim < 2 or 0 in cov.shape or cov.shape[-1] != cov.shape[-2]:
         raise ValueError(f"{name} has shape {tuple(cov.shape)}, expected (..., d, d).")
     finite(name, cov)
     if not can_look(cov):
@@ -210,11 +240,16 @@ def covariance(name: str, cov: Tensor) -> None:
         raise ValueError(f"{name} has the eigenvalue {least:.3g} < 0, expected a covariance.")
 
 
+def real_times(t: Tensor) -> None:
+    """Numbers, and real ones."""
+    if t.is_complex() or t.dtype == torch.bool:
+        raise ValueError(f"t has dtype {t.dtype}, expected real times.")
+
+
 def times(t: Tensor) -> None:
     """Times of a path: (T,), at least one, finite, increasing strictly."""
     tensor("t", t, "(T,)")
-    if t.is_complex():
-        raise ValueError(f"t has dtype {t.dtype}, expected real times.")
+    real_times(t)
     if t.ndim != 1 or len(t) == 0:
         raise ValueError(f"t has shape {tuple(t.shape)}, expected (T,) with at least one time.")
     if not can_look(t):
@@ -252,6 +287,14 @@ def positive(name: str, value: float) -> None:
         raise ValueError(f"{name} is a {type(value).__name__}, expected a positive number.") from None
     if not fine:
         raise ValueError(f"{name} = {value}, expected a positive number.")
+
+
+def positive_finite(name: str, value: float, most: float = math.inf) -> None:
+    """A finite number > 0; with `most`, one of 1/most to most."""
+    positive(name, value)
+    if value == math.inf or not 1 / most <= value <= most:
+        what = "a positive, finite number" if most == math.inf else f"a number from {1 / most:g} to {most:g}"
+        raise ValueError(f"{name} = {value}, expected {what}.")
 
 
 def nonnegative(name: str, value: float, what: str = "number", remedy: str = "") -> None:
@@ -323,9 +366,10 @@ def moves(*args: Any, **kwargs: Any) -> None:
 
 
 def whole(name: str, value: int, least: int = 1) -> None:
-    """A whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ValueError(f"{name} = {str(value)[:80]}, expected a whole number of at least {least}.")
+    """A whole number of at least `least`, of 63 bits, as torch has them."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= value < 2**63:
+        most = "" if not isinstance(value, numbers.Integral) or value < 2**63 else " and below 2**63"
+        raise ValueError(f"{name} = {str(value)[:80]}, expected a whole number of at least {least}{most}.")
 
 
 def index(value: int, times: int) -> None:

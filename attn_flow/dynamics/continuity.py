@@ -25,6 +25,7 @@ from attn_flow.measures import Cloud, VonMisesFisher
 
 NEGATIVE = 1e-6  # of the largest density: below zero by more is not resolved, by less is rounding of an empty region
 BANDWIDTH = {2: 64, 3: 20}
+EPS = torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,6 +58,7 @@ class DensityPath:
     def density(self, x: Tensor) -> Tensor:
         """The density at unit vectors x (P, d), relative to the uniform law, (T, P)."""
         checks.tokens("x", x)
+        checks.held("x", x)
         if x.ndim != 2 or x.shape[-1] != self.harmonics.x.shape[-1]:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (P, {self.harmonics.x.shape[-1]}) unit vectors.")
         if float((x.double().norm(dim=-1) - 1).abs().max()) > 4 * torch.finfo(x.dtype).eps ** 0.5:
@@ -138,9 +140,9 @@ def density_flow(
         )
     for name, value in (("tol", tol), ("tail", tail), ("max_steps", max_steps), ("diffusion", diffusion)):
         checks.number(name, value)
-    if not 0 < tol < 1 or not 0 < tail < 1 or not max_steps >= 1:
+    if not EPS < tol < 1 or not 0 < tail < 1 or not max_steps >= 1:
         given = f"tol = {tol}, tail = {tail}, max_steps = {max_steps}"
-        raise ValueError(f"{given}, expected tol and tail between 0 and 1, and at least one step.")
+        raise ValueError(f"{given}, expected tol and tail between 0 and 1, tol above rounding, at least one step.")
     if d not in BANDWIDTH:
         raise ValueError(f"attention of dimension {d}; densities are solved on the circle (d = 2) and on S^2 (d = 3).")
     if attention.causal or not attention.self_attention:

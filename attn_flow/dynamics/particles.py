@@ -218,8 +218,7 @@ def push_forward(
 def _times(t: float | Sequence[float] | Tensor) -> list[float]:
     """The clock of the host, whatever the device of the tokens."""
     if isinstance(t, Tensor):
-        if t.is_complex():
-            raise ValueError(f"t has dtype {t.dtype}, expected real times.")
+        checks.real_times(t)
         t = t.detach().double().cpu().tolist()
     if isinstance(t, str | complex) or not (hasattr(t, "__float__") or hasattr(t, "__len__")):
         raise ValueError(f"t is a {type(t).__name__}, expected a time or times.")
@@ -232,7 +231,10 @@ def _times(t: float | Sequence[float] | Tensor) -> list[float]:
         return list(t)
     if isinstance(t, dict | set | bytes):
         raise ValueError(f"t is a {type(t).__name__}, expected a time or times.")
-    times = torch.as_tensor(t, dtype=torch.float64)
+    try:
+        times = torch.as_tensor(t, dtype=torch.float64)
+    except (TypeError, ValueError):
+        raise ValueError("t holds what are no times, expected a time or times.") from None
     checks.times(times)
     return times.tolist()
 

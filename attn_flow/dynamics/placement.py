@@ -36,7 +36,7 @@ def _unit(x: Tensor) -> Tensor:
 
 def ngpt(alpha: float = 1.0) -> Placement:
     """Steps of length alpha in the direction of the drift."""
-    checks.positive("alpha", alpha)
+    checks.positive_finite("alpha", alpha)
     return Placement(f"ngpt(alpha={alpha:g})", lambda A, t, x: alpha * _unit(A(t, x)))
 
 

@@ -20,7 +20,7 @@ from attn_flow.base import checks, memory
 from attn_flow.base.words import introduce
 from attn_flow.dynamics.distributed import ALONE, Shard
 from attn_flow.dynamics.integrator import Integrator, Schedule
-from attn_flow.dynamics.particles import flow
+from attn_flow.dynamics.particles import MOST_STEPS, flow
 from attn_flow.dynamics.placement import Placement, post
 from attn_flow.dynamics.steppers import Adaptive, Step, named_step, rk4
 from attn_flow.geometry import Geometry, known_geometry, placed
@@ -210,6 +210,8 @@ def lyapunov(
     checks.number("transient", start, "a time")
     checks.instance("placement", placement, Placement, "one of attn_flow.dynamics.placement")
     checks.made_with(None, None, generator)
+    if not t / min(h, every) <= MOST_STEPS:
+        raise ValueError(f"t = {t:g} in steps of {min(h, every):g} are more than {MOST_STEPS:.0e}; use longer ones.")
     if not 0 <= start < t:
         raise ValueError(f"transient = {start}, expected 0 <= transient < t = {t}.")
     stepper = named_step(step)

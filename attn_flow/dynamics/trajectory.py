@@ -47,10 +47,12 @@ class Trajectory:
     def __post_init__(self) -> None:
         checks.tensor("t", self.t, "(T,)")
         checks.floating("x", self.x, "(T, ..., n, d)")
-        if self.t.ndim != 1 or self.x.ndim < 3 or self.x.shape[0] != self.t.shape[0]:
+        if self.t.ndim != 1 or self.x.ndim < 3 or 0 in self.x.shape[1:] or self.x.shape[0] != self.t.shape[0]:
             raise ValueError(
                 f"t has shape {tuple(self.t.shape)} and x {tuple(self.x.shape)}, expected (T,) and (T, ..., n, d)."
             )
+        checks.held("t", self.t)
+        checks.real_times(self.t)
         checks.finite("t", self.t)
         for name in ("about", "labels"):
             checks.instance(name, getattr(self, name), dict, "a dict of plain JSON")

@@ -42,6 +42,10 @@ class Cloud:
             checks.token_mask(self.mask, self.x)
         if self.weights is not None:
             checks.token_weights(self.weights, self.x, self.mask)
+        for more in (self.mask, self.weights):  # leading axes of their own are a batch of clouds on the same tokens
+            if more is not None and more.shape != self.x.shape[:-1]:
+                batch = torch.broadcast_shapes(more.shape, self.x.shape[:-1])
+                object.__setattr__(self, "x", self.x.expand(*batch, self.x.shape[-1]))
 
     def __repr__(self) -> str:
         return introduce(self, "x", "weights", "mask")
@@ -105,7 +109,7 @@ class Cloud:
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g) = (1/beta) log sum_j w_j e^{beta <g, x_j>}, (..., m), for queries g (..., m, d)."""
-        checks.queries(g, self.x.shape[-1])
+        checks.queries(g, self.x.shape[-1], self.x)
         checks.inverse_temperature(beta)
         if dense.loses_digits(g, self.x, beta):
             found = self.to(torch.float64).log_partition(g.double(), beta).to(g.dtype)
@@ -128,7 +132,7 @@ class Cloud:
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = sum_j softmax_j(beta <g, x_j> + log w_j) x_j, (..., m, d); ties are averaged at beta = inf."""
-        checks.queries(g, self.x.shape[-1])
+        checks.queries(g, self.x.shape[-1], self.x)
         checks.inverse_temperature(beta)
         if dense.loses_digits(g, self.x, beta):
             return self.to(torch.float64).tilted_mean(g.double(), beta).to(g.dtype)

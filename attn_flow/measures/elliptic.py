@@ -15,7 +15,7 @@ from attn_flow.base import checks
 from attn_flow.base.words import introduce
 from attn_flow.measures.cloud import Cloud
 from attn_flow.measures.measure import by_temperature
-from attn_flow.measures.sphere import UniformSphere, sqrt_or_zero
+from attn_flow.measures.sphere import UniformSphere, sqrt_or_zero, unit_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,7 +78,8 @@ class Gaussian:
             beyond = deviation * self.cap - self.cap**2 / (2 * b)
             return along + torch.where(b * deviation < self.cap, inside, beyond)
 
-        return by_temperature(beta, g, lambda: along, warm, lambda: along + self._farthest() * deviation)
+        found = by_temperature(beta, g, lambda: along, warm, lambda: along + self._farthest() * deviation)
+        return _in_range(found)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = grad L_beta(g), (..., m, d)."""
@@ -93,7 +94,7 @@ class Gaussian:
         def cold() -> Tensor:
             return m + self._farthest() * _ratio(Sg, deviation)
 
-        return by_temperature(beta, g, lambda: m.expand(g.shape), warm, cold)
+        return _in_range(by_temperature(beta, g, lambda: m.expand(g.shape), warm, cold))
 
     def _farthest(self) -> float:
         if math.isinf(self.cap):
@@ -123,7 +124,7 @@ class LogitLaw:
     def __post_init__(self) -> None:
         _check_moments(self.mean, self.cov)
         checks.floating("t", self.t, "(..., r)")
-        if self.t.ndim == 0 or self.t.shape[-1] == 0:
+        if self.t.ndim == 0 or 0 in self.t.shape:
             raise ValueError(
                 f"t has shape {tuple(self.t.shape)}, expected (..., r) with one standardised logit or more."
             )
@@ -147,7 +148,8 @@ class LogitLaw:
         def warm(b: Tensor) -> Tensor:
             return along + dense.log_mean_of_exp((b * deviation)[..., None] * t[..., None, :], equal) / b
 
-        return by_temperature(beta, g, lambda: along, warm, lambda: along + t.amax(-1, keepdim=True) * deviation)
+        cold = lambda: along + t.amax(-1, keepdim=True) * deviation
+        return _in_range(by_temperature(beta, g, lambda: along, warm, cold))
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = grad L_beta(g), (..., m, d)."""
@@ -161,7 +163,7 @@ class LogitLaw:
         def cold() -> Tensor:
             return m + t.amax(-1, keepdim=True) * _ratio(Sg, deviation)
 
-        return by_temperature(beta, g, lambda: m.expand(g.shape), warm, cold)
+        return _in_range(by_temperature(beta, g, lambda: m.expand(g.shape), warm, cold))
 
     @property
     def _centred(self) -> Tensor:
@@ -191,10 +193,14 @@ class EllipsoidSupport:
 
     def __post_init__(self) -> None:
         _check_moments(self.mean, self.cov)
-        checks.positive("rho", self.rho)
+        checks.positive_finite("rho", self.rho)
         if self.rank is not None:
             checks.whole("rank", self.rank)
+            if self.rank > self.cov.shape[-1]:
+                raise ValueError(f"rank = {self.rank}, expected at most d = {self.cov.shape[-1]}.")
         else:
+            checks.held("cov", self.cov)
+            checks.precise("cov", self.cov)
             object.__setattr__(self, "rank", _rank(self.cov))
 
     def __repr__(self) -> str:
@@ -220,13 +226,13 @@ class EllipsoidSupport:
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""
         along, _, deviation = _along_and_across(g, self.mean, self.cov)
-        return along + self._sphere.log_partition_along(deviation, g, beta)
+        return _in_range(along + self._sphere.log_partition_along(deviation, g, beta))
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = grad L_beta(g), (..., m, d)."""
         _, Sg, deviation = _along_and_across(g, self.mean, self.cov)
         pull = self._sphere.pull(deviation[..., None], g, beta)
-        return self.mean[..., None, :] + pull * _ratio(Sg, deviation)
+        return _in_range(self.mean[..., None, :] + pull * _ratio(Sg, deviation))
 
 
 def _moved(law: Any, *args: Any, **kwargs: Any) -> Any:
@@ -239,9 +245,15 @@ def _moved(law: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _along_and_across(g: Tensor, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """<g,m> (..., m), S g (..., m, d) and sqrt(g^T S g) (..., m)."""
-    checks.queries(g, mean.shape[-1])
-    Sg = g @ cov.mT
-    return (g * mean[..., None, :]).sum(-1), Sg, sqrt_or_zero((g * Sg).sum(-1))
+    checks.queries(g, mean.shape[-1], mean)
+    unit = unit_of(g)
+    Sg = (g / unit) @ cov.mT
+    return (g * mean[..., None, :]).sum(-1), unit * Sg, unit[..., 0] * sqrt_or_zero((g / unit * Sg).sum(-1))
+
+
+def _in_range(found: Tensor) -> Tensor:
+    checks.in_range("what is asked of the law", found)
+    return found
 
 
 def _ratio(Sg: Tensor, deviation: Tensor) -> Tensor:
@@ -275,7 +287,9 @@ def shrunk(cov: Tensor, cloud: Cloud, shrinkage: float | None = None) -> Tensor:
 def _moments(cloud: Cloud) -> tuple[Tensor, Tensor]:
     if not isinstance(cloud, Cloud):
         raise ValueError(f"cloud is a {type(cloud).__name__}, expected a Cloud; use Cloud(x).")
-    return cloud.moments()
+    mean, cov = cloud.moments()
+    checks.in_range("the covariance of the cloud", cov)
+    return mean, cov
 
 
 def _rank(cov: Tensor) -> int:
@@ -286,9 +300,12 @@ def _rank(cov: Tensor) -> int:
 def _check_moments(mean: Tensor, cov: Tensor) -> None:
     checks.floating("mean", mean, "(..., d)")
     checks.floating("cov", cov, "(..., d, d)")
-    if cov.shape[-2:] != (*mean.shape[-1:], *mean.shape[-1:]):
+    if 0 in mean.shape or cov.shape[-2:] != (*mean.shape[-1:], *mean.shape[-1:]):
         raise ValueError(
             f"cov has shape {tuple(cov.shape)}, expected (..., d, d) to match a mean of shape {tuple(mean.shape)}."
         )
     checks.finite("mean", mean)
     checks.covariance("cov", cov)
+    checks.same_device("cov", cov, "mean", mean)
+    if cov.dtype != mean.dtype:
+        raise ValueError(f"cov has dtype {cov.dtype} and mean {mean.dtype}; use one dtype for both.")

@@ -41,7 +41,7 @@ class Mixture:
         odd = [mu for mu in self.components if not hasattr(mu, "tilted_mean")]
         if odd:
             raise ValueError(f"components hold a {type(odd[0]).__name__}, expected measures.")
-        if len(self.components) == 0 or self.weights.shape[-1] != len(self.components):
+        if len(self.components) == 0 or 0 in self.weights.shape or self.weights.shape[-1:] != (len(self.components),):
             raise ValueError(
                 f"weights have shape {tuple(self.weights.shape)} for {len(self.components)} components, "
                 "expected one weight per component and at least one component."
@@ -92,7 +92,7 @@ class Mixture:
 
         In float64 whatever g is: beta multiplies their differences, and at beta = 1e6 float32 has no digits left.
         """
-        checks.tensor("g", g, "(..., m, d)")
+        checks.floating("g", g, "(..., m, d)")
         g = g.double()
         L = torch.stack([mu.to(torch.float64).log_partition(g, beta) for mu in self.components], dim=-1)
         pi = self.weights.to(g)

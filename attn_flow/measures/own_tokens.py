@@ -31,11 +31,18 @@ class OwnTokens:
 
     def __post_init__(self) -> None:
         checks.floating("x", self.x, "(..., n, w, d)")
-        if self.x.ndim < 3 or self.weights.shape[-2:] != self.x.shape[-3:-1]:
+        checks.tensor("weights", self.weights, "(..., n, w)")
+        if (
+            self.x.ndim < 3
+            or 0 in (*self.x.shape, *self.weights.shape)
+            or self.weights.shape[-2:] != self.x.shape[-3:-1]
+        ):
             raise ValueError(
                 f"weights have shape {tuple(self.weights.shape)}, expected (..., n, w) to match x of shape "
                 f"{tuple(self.x.shape)}, expected (..., n, w, d)."
             )
+        checks.finite("x", self.x)
+        _counted("weights", self.weights, self.x)
 
     def to(self, *args: Any, **kwargs: Any) -> OwnTokens:
         checks.moves(*args, **kwargs)
@@ -69,6 +76,7 @@ class OwnTokens:
         return by_temperature(beta, g, lambda: mean(log_w), lambda b: mean(b[..., None] * scores + log_w), cold)
 
     def _scores(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        _one_each(g, self.x.shape[-3], self.x)
         scores = (self.x @ g[..., None])[..., 0]
         return scores, self.weights.log().expand(scores.shape)
 
@@ -85,6 +93,17 @@ class SeenGaussian:
     sees: Tensor  # (..., n, m) weights, 0 where hidden
     cap: float = math.inf
 
+    def __post_init__(self) -> None:
+        checks.tokens("x", self.x)
+        checks.tensor("sees", self.sees, "(..., n, m)")
+        if self.sees.ndim < 2 or 0 in self.sees.shape or self.sees.shape[-1] != self.x.shape[-2]:
+            raise ValueError(
+                f"sees has shape {tuple(self.sees.shape)}, expected (..., n, m) to match x of shape "
+                f"{tuple(self.x.shape)}, (..., m, d)."
+            )
+        _counted("sees", self.sees, self.x)
+        checks.positive("cap", self.cap)
+
     def to(self, *args: Any, **kwargs: Any) -> SeenGaussian:
         checks.moves(*args, **kwargs)
         x = self.x.to(*args, **kwargs)
@@ -93,28 +112,61 @@ class SeenGaussian:
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """<g, m_i> + H(beta s_i)/beta + (1/beta) log mass, (..., n); -inf for a query that sees nothing."""
         mass, _, along, _, deviation = self._moments(g)
-        b = torch.as_tensor(beta, dtype=g.dtype, device=g.device)
+        b = _finite_beta(beta, g)
         s = b * deviation
         H = (
             torch.where(s < self.cap, s.square() / 2, s * self.cap - self.cap**2 / 2)
             if self.cap < math.inf
             else s**2 / 2
         )
-        return along + (H + mass.log()) / b
+        found = along + (H + mass.log()) / b
+        if checks.can_look(found) and bool(found.isnan().any()):
+            checks.in_range("the log-partition of what a query sees", found)
+        return found
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_i + beta S_i g_i, its second part saturated, (..., n, d)."""
         _, mean, _, Sg, deviation = self._moments(g)
-        b = torch.as_tensor(beta, dtype=g.dtype, device=g.device)
+        b = _finite_beta(beta, g)
         saturated = b * deviation >= self.cap
         pull = torch.where(saturated, self.cap / torch.where(saturated, deviation, 1.0), b)
         return mean + (pull if self.cap < math.inf else b.expand(deviation.shape))[..., None] * Sg
 
     def _moments(self, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Mass, mean, <g, mean>, S g and sqrt(g^T S g) of every query, without holding a covariance."""
+        _one_each(g, self.sees.shape[-2], self.x)
         mass = self.sees.sum(-1)
         p = self.sees / torch.where(mass > 0, mass, 1.0)[..., None]
         scores = g @ self.x.mT
         along = (p * scores).sum(-1)
         centred = p * (scores - along[..., None])
         return mass, p @ self.x, along, centred @ self.x, (centred * scores).sum(-1).clamp_min(0).sqrt()
+
+
+def _counted(name: str, weights: Tensor, x: Tensor) -> None:
+    """Masses of the dtype of the tokens, 0 where a query sees none."""
+    if weights.dtype != x.dtype:
+        raise ValueError(f"{name} has dtype {weights.dtype} and x {x.dtype}; use {name}.to(x).")
+    checks.finite(name, weights)
+
+    def look() -> None:
+        raise ValueError(f"{name} reaches {float(weights.min()):.3g}, expected nonnegative masses.")
+
+    if checks.can_look(weights):
+        checks.look_if((weights < 0).any(), look)
+
+
+def _one_each(g: Tensor, n: int, x: Tensor) -> None:
+    """As many queries as rows."""
+    checks.queries(g, x.shape[-1], x)
+    if g.shape[-2] != n:
+        raise ValueError(f"g has shape {tuple(g.shape)}, expected {n} queries, one for each row of the law.")
+
+
+def _finite_beta(beta: float | Tensor, g: Tensor) -> Tensor:
+    """The moments know a finite beta only."""
+    checks.inverse_temperature(beta)
+    b = torch.as_tensor(beta, dtype=g.dtype, device=g.device)
+    if checks.can_look(b) and not bool(torch.isfinite(b).all()):
+        raise ValueError("beta = inf: the moments of what a query sees have no support; expected a finite beta.")
+    return b

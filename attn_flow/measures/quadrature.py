@@ -39,6 +39,7 @@ def circle(
     if towards is not None and (n % 2 or not math.isfinite(towards)):
         raise ValueError(f"n = {n}, towards = {towards}: expected an angle and an even number of nodes.")
     _check_made(n, density, dtype, device)
+    towards = None if towards is None else math.remainder(towards, 2 * math.pi)  # a large one would swallow the nodes
     if towards is None:
         theta = 2 * math.pi * (torch.arange(n, dtype=dtype, device=device) + 0.5) / n
         weights = torch.full_like(theta, 1 / n)
@@ -91,6 +92,8 @@ def graded(
     0.3130352855
     """
     checks.floating("axis", axis, "(d,), d >= 3")
+    checks.held("axis", axis)
+    checks.precise("axis", axis)
     if axis.ndim != 1 or axis.shape[0] < 3 or not 0 < float(axis.norm()) < math.inf:
         raise ValueError(f"axis has shape {tuple(axis.shape)}, expected a direction (d,) with d >= 3.")
     d = axis.shape[0]

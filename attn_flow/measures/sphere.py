@@ -32,7 +32,7 @@ class UniformSphere:
 
     def __post_init__(self) -> None:
         checks.whole("d", self.d)
-        checks.positive("radius", self.radius)
+        checks.positive_finite("radius", self.radius)
 
     def to(self, *args: Any, **kwargs: Any) -> UniformSphere:
         """Itself: it holds no tensors."""
@@ -42,14 +42,18 @@ class UniformSphere:
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""
         checks.queries(g, self.d)
-        return self.log_partition_along(length(g), g, beta)
+        found = self.log_partition_along(length(g), g, beta)
+        checks.in_range("the log-partition of a uniform law", found)
+        return found
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g), (..., m, d); zero at g = 0, where there is no direction."""
         checks.queries(g, self.d)
         size = length(g)[..., None]
         direction = torch.where(size > 0, g / torch.where(size > 0, size, 1.0), 0.0)
-        return self.pull(size, g, beta) * direction
+        found = self.pull(size, g, beta) * direction
+        checks.in_range("the tilted mean of a uniform law", found)
+        return found
 
     def log_partition_along(self, size: Tensor, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta of a query of length size (..., m)."""
@@ -73,8 +77,15 @@ class UniformSphere:
 
 
 def length(g: Tensor) -> Tensor:
-    """|g| (..., m), with gradient zero instead of NaN at g = 0."""
-    return sqrt_or_zero(g.square().sum(-1))
+    """|g| (..., m), with gradient zero instead of NaN at g = 0; squares of extreme entries leave no range."""
+    unit = unit_of(g)
+    return unit[..., 0] * sqrt_or_zero((g / unit).square().sum(-1))
+
+
+def unit_of(g: Tensor) -> Tensor:
+    """The largest |g_i| of every vector, (..., m, 1), a constant; 1 for g = 0."""
+    size = g.detach().abs().amax(-1, keepdim=True)
+    return torch.where(size > 0, size, 1.0)
 
 
 def sqrt_or_zero(square: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class VonMisesFisher:
 
     def __post_init__(self) -> None:
         checks.floating("mean", self.mean, "(..., d)")
-        if self.mean.ndim < 1 or not self.mean.shape[-1]:
+        if self.mean.ndim < 1 or 0 in self.mean.shape:
             raise ValueError(f"mean has shape {tuple(self.mean.shape)}, expected (..., d).")
         checks.finite("mean", self.mean)
         if not isinstance(self.kappa, int | float):
@@ -70,7 +70,9 @@ class VonMisesFisher:
     def density(self, y: Tensor) -> Tensor:
         """The density at unit vectors y (..., d), relative to the uniform law."""
         checks.floating("y", y, f"(..., {self.d})")
-        if y.shape[-1:] != (self.d,):
+        checks.same_device("y", y, "mean", self.mean)
+        checks.finite("y", y)
+        if y.shape[-1:] != (self.d,) or 0 in y.shape:
             raise ValueError(f"y has shape {tuple(y.shape)}, expected (..., {self.d}) unit vectors.")
         if (
             checks.can_look(y)
@@ -121,7 +123,7 @@ class VonMisesFisher:
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""
-        checks.queries(g, self.d)
+        checks.queries(g, self.d, self.mean)
         along, nu = (g * self.mean[..., None, :]).sum(-1), self.d / 2 - 1
 
         def hot() -> Tensor:
@@ -147,7 +149,7 @@ class VonMisesFisher:
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = A_d(|z|) z/|z|, z = kappa mean + beta g, (..., m, d); zero at z = 0."""
-        checks.queries(g, self.d)
+        checks.queries(g, self.d, self.mean)
         nu = self.d / 2 - 1
 
         def pulled(z: Tensor) -> Tensor:

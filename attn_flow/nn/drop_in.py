@@ -189,10 +189,15 @@ class ContinuousMultiheadAttention(nn.Module):
             raise ValueError("is_causal without attn_mask; expected both, is_causal says that the mask is causal.")
         for name, z in (("query", query), ("key", key)):
             checks.tensor(name, z, "(n, embed_dim), or a batch of them")
+            if 0 in z.shape:
+                raise ValueError(f"{name} has shape {tuple(z.shape)}: nothing to attend; expected at least one token.")
         batched = query.ndim == 3
         itself = query is key
         x, y = (z.transpose(0, 1) if batched and not self.batch_first else z for z in (query, key))
         self.flow._check(x)
+        if x.ndim != y.ndim or x.shape[:-2] != y.shape[:-2] or y.shape[-1] != x.shape[-1]:
+            shapes = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
+            raise ValueError(f"{shapes}, expected the same batch and width of both.")
         log_weights = None if key_padding_mask is None else self._log_weights(key_padding_mask, y)
         causal = is_causal and itself
         pairs = None if attn_mask is None or causal else self._pairs(attn_mask, x, y, log_weights)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from attn_flow.attention import Attention, drift
 from attn_flow.attention.projections import Kind, Projections
 from attn_flow.averages import dense
-from attn_flow.base import checks
+from attn_flow.base import checks, memory
 from attn_flow.dynamics.steppers import Adaptive, RungeKutta, Step, euler, named_step, rk4
 from attn_flow.geometry import Euclidean, Geometry, check_placed, known_geometry, placed
 
@@ -101,6 +101,7 @@ class ContinuousAttentionLayer(nn.Module):
         if isinstance(chosen, Adaptive):
             raise ValueError(f"step = {step}, expected a step function such as rk4: a layer takes equal steps.")
         k = head_dim or dim // heads
+        memory.require_tensor(4, heads, k, dim, dtype=dtype, device=device)
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         self.dim, self.heads, self.head_dim, self.learn_beta = dim, heads, k, learn_beta
         self.horizon, self.steps, self.step = horizon, int(steps), chosen
@@ -471,6 +472,8 @@ def token_mask(mask: Tensor, x: Tensor, causal: bool = False) -> Tensor:
     more than padding and is refused, but for the causal one with `causal`.
     """
     checks.tensor("mask", mask, "(batch, n), (batch, n, n), (batch, 1, 1, n) or (batch, 1, n, n)")
+    if mask.is_complex():
+        raise ValueError(f"mask has dtype {mask.dtype}, expected bool, or real numbers with 1 = attend.")
     additive = (
         mask.is_floating_point() and mask.ndim >= x.ndim and not (checks.can_look(mask) and bool((mask > 0).any()))
     )
@@ -479,7 +482,13 @@ def token_mask(mask: Tensor, x: Tensor, causal: bool = False) -> Tensor:
         keep = keep[..., 0, :, :]
     queries = keep if keep.ndim == x.ndim else None  # (batch, 1 or n, n)
     keep = keep if queries is None else queries.any(-2)  # a token is what some query may attend to
-    if keep.ndim != x.ndim - 1 or keep.shape[-1] != x.shape[-2] or not checks.broadcasts(keep.shape, x.shape[:-1]):
+    rows = 1 if queries is None else queries.shape[-2]
+    if (
+        rows not in (1, x.shape[-2])
+        or keep.ndim != x.ndim - 1
+        or keep.shape[-1] != x.shape[-2]
+        or not checks.broadcasts(keep.shape, x.shape[:-1])
+    ):
         raise ValueError(
             f"mask has shape {tuple(mask.shape)}, expected (batch, n), (batch, n, n), (batch, 1, 1, n) or "
             f"(batch, 1, n, n) with (batch, n) = {tuple(x.shape[:-1])}."

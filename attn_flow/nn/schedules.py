@@ -19,8 +19,8 @@ class Linear:
     end: float
 
     def __post_init__(self) -> None:
-        checks.positive("start", self.start)
-        checks.positive("end", self.end)
+        checks.positive_finite("start", self.start)
+        checks.positive_finite("end", self.end)
 
     def __call__(self, s: float) -> float:
         return self.start + (self.end - self.start) * s
@@ -38,8 +38,8 @@ class Geometric:
     end: float
 
     def __post_init__(self) -> None:
-        checks.positive("start", self.start)
-        checks.positive("end", self.end)
+        checks.positive_finite("start", self.start)
+        checks.positive_finite("end", self.end)
 
     def __call__(self, s: float) -> float:
         return self.start * (self.end / self.start) ** s

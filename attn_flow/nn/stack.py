@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.attention import Attention
-from attn_flow.base import checks
+from attn_flow.base import checks, memory
 from attn_flow.dynamics.kicks import Kick, independent
 from attn_flow.dynamics.placement import Placement, peri, post, pre
 from attn_flow.dynamics.steppers import Adaptive, Step, Velocity, euler, named_step, rk4
@@ -89,6 +89,8 @@ class DeepStack(nn.Module):
         checks.one_of("placement", placement, tuple(PLACEMENTS))
         checks.one_of("readout", readout, ("mean", "token"))
         checks.made_with(dtype, None)
+        rows = max(inputs, outputs, ffn, length or 1, 1 if shared else depth)
+        memory.require_tensor(rows, dim, dtype=dtype)
         geometry = known_geometry(geometry, PLACEMENTS[placement].flat)
         if PLACEMENTS[placement].flat and not isinstance(geometry, Euclidean):
             raise ValueError(f"placement {placement!r} moves the radius of tokens; expected geometry Euclidean().")
@@ -153,6 +155,7 @@ class DeepStack(nn.Module):
         checks.tensor("inputs", inputs, expected)
         if inputs.is_floating_point() != self.points or inputs.ndim not in ((3,) if self.points else (2, 3)):
             raise ValueError(f"inputs have shape {tuple(inputs.shape)} and dtype {inputs.dtype}, expected {expected}.")
+        self._check_ids(inputs)
         x = self.embedding(inputs)
         x = x.sum(-2) if x.ndim == 4 else x
         if self.positions is not None:
@@ -162,6 +165,24 @@ class DeepStack(nn.Module):
                 )
             x = x + self.positions[: x.shape[-2]]
         return x.to(self.head.weight.dtype)  # under autocast the tokens stay in full precision
+
+    def _check_ids(self, inputs: Tensor) -> None:
+        """Ids that the embedding has, or vectors as wide as it takes."""
+        if isinstance(self.embedding, nn.Embedding):
+            most = self.embedding.num_embeddings
+            if inputs.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"inputs have dtype {inputs.dtype}, expected ids; use inputs.long().")
+
+            def look() -> None:
+                low, high = int(inputs.min()), int(inputs.max())
+                raise ValueError(f"inputs hold ids from {low} to {high}, expected 0 to {most - 1}.")
+
+            if checks.can_look(inputs):
+                checks.look_if(((inputs < 0) | (inputs >= most)).any(), look)
+        elif inputs.shape[-1] != self.embedding.in_features:
+            raise ValueError(
+                f"inputs have shape {tuple(inputs.shape)}, expected (batch, n, {self.embedding.in_features})."
+            )
 
     def _layer(self, l: int) -> ContinuousAttentionLayer:
         return self.layers[0 if self.shared else l]  # type: ignore[return-value]
@@ -237,7 +258,7 @@ class DeepStack(nn.Module):
         beta_factor: float = 1.0,
     ) -> DeepStack:
         """A copy with the same parameters, run otherwise: longer, finer, deeper (if shared), at beta_factor * beta."""
-        checks.positive("beta_factor", beta_factor)
+        checks.positive_finite("beta_factor", beta_factor)
         if depth is not None and not self.shared:
             raise ValueError(
                 f"depth = {depth}: a stack with own weights has {self.depth} layers; expected shared=True."
@@ -251,7 +272,7 @@ class DeepStack(nn.Module):
         for layer in other.layers:
             assert isinstance(layer, ContinuousAttentionLayer)
             if horizon is not None:
-                checks.positive("horizon", horizon)
+                checks.positive_finite("horizon", horizon)
                 layer.horizon = horizon
             layer.steps = layer.steps if steps is None else steps
             layer.beta = layer.beta.detach() * beta_factor

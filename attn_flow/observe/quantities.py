@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_flow.attention import Attention
 from attn_flow.attention.multihead import attention_alone
 from attn_flow.averages import dense
-from attn_flow.base import checks
+from attn_flow.base import checks, memory
 from attn_flow.base.threads import at_most
 from attn_flow.base.words import introduce
 from attn_flow.geometry import Geometry, known_geometry
@@ -46,10 +46,12 @@ def log_energy(
     if not (isinstance(beta, numbers.Real) and 0 < beta < math.inf):
         raise ValueError(f"beta = {beta!r}, expected 0 < beta < inf; at beta = 0 the energy is infinite.")
     cloud = Cloud(x, weights, mask)
+    x = cloud.x
     log_w = cloud.probabilities.log()
     if G is not None:
         checks.floating("G", G, "(d, d) or (..., heads, d, d)")
-        if G.shape[-2:] != (x.shape[-1],) * 2:
+        checks.same_device("G", G, "x", x)
+        if 0 in G.shape or G.shape[-2:] != (x.shape[-1],) * 2:
             raise ValueError(
                 f"G has shape {tuple(G.shape)}, expected (d, d) or (..., heads, d, d) with d = {x.shape[-1]}."
             )
@@ -63,7 +65,9 @@ def log_energy(
         x[..., None, :, :1],
         key_bias=log_w[..., None, :].expand(*log_w.shape[:-1], heads, -1),
     )[1]
-    return torch.logsumexp((row + log_w[..., None, :]).flatten(-2), dim=-1) - math.log(2 * beta)
+    found = torch.logsumexp((row + log_w[..., None, :]).flatten(-2), dim=-1) - math.log(2 * beta)
+    checks.in_range("the logarithm of the energy", found)
+    return found
 
 
 def energy(
@@ -99,9 +103,10 @@ def diameter(
     widest = x.new_zeros(())
     for rows in _rows(x, x.shape[-1], entries):
         a, b = x[..., rows, None, :], x[..., None, :, :]
-        distance = (a - b).norm(dim=-1) if geometry is None else geometry.distance(a, b)
+        distance = dense.lengths(a - b) if geometry is None else geometry.distance(a, b)
         both = shown[..., rows, None] & shown[..., None, :]
         widest = torch.maximum(widest, torch.where(both, distance, 0.0).amax((-2, -1)))
+    checks.in_range("the diameter", widest)
     return widest
 
 
@@ -135,6 +140,9 @@ def clusters(
     """
     checks.positive("tol", tol)
     cloud = Cloud(x, weights, mask)
+    x = cloud.x
+    checks.held("x", x)
+    checks.precise("x", x)
     shown = _shown(x, mask)
     n = x.shape[-2]
     root = torch.arange(n, device=x.device).expand(x.shape[:-1]).contiguous()
@@ -162,8 +170,11 @@ def clusters(
     speed = None
     if velocity is not None:
         checks.floating("velocity", velocity, "(..., n, d)")
-        if velocity.shape[-2:] != x.shape[-2:] or not checks.broadcasts(velocity.shape[:-2], x.shape[:-2]):
+        batch = velocity.shape[:-2]
+        if 0 in batch or velocity.shape[-2:] != x.shape[-2:] or not checks.broadcasts(batch, x.shape[:-2]):
             raise ValueError(f"velocity has shape {tuple(velocity.shape)}, expected that of x, {tuple(x.shape)}.")
+        checks.same_device("velocity", velocity, "x", x)
+        checks.finite("velocity", velocity)
         speed = torch.where(shown, velocity.norm(dim=-1), 0.0).amax(-1)
     return Clusters(labels, first.sum(-1), torch.where(shown, mass, 0.0), tol, speed)
 
@@ -188,7 +199,8 @@ def pairwise_cosines(
     tensor([0.6667, 0.3333])
     """
     checks.whole("bins", bins)
-    checks.tokens("x", x)
+    x = Cloud(x, weights, mask).x
+    memory.require_tensor(*x.shape[:-2], bins, dtype=x.dtype, device=x.device)
     edges = torch.linspace(-1, 1, bins + 1, dtype=x.dtype, device=x.device)
 
     def count(cosine: Tensor, mass: Tensor) -> Tensor:
@@ -217,12 +229,11 @@ def _over_pairs(
     x: Tensor, weights: Tensor | None, mask: Tensor | None, measure: Callable[[Tensor, Tensor], Tensor], entries: int
 ) -> Tensor:
     """sum over blocks of measure(cosines, masses w_i w_j), the diagonal left out and masses summing to one."""
-    p = Cloud(x, weights, mask).probabilities
+    cloud = Cloud(x, weights, mask)
+    x, p = cloud.x, cloud.probabilities
+    checks.held("x", x)
     shown = _shown(x, mask)
-    norm = x.norm(dim=-1, keepdim=True)
-    if bool((shown & (norm[..., 0] == 0)).any()):
-        raise ValueError("x has a zero token, which has no direction; remove or mask it.")
-    u = torch.where(shown[..., None], x, 0.0) / torch.where(shown[..., None], norm, 1.0)
+    u = _directions(x, shown)
     pairs = 1 - p.square().sum(-1)
     if bool((pairs <= 0).any()):
         raise ValueError("a cloud has one token only: no pair to compare; expected two or more.")
@@ -237,6 +248,15 @@ def _over_pairs(
     return total / (pairs[..., None] if total.ndim > pairs.ndim else pairs)
 
 
+def _directions(x: Tensor, shown: Tensor) -> Tensor:
+    """x/|x|, whatever the size of the tokens; 0 for padding."""
+    size = x.abs().amax(-1, keepdim=True)
+    if checks.can_look(size) and bool((shown & (size[..., 0] == 0)).any()):
+        raise ValueError("x has a zero token, which has no direction; remove or mask it.")
+    scaled = torch.where(shown[..., None], x / torch.where(size > 0, size, 1.0), 0.0)
+    return scaled / torch.where(shown[..., None], scaled.norm(dim=-1, keepdim=True), 1.0)
+
+
 def effective_rank(
     x: Tensor, *, weights: Tensor | None = None, mask: Tensor | None = None, centred: bool = False
 ) -> Tensor:
@@ -249,6 +269,8 @@ def effective_rank(
     """
     checks.flags(centred=centred)
     cloud = Cloud(x, weights, mask)
+    checks.held("x", x)
+    checks.precise("x", x)
     y = x - cloud.mean[..., None, :] if centred else x
     with at_most(1):
         sigma = torch.linalg.svdvals(cloud.probabilities.sqrt()[..., None] * y)
@@ -271,10 +293,13 @@ def alignment(x: Tensor, basis: Tensor) -> Tensor:
             f"basis has shape {tuple(basis.shape)}, expected (d, k) with d = {x.shape[-1]} to match x and 1 <= k <= d."
         )
     checks.finite("basis", basis)
+    for name, z in (("x", x), ("basis", basis)):
+        checks.held(name, z)
+        checks.precise(name, z)
     if int(torch.linalg.matrix_rank(basis)) < basis.shape[1]:
         raise ValueError("basis has dependent columns, expected a basis of E; drop those that add no direction.")
     E = torch.linalg.qr(basis.to(x))[0]
-    return (x @ E).square().sum(-1) / x.square().sum(-1)
+    return (_directions(x, _shown(x, None)) @ E).square().sum(-1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -312,6 +337,9 @@ def attention_statistics(
     """
     cloud = Cloud(x, weights, mask)
     attention_alone("attention_statistics", attention)
+    x = cloud.x
+    checks.width("x", x, attention.dim)
+    checks.same_device("x", x, "attention", attention.Q)
     if attention.cold or attention.kind != "softmax":
         raise ValueError(
             f"attention of kind {attention.kind!r}{' at beta = inf' if attention.cold else ''}; expected a softmax at "
@@ -324,6 +352,7 @@ def attention_statistics(
     queries = _queries(part, y)
     y = y[..., None, :, :]
     keys = y if part.K is None else y @ part.K.mT  # (..., heads, n, k): k numbers a key, not d
+    dense.loses_digits(queries, keys, part.beta)  # raises where logits leave the range of float64
     mass, log_mass = p[..., None, None, :], p.log()[..., None, None, :]
     i = torch.arange(x.shape[-2], device=x.device)
     parts = []
@@ -351,11 +380,17 @@ def effective_beta(
     tensor([12.])
     """
     attention_alone("effective_beta", attention)
-    p, part, y = Cloud(x, weights, mask).probabilities.double(), attention.to(torch.float64), x.double()
+    cloud = Cloud(x, weights, mask)
+    checks.width("x", x, attention.dim)
+    checks.same_device("x", x, "attention", attention.Q)
+    p, part, y = cloud.probabilities.double(), attention.to(torch.float64), cloud.x.double()
     queries = _queries(part, y)
     g = queries if part.K is None else queries @ part.K  # (..., heads, n, d)
-    reach = (p[..., None, :] * g.norm(dim=-1)).sum(-1)
-    return (part.beta * reach * (p * y.norm(dim=-1)).sum(-1)[..., None]).to(x.dtype)
+    reach = (p[..., None, :] * dense.lengths(g)).sum(-1)
+    found = (part.beta * reach * (p * dense.lengths(y)).sum(-1)[..., None]).to(x.dtype)
+    if not attention.cold:
+        checks.in_range("the effective beta", found)
+    return found
 
 
 def _queries(attention: Attention, x: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ def track(path: Trajectory, tol: float = 1e-2, min_mass: float = 0.02) -> Track:
     checks.number("min_mass", min_mass)
     if not 0 < min_mass <= 1:
         raise ValueError(f"min_mass = {min_mass}, expected a mass in (0, 1].")
+    if len(path) == 0:
+        raise ValueError("path has no times, expected at least one.")
     T, n = path.x.shape[0], path.x.shape[-2]
     batch = tuple(path.x.shape[1:-2])
     found = [clusters(x, tol, weights=path.weights, mask=path.mask) for x in path.x]

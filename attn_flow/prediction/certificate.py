@@ -82,6 +82,11 @@ def settle(
     if math.isinf(horizon):
         raise ValueError("horizon = inf, expected the time after which to give up.")
     known_support(attention, support)
+    checks.held("x0", x0)
+    if attention.batch_shape():
+        raise ValueError(
+            f"attention has a batch {tuple(attention.batch_shape())}; expected one, settle each by itself."
+        )
     cold = attention.to(torch.float64).with_beta(math.inf)
     support = support if support is None or isinstance(support, str) else support.to(torch.float64)
     shape, interacting = x0.shape[:-1], isinstance(support, str)

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.attention.multihead import attention_alone
+from attn_flow.averages import dense
 from attn_flow.base import checks
-from attn_flow.measures import Measure, UniformSphere
+from attn_flow.measures import Cloud, Measure, UniformSphere
+from attn_flow.measures.sphere import unit_of
 from attn_flow.prediction.certificate import Settled, settle
 from attn_flow.prediction.rates import Stay, algebraic, exponential_rates, stay, terminal
 from attn_flow.prediction.requirements import Requirement, assumed, examined
@@ -108,6 +110,9 @@ class LimitMap:
         checks.tokens("x", x)
         if x.ndim != 2 or x.shape[-1] != self.attention.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected one cloud (n, {self.attention.dim}).")
+        checks.held("x", x)
+        if Cloud(x, weights, mask).x.ndim != 2:
+            raise ValueError("weights or mask are a batch, expected (n,): those of one cloud.")
         if beta is not None:
             checks.inverse_temperature(beta)
         return examined(self, x, weights, mask, beta)
@@ -169,6 +174,7 @@ class LimitMap:
             (Pi x = 0, x in ker G, not certified) raise; `settle` reports a nonlinear case token by token.
         """
         checks.tokens("x", x)
+        checks.width("x", x, self.attention.dim)
         if t is not None:
             checks.nonnegative("t", t, "time", "; push_forward(x) without one is the limit itself")
         if self.case == "nonlinear":
@@ -188,6 +194,9 @@ class LimitMap:
         """push_forward(x, t) at every time of t (T,), increasing from 0 or later, in one go: (T, ..., n, d)."""
         checks.times(t)
         checks.tokens("x", x)
+        checks.width("x", x, self.attention.dim)
+        for name, z in (("x", x), ("t", t)):
+            checks.held(name, z)
         start = self._outside_kernel(x)
         assert self.projector is not None
         if bool((t > 0).any()):
@@ -208,13 +217,14 @@ class LimitMap:
     def _projected(self, x: Tensor, A: Tensor) -> Tensor:
         """A x at the norm of x."""
         y = self._refuse(x, A.to(x), "have Pi x = 0 to rounding: they lie on the border between two limits")
-        return y * (x.norm(dim=-1, keepdim=True) / y.norm(dim=-1, keepdim=True))
+        return y * (dense.lengths(x) / y.norm(dim=-1))[..., None]
 
     def _refuse(self, x: Tensor, A: Tensor, why: str) -> Tensor:
-        """A x, having raised if some of it is nothing but rounding: |A x| <= eps | |A| |x| |."""
-        y = x @ A.mT
+        """A x up to a factor, having raised if some of it is nothing but rounding: |A x| <= eps | |A| |x| |."""
+        u = x / unit_of(x)
+        y = u @ A.mT
         if checks.can_look(x):
-            rounding = torch.finfo(x.dtype).eps * (x.abs() @ A.abs().mT).norm(dim=-1)
+            rounding = torch.finfo(x.dtype).eps * (u.abs() @ A.abs().mT).norm(dim=-1)
             if bad := int((y.norm(dim=-1) <= rounding).sum()):
                 raise ValueError(f"{bad} of {y[..., 0].numel()} tokens {why}; remove or perturb them.")
         return y

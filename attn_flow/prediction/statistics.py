@@ -13,7 +13,7 @@ from scipy.optimize import least_squares
 from torch import Tensor
 
 from attn_flow.attention import Field
-from attn_flow.base import checks
+from attn_flow.base import checks, memory
 from attn_flow.dynamics.particles import push_forward
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.measures import Cloud
@@ -46,7 +46,11 @@ class OverSeeds:
 
 def over_seeds(values: Sequence[float], seed: int = 0) -> OverSeeds:
     """Mean, standard error and bootstrap interval of one number per seed; at least two of them."""
-    x = np.asarray(values, dtype=np.float64)
+    checks.whole("seed", seed, 0)
+    try:
+        x = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"values is a {type(values).__name__}, expected one number for each seed.") from None
     if x.ndim != 1 or len(x) < 2 or not np.isfinite(x).all():
         raise ValueError(f"values of shape {x.shape}, expected one finite number for each of two or more seeds.")
     drawn = np.random.default_rng(seed).integers(0, len(x), (RESAMPLES, len(x)))
@@ -110,6 +114,7 @@ def phases_over_seeds(path: Trajectory, limit: LimitMap) -> PhasesOverSeeds:
 
 def certified_over_seeds(settled: Settled) -> OverSeeds:
     """The certified share of every cloud of a batch that `settle` was given, (seeds, n), over the seeds."""
+    checks.instance("settled", settled, Settled, "what settle returns")
     if settled.certified.ndim != 2:
         raise ValueError(f"certified has shape {tuple(settled.certified.shape)}, expected (seeds, n) of one batch.")
     return over_seeds(settled.certified.double().mean(-1).tolist())
@@ -186,13 +191,25 @@ def fit_bound(
         >>> bound.C < limit(runs[0]).C  # the admissible constant is far from sharp
         True
     """
+    checks.instance("paths", paths, Sequence, "a list of paths, one for each beta")
     for path in paths:
         path_alone(path)
+    checks.instance("limit", limit, LimitMap, "a LimitMap; pass limit(attention)")
     betas = [path.about.get("attention", {}).get("beta") for path in paths]
     if len({b for b in betas if isinstance(b, (int, float)) and 0 < b < math.inf}) < 2:
         raise ValueError(f"paths of beta {betas}; expected two or more finite inverse temperatures to tell C from c.")
     checks.whole("resamples", resamples, 2)
-    curves = [w2_curve(path, limit) for path in paths] if w2 is None else [torch.as_tensor(w) for w in w2]
+    checks.whole("seed", seed, 0)
+    if w2 is not None:
+        checks.instance("w2", w2, Sequence, "a list of distances, (T,) or (T, seeds), one for each path")
+        if len(w2) != len(paths):
+            raise ValueError(f"w2 has {len(w2)} entries for {len(paths)} paths, expected one for each.")
+    try:
+        curves = [w2_curve(path, limit) for path in paths] if w2 is None else [torch.as_tensor(w) for w in w2]
+    except (TypeError, RuntimeError):
+        raise ValueError(
+            "w2 holds what are no numbers, expected distances, (T,) or (T, seeds), of each path."
+        ) from None
     every: list[list[Points]] = []  # by beta, then by seed
     for path, beta, curve in zip(paths, betas, curves, strict=True):
         t, w = path.t.double().numpy() - float(path.t[0]), curve.detach().cpu().double().numpy()
@@ -313,6 +330,7 @@ def propagation_of_chaos(
         checks.whole("a size in n", size)
     if len(n) < 2 or min(n) < 1 or len(set(n)) < len(n):
         raise ValueError(f"n = {list(n)}, seeds = {seeds}: expected two or more sizes and two or more seeds.")
+    memory.require(8 * RESAMPLES * len(n) * seeds, f"a bootstrap over {seeds} seeds", "ask for fewer seeds")
     found = []
     for size in n:
         distances = []
@@ -322,6 +340,8 @@ def propagation_of_chaos(
             if x0.shape[-2] != size:
                 raise ValueError(f"sample({size}, generator) gave {x0.shape[-2]} tokens, expected {size}.")
             x = push_forward(attention, x0, t, h=h)
+            if x.ndim + reference.x.ndim != 4:
+                raise ValueError("attention, sample or reference are a batch, expected one of each; call it for each.")
             distances.append(float(wasserstein(x, reference.x.to(x), weights_y=reference.weights)))
         found.append(over_seeds(distances))
     values = np.array([each.values for each in found])  # (sizes, seeds)

@@ -219,7 +219,14 @@ def _tangent(path: Trajectory, limit: LimitMap) -> NDArray | None:
     """tan of the L2 angle to E, which grows at exactly v_top - v_1 under x' = P_x V x once clusters are points."""
     if limit.basis is None:
         return None
-    inside = (alignment(path.x, limit.basis) * path.cloud(0).probabilities).sum(-1).detach().cpu().double().numpy()
+    inside = (
+        (alignment(filled(path.x, path.mask), limit.basis) * path.cloud(0).probabilities)
+        .sum(-1)
+        .detach()
+        .cpu()
+        .double()
+        .numpy()
+    )
     return np.sqrt(np.clip(1 - inside, 0, None) / np.clip(inside, 1e-8, None))  # 0 to 1e4, beyond rounding
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.attention.multihead import attention_alone
+from attn_flow.averages import dense
 from attn_flow.base import checks
 from attn_flow.dynamics.particles import flow
 from attn_flow.dynamics.steppers import Adaptive, Step, rk4
@@ -95,6 +96,10 @@ def zero_temperature_flow(
     attention_alone("zero_temperature_flow", attention)
     known_support(attention, support)
     checks.floating("x0", x0, "(..., n, d)")
+    checks.held("x0", x0)
+    checks.precise("x0", x0)
+    if x0.ndim > 1:
+        checks.width("x0", x0, attention.dim)
     checks.positive("h", h)
     try:
         times = torch.as_tensor(t, dtype=torch.float64).detach().cpu()
@@ -115,6 +120,7 @@ def zero_temperature_flow(
         return replace(path, weights=weights, mask=mask)
     x0 = filled(x0, mask)
     W, N = (A.to(x0) for A in linear)
+    checks.in_range("the product V G", W @ N)
     about = {"attention": attention.with_beta(math.inf).summary(), "geometry": "Sphere", "step": "exact time change"}
     return Trajectory(times, linear_flow(W, N, x0, times - times[0]), weights, mask, about)
 
@@ -150,7 +156,7 @@ def integration(
 ) -> dict[str, Any]:
     """Arguments of `flow` for the zero-temperature flow on the sphere through the tokens x0."""
     known_support(attention, support)
-    radius = filled(x0, mask).detach().norm(dim=-1)
+    radius = dense.lengths(filled(x0, mask).detach())
     if float(radius.max() - radius.min()) > 1e-4 * float(radius.max()):
         raise ValueError(
             f"tokens have norms from {float(radius.min()):.4g} to {float(radius.max()):.4g}, expected one sphere; "
@@ -180,6 +186,7 @@ def linear_flow(W: Tensor, N: Tensor, x0: Tensor, t: Tensor) -> Tensor:
     size = max(float(torch.linalg.matrix_norm(B.detach(), 2)) for B in (A, N @ W - shift * eye))
     eps = torch.finfo(W.dtype).eps
     radius = x0.norm(dim=-1, keepdim=True)
+    radius = torch.where((radius > 0) & (radius < math.inf), radius, dense.lengths(x0)[..., None])
     x = (x0 / radius).reshape(-1, d)
     if checks.can_look(x) and not bool(((x @ N.mT).norm(dim=-1) > 0).all()):
         raise ValueError("a token lies in ker G, where the zero-temperature drift G x/|G x| is undefined; remove it.")

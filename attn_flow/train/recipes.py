@@ -56,6 +56,9 @@ class Recipe(Fields):
         for name in ("ffn", "warmup"):
             _in_range(self, name, 0, MOST)
         _in_range(self, "seed", 0, 2**63 - 1)
+        checks.flags(shared=self.shared, checkpointing=self.checkpointing, amp=self.amp)
+        for name in ("horizon", "lr", "clip", "weight_decay", "noise", "beta_start"):
+            checks.number(name, getattr(self, name))
         for name in ("horizon", "lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)}, expected a positive, finite number.")
@@ -69,6 +72,7 @@ class Recipe(Fields):
                 raise ValueError(
                     f"{name} = {getattr(self, name)} cannot be {self.beta_mode}; expected positive, finite."
                 )
+        checks.positive_finite("beta_start", self.beta_start)
         if self.file is not None and (self.task == "own" or not TASKS[self.task].reads):
             raise ValueError(f"task {self.task!r} is generated and reads no file; expected file = None.")
 

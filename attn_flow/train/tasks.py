@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attn_flow.base import checks
 from attn_flow.base.files import digest
 from attn_flow.geometry import Sphere
 from attn_flow.nn.stack import Readout
@@ -87,13 +88,37 @@ def tensor_task(
         >>> tensor_task(x, (x == 0).any(-1).long(), inputs=5, outputs=2).chance <= 1
         True
     """
-    points, examples = x.is_floating_point(), x.shape[0]
+    for name, z, shape in (("x", x, "(examples, n) or (examples, n, inputs)"), ("y", y, "(examples,)")):
+        checks.tensor(name, z, shape)
+        checks.held(name, z)
+    for name, number in (("inputs", inputs), ("outputs", outputs)):
+        checks.whole(name, number)
+    checks.number("held_out", held_out, "a share of the examples")
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out = {held_out}, expected a share of the examples, 0 < held_out < 1.")
+    points = x.is_floating_point()
+    if x.ndim not in ((3,) if points else (2, 3)) or 0 in x.shape or y.ndim not in (1, 2):
+        shapes = f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}"
+        raise ValueError(f"{shapes}, expected (examples, n) ids or (examples, n, inputs) vectors, and answers.")
+    for name, z in (("x", x), ("y", y)):
+        if z.is_complex() or z.dtype == torch.bool or (name == "y" and z.is_floating_point()):
+            raise ValueError(f"{name} has dtype {z.dtype}, expected {'classes' if name == 'y' else 'ids or vectors'}.")
+    if points:
+        checks.finite("x", x)
+        checks.width("x", x, inputs)
+    if mask is not None:
+        checks.token_mask(mask, torch.empty(*x.shape[:2], 1))
+        if mask.shape != x.shape[:2]:
+            raise ValueError(f"mask has shape {tuple(mask.shape)}, expected (examples, n) = {tuple(x.shape[:2])}.")
+    examples = x.shape[0]
     held = round(held_out * examples)
     if y.shape[0] != examples or not 0 < held < examples:
         raise ValueError(
             f"{examples} inputs, {y.shape[0]} answers, {held} held out: expected as many, some on each side."
         )
     asked = y[y != NO_QUESTION]
+    if asked.numel() == 0 or (y.ndim == 2 and y.shape != x.shape[:2]):
+        raise ValueError(f"y has shape {tuple(y.shape)} and asks {asked.numel()} questions, expected answers to x.")
     for name, ids, below in (("x", x, inputs), ("y", asked, outputs)):
         if not (name == "x" and points) and not 0 <= int(ids.min()) <= int(ids.max()) < below:
             raise ValueError(f"{name} holds {int(ids.min())} to {int(ids.max())}, expected 0 to {below - 1}.")

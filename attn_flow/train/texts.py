@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attn_flow.base import checks, memory
 from attn_flow.base.texts import csv_rows, lines, parse_json, read_text
 from attn_flow.train.tasks import NO_QUESTION, Batch, Task
 
@@ -76,6 +77,15 @@ class Vocabulary:
     labels: tuple[str, ...]
     longest: int
 
+    def __post_init__(self) -> None:
+        for name in ("words", "labels"):
+            checks.instance(name, getattr(self, name), (list, tuple), "strings")
+            if not all(isinstance(word, str) for word in getattr(self, name)):
+                raise ValueError(f"{name} holds what are no strings, expected strings.")
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ValueError(f"{name} holds one twice, expected each once: its place is its id.")
+        checks.whole("longest", self.longest)
+
     def encode(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Ids (batch, longest) and the mask of tokens."""
         ids = {word: 2 + i for i, word in enumerate(self.words)}
@@ -104,6 +114,15 @@ def text_task(
         >>> text_task(["good day", "bad day"] * 10, ["yes", "no"] * 10, tokens=4).outputs
         2
     """
+    for name, words in (("texts", texts), ("labels", labels)):
+        checks.instance(name, words, (list, tuple), "a list of strings")
+        odd = [word for word in words if not isinstance(word, str)]
+        if odd:
+            raise ValueError(f"{name} holds a {type(odd[0]).__name__}, expected strings.")
+    checks.whole("tokens", tokens)
+    checks.whole("vocabulary", vocabulary)
+    checks.instance("where", where, str, "the name of the texts in errors")
+    memory.require(16 * len(texts) * tokens, f"{len(texts)} texts of {tokens} tokens", "ask for fewer tokens")
     if len(texts) != len(labels):
         raise ValueError(f"{len(texts)} texts and {len(labels)} labels, expected as many of each.")
     return _labelled(list(zip(labels, texts)), tokens, vocabulary, where)

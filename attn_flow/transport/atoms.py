@@ -39,7 +39,7 @@ def _atoms(x: Tensor, tol: float) -> Index:
     k = 0
     while len(free):
         near = np.abs(z[free, 0] - z[free[0], 0]) <= tol  # one coordinate rules out nearly all in a spread cloud
-        near[near] = np.square(z[free[near]] - z[free[0]]).sum(1) <= tol**2
+        near[near] = np.square(z[free[near]] - z[free[0]]).sum(1) <= tol * tol
         label[free[near]] = k
         free = free[~near]
         k += 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_flow.base import checks
+from attn_flow.base import checks, memory
 from attn_flow.base.words import brief
 from attn_flow.transport.accelerators import batch_on_device, on_host, stays_on_device
 from attn_flow.transport.coupling import SOLVERS, Ground, Plan
@@ -24,6 +24,7 @@ from attn_flow.transport.plans import Limits, in_units, solve_pair
 from attn_flow.transport.scales import radius_of, unit_of, without_hermits
 from attn_flow.transport.slices import sliced_distance
 
+LARGEST_P = 200
 METHODS = ("auto", *SOLVERS, "shortlist", "sinkhorn", "geomloss", "sliced")
 
 
@@ -78,7 +79,7 @@ def wasserstein(
 
     Args:
         x, y: clouds (..., n, d) and (..., m, d); leading axes broadcast.
-        p: 1 <= p < inf.
+        p: 1 <= p <= 200.
         weights_x, weights_y: masses (..., n), (..., m), of any total; equal ones if not given.
         mask_x, mask_y: True for tokens; a token hidden by its mask is not there.
         cost: "euclidean", |x - y|, or "geodesic", arc length on the sphere the tokens lie on.
@@ -141,7 +142,7 @@ def solve(
 
     Args:
         x, y: clouds (..., n, d) and (..., m, d); leading axes broadcast. Any scale from 1e-300 to 1e300 will do.
-        p: 1 <= p < inf.
+        p: 1 <= p <= 200.
         weights_x, weights_y: masses (..., n), (..., m), normalised to probabilities.
         mask_x, mask_y: where False the point is not there.
         cost: "euclidean", or "geodesic": arc length on the sphere the points lie on (any radius); gradients are
@@ -170,10 +171,15 @@ def solve(
     """
     if not (isinstance(p, (int, float)) and 1 <= p < math.inf):
         raise ValueError(f"p = {p}, expected a number with 1 <= p < inf.")
+    if p > LARGEST_P:
+        raise ValueError(f"p = {p:g}, expected at most {LARGEST_P}: costs c^p leave the range of float64 beyond.")
     limits = Limits() if limits is None else limits
     checks.instance("limits", limits, Limits, "Limits(...)")
     checks.made_with(None, None, generator)
     given = {"x": x, "y": y, "weights_x": weights_x, "weights_y": weights_y, "mask_x": mask_x, "mask_y": mask_y}
+    for name, z in (("x", x), ("y", y)):
+        if isinstance(z, Tensor):
+            checks.held(name, z)
     on_device = isinstance(x, Tensor) and x.device.type != "cpu"
     if on_device and not stays_on_device(x, y, p, cost, method, limits):
         found = solve(
@@ -197,10 +203,12 @@ def solve(
     if not scaling < 1:
         raise ValueError(f"scaling = {scaling}, expected a number between 0 and 1.")
     if blur is not None:
-        checks.positive("blur", blur)
+        checks.positive_finite("blur", blur)
     if merge_tol is not None:
         checks.nonnegative("merge_tol", merge_tol, "distance")
     checks.whole("n_projections", n_projections, 2)  # one has no standard error
+    if method == "sliced" and isinstance(x, Tensor) and x.ndim:
+        memory.require_tensor(n_projections, x.shape[-1], dtype=torch.float64)
     with checks.together():
         x, a, there_x = _cloud("x", x, weights_x, mask_x)
         y, b, there_y = _cloud("y", y, weights_y, mask_y)
@@ -216,8 +224,6 @@ def solve(
     ground = Ground(float(p), cost)
     dtype = torch.promote_types(x.dtype, y.dtype)
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    if math.prod(batch) == 0:
-        raise ValueError(f"x and y have the batch shape {tuple(batch)}: no cloud at all; expected at least one.")
     x, y = (z.expand(*batch, *z.shape[-2:]) for z in (x, y))
     a, b, there_x, there_y = (z.expand(*batch, z.shape[-1]) for z in (a, b, there_x, there_y))
     if on_device:
