@@ -19,6 +19,7 @@ from attn_flow.transport import (
     batched,
     candidates,
     coupling,
+    distances,
     entropic,
     feasible,
     plans,
@@ -305,12 +306,19 @@ def test_the_cheapest_solver(n: int, m: int, d: int, cost: str, learned: bool, n
 
 
 @pytest.mark.parametrize("side", ["weights_x", "weights_y"])
-def test_gradients_in_the_masses_of_one_cloud_alone(side: str) -> None:
+def test_gradients_in_the_masses_of_one_cloud_alone(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = normal(5, 2), 1 + normal(5, 2, seed=1)
     x[1] = x[0]  # which would be one atom, and have no gradients of its own
     uniform = torch.full((5,), 0.2, dtype=F64)
     learned = uniform.clone().requires_grad_()
     assert solve(x, y, **{side: learned}).method == "simplex"
+    asked: list[int] = []
+    kept = distances.without_hermits
+    monkeypatch.setattr(distances, "without_hermits", lambda *z: asked.append(1) or kept(*z))
+    solve(x, y, **{side: learned})
+    assert not asked  # a point that both have is left out only where its mass has no gradient
+    solve(x, y, **{side: uniform})
+    assert len(asked) == 1
     other = masses(5)
     name = "weights_y" if side == "weights_x" else "weights_x"
     f = lambda w: solve(x, y, **{side: w, name: other}).distance
