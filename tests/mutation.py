@@ -136,6 +136,7 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ("averages/sinkhorn.py", r"slice off by one: .*\n.*\[\.\.\., :1\]\)\[1\]", "values whose average is not read"),
     ("attention/drift.py", r"\nAT_ONCE, AT_ONCE_WITH_GRADIENT = ", PATH),
     ("averages/bessel.py", r"doubled: (20|40|400) |halved: 400 ", "more orders than enough; fewer are noticed"),
+    ("averages/compiled.py", r"\nLOWEST, FLOOR = ", "finite numbers in the place of -inf, far below all others"),
     ("averages/costs.py", r"(halved|doubled): .*\n    \"\w+\": \(", "a time that was measured: " + PATH),
     ("averages/dense.py", r"\n(BLOCK|SEGMENT) = ", SPEED),
     ("averages/fourier.py", r"\nENTRIES = |doubled: 4 .*\nNEWTON = ", SPEED),
