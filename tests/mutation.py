@@ -152,7 +152,13 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ),
     ("dynamics/continuity.py", r"(halved|doubled): 0\.01 ", "the first step tried; errors are held to tol either way"),
     ("dynamics/kicks.py", r"(halved|doubled): 100 ", MARGIN),
+    (
+        "dynamics/merging.py",
+        r"(halved|doubled): .*\n.*form = torch\.randint",
+        "another random form tells cells apart too",
+    ),
     ("dynamics/particles.py", r"max\(2 \* times", "an estimate of memory"),
+    ("measures/von_mises_fisher.py", r"(halved|doubled): .*\n.*close = \(b", "both formulas hold where one takes over"),
     ("measures/mixture.py", r"names\[:6\]", "the length of a repr"),
     ("observe/quantities.py", r"x\[\.\.\., None, :, :1\]", "values whose average is not read"),
     ("prediction/certificate.py", r"JOINT", SPEED),

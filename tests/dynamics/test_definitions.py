@@ -1,5 +1,6 @@
 """Dynamics piece by piece: controllers, windows, bases, clocks; each against its definition written out, or edge."""
 
+import inspect
 import itertools
 import math
 import warnings
@@ -436,6 +437,7 @@ REFUSED = {
     "time": ({"t": "late"}, "t is a str, expected a time or times"),
     "a list": ({"density": lambda x: [1.0] * len(x)}, "density returned a list, expected a tensor of shape"),
     "one NaN": ({"density": lambda x: torch.where(x[:, 0] > 0.99, math.nan, 1.0)}, "expected finite numbers >= 0"),
+    "one inf": ({"density": lambda x: torch.where(x[:, 0] > 0.99, math.inf, 1.0)}, "expected finite numbers >= 0"),
     "one below 0": ({"density": lambda x: torch.where(x[:, 0] > 0.99, -1.0, 1.0)}, "values from -1 to 1, expected"),
     "nothing": (
         {"density": lambda x: 0 * x[:, 0]},
@@ -646,3 +648,21 @@ def test_what_processes_cannot_do_is_refused_before_they_speak() -> None:
         with pytest.raises(ValueError, match="but torch sees no CUDA device; use --device cpu"):
             processes("cuda")
     assert processes() == ALONE
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (flow, {"h": 0.05, "step": rk4}),
+        (push_forward, {"h": 0.05, "step": rk4}),
+        (consensus, {"tol": 1e-3}),
+        (density_flow, {"tol": 1e-9, "tail": 1e-7, "max_steps": 100_000, "diffusion": 0.0}),
+        (lyapunov, {"k": 1, "h": 0.05, "step": rk4}),
+        (linearise, {"t": 0.0}),
+        (placement.ngpt, {"alpha": 1.0}),
+    ],
+)
+def test_what_a_call_means_that_says_no_more(call, expected) -> None:  # type: ignore[no-untyped-def]
+    """Numbers of reports and papers are those of the defaults: they do not change unseen."""
+    given = inspect.signature(call).parameters
+    assert {name: given[name].default for name in expected} == expected

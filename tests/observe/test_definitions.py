@@ -245,3 +245,13 @@ def test_a_cluster_counts_from_its_least_mass_on() -> None:
     for bad in (0.0, 1.01):
         with pytest.raises(ValueError, match=r"expected a mass in \(0, 1\]"):
             track(weighted, min_mass=bad)
+
+
+def test_clusters_are_within_a_thousandth_and_tracked_within_a_hundredth_unless_told_otherwise() -> None:
+    pair = lambda distance: torch.tensor([[0.0], [distance]], dtype=F64)
+    assert [int(clusters(pair(z)).counts) for z in (0.9e-3, 1.1e-3)] == [1, 2]
+    path = lambda x: Trajectory(torch.zeros(1), x[None])
+    assert [int(track(path(pair(z))).counts[0]) for z in (0.9e-2, 1.1e-2)] == [1, 2]
+    # of a hundred tokens two are a cluster, and one is none
+    far = torch.cat([torch.zeros(97, 1, dtype=F64), torch.tensor([[5.0], [5.0], [9.0]], dtype=F64)])
+    assert int(track(path(far)).counts[0]) == 2

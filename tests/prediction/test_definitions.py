@@ -1,5 +1,6 @@
 """Predictions piece by piece: windows of a fit, certificates, speeds, words; each against its definition or edge."""
 
+import inspect
 import itertools
 import math
 import re
@@ -1008,3 +1009,22 @@ def test_w2_to_two_atoms_is_w2_to_the_push_forward(sides: str) -> None:
         for k in range(3):
             exact = wasserstein(path.x[k, b][keep], target, weights_x=w[b][keep], weights_y=w[b][keep])
             assert float(curve[k, b]) == pytest.approx(float(exact), abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (limit, {"tol": 1e-6}),
+        (spectrum, {"tol": 1e-6}),
+        (levels, {"tol": 1e-6}),
+        (linear_part, {"tol": 1e-6}),
+        (settle, {"horizon": 100.0, "h": 0.05}),
+        (zero_temperature_flow, {"h": 0.05}),
+        (fit_bound, {"resamples": 200, "seed": 0}),
+        (propagation_of_chaos, {"seeds": 10, "h": 0.05, "seed": 0}),
+    ],
+)
+def test_what_a_call_means_that_says_no_more(call, expected) -> None:  # type: ignore[no-untyped-def]
+    """Numbers of reports and papers are those of the defaults: they do not change unseen."""
+    given = inspect.signature(call).parameters
+    assert {name: given[name].default for name in expected} == expected
