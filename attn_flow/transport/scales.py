@@ -40,7 +40,7 @@ def extent_of(z: Tensor, w: Tensor, part: float) -> float:
         return 2 * float(away.kthvalue(math.ceil(part * (1 - 1e-12) * len(z))).values.max())
     away, order = away.sort(-1)
     held = w[order].cumsum(-1) / w.sum()
-    first = (held < part * (1 - 1e-12)).sum(-1, keepdim=True).clamp(max=len(z) - 1)
+    first = (held < part * (1 - 1e-12)).sum(-1, keepdim=True)
     return 2 * float(away.gather(-1, first).max())
 
 
