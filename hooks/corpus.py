@@ -81,6 +81,8 @@ def record_corpus(
     checks.flags(special=special, states=states, check=check, again=again)
     if folder is not None:
         checks.instance("folder", folder, (str, os.PathLike), "the name of a folder")
+        if not str(folder):
+            raise ValueError('folder is an empty name, expected that of a folder; "." is this one.')
     if states and folder is None:
         raise ValueError("states=True needs a folder to write to.")
     model = encoder_inside(model)

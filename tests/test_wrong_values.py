@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from public_calls import EXAMPLES
@@ -87,6 +88,7 @@ MEANINGS: tuple[tuple[str, set[str], str], ...] = (
     ("dropout ffn warmup", {"0"}, "0 is none"),
     ("dtype", {"torch.float16"}, "half precision, where tokens are only made"),
     ("every patience sinkhorn_seconds", POSITIVE | {"0", "inf"}, "0 for at once, inf for never"),
+    ("folder", {"a word of control", "an unknown word"}, "any name that the system takes"),
     ("g", EXTREME | SIGNS | REALS | {"a batch of two", "another row", "elsewhere"}, "queries of any size"),
     ("gain", {"elsewhere", "narrower", "negative", "torch.float64", "wider"}, "of either sign and any width"),
     ("gap rho0", SHARE | ARRAYS | {"0"}, "0 to its end"),
@@ -220,7 +222,8 @@ def outcome(call: Callable[[], object]) -> str:
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_wrong_values_are_refused_or_mean_something(name: str) -> None:
+def test_wrong_values_are_refused_or_mean_something(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     wrong = []
     for parameter, label, call in trials(name):
         found = outcome(call)

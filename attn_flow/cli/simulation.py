@@ -121,10 +121,12 @@ def simulate(
 
 def _forget_all_but(first: Path) -> None:
     """Of an earlier run in the folder: it had other betas, or matrices, and would look like a part of this one."""
-    for kind in ("simulate.*", "path_beta_*.safetensors", "clouds_beta_*.png"):
-        for file in first.parent.glob(kind):
-            if file != first:
-                file.unlink()
+    kinds = ("simulate.json", "simulate.png", "simulate.html", "path_beta_*.safetensors", "clouds_beta_*.png")
+    old = sorted(file for kind in kinds for file in first.parent.glob(kind) if file != first)
+    if old:
+        complain(f"{first.parent} held an earlier run; removed: {', '.join(file.name for file in old)}", "cyan")
+    for file in old:
+        file.unlink()
 
 
 def _predicted(prediction: LimitMap, beta: float) -> dict[str, float | None]:

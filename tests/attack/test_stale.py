@@ -220,7 +220,13 @@ def test_simulate_leaves_nothing_of_an_earlier_run(tmp_path):
     words = ["simulate", "--tokens", "6", "--t", "1", "--quiet", "--beta"]
     first, second = ["--G", "3,0;0,1", "--V", "1,0;0,2"], ["--G", "2,0;0,1", "--V", "1,0;0,1"]
     assert said(*words, "5,20", *first, "--out", str(tmp_path / "used"))[0] == 0
-    assert said(*words, "7,9", *second, "--out", str(tmp_path / "used"))[0] == 0
+    mine = tmp_path / "used" / "simulate.sh"
+    mine.write_text("whose?")
+    code, told = said(*words, "7,9", *second, "--out", str(tmp_path / "used"))
+    assert code == 0
+    assert "held an earlier run; removed: clouds_beta_20.png, clouds_beta_5.png, path_beta_20" in " ".join(told.split())
+    assert mine.read_text() == "whose?"
+    mine.unlink()
     assert said(*words, "7,9", *second, "--out", str(tmp_path / "fresh"))[0] == 0
     assert whole_files(tmp_path / "used") == whole_files(tmp_path / "fresh")
     one, other = (json.loads((tmp_path / name / "simulate.json").read_text()) for name in ("used", "fresh"))
