@@ -23,7 +23,7 @@ def output_correlation(rho: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
     A_i = (p-q) x_i + q sum_j x_j; with S = 1 + (n-1) rho: <A_i,A_j> = (p-q)^2 rho + 2(p-q) q S + n q^2 S, and
     |A_i|^2 the same with 1 for rho. Its limits are `output_correlation_limit`. arXiv 2510.05554.
     """
-    rho, beta, n = within("rho", rho, -1.0, 1.0), within("beta", beta, 0.0), integers("n", n, 2)
+    rho, beta, n = within("rho", rho, -1.0, 1.0), within("beta", beta, 0.0), integers("n", n, 2, np.inf)
     if np.any(rho < -1 / (n - 1)):
         raise ValueError(f"rho = {np.min(rho):.6g}, expected at least -1/(n-1): no n tokens have such a cosine.")
     x = np.exp(-beta * (1 - rho))  # everything divided by e^beta: large beta underflows to the identity

@@ -426,8 +426,8 @@ REFUSED = {
     "no self": ({"attention": identity(2, self_attention=False)}, "compare tokens by place"),
     "causal": ({"attention": identity(2, causal=True)}, "compare tokens by place"),
     "tol": ({"tol": 1.0}, "tol = 1.0, tail = 1e-07, max_steps = 100000, expected tol and tail between 0 and 1"),
-    "tail": ({"tail": 0.0}, "expected tol and tail between 0 and 1, and at least one step"),
-    "max_steps": ({"max_steps": 0}, "expected tol and tail between 0 and 1, and at least one step"),
+    "tail": ({"tail": 0.0}, "expected tol and tail between 0 and 1, tol above rounding, at least one step"),
+    "max_steps": ({"max_steps": 0}, "expected tol and tail between 0 and 1, tol above rounding, at least one step"),
     "too few steps": (
         {"max_steps": 2, "error": FloatingPointError},
         "2 steps took t to .* only; raise tol or max_steps",
