@@ -113,6 +113,8 @@ def probe(
         refuse_beside(context, "--images", "takes all images of a folder, and no texts", *without)
     if texts is not None:
         refuse_beside(context, "--texts", "are the texts to take", "demo")
+    elif images is None:
+        refuse_beside(context, "without --texts", "there is no field to read", "field")
     makes_tokens = texts is None and named[0].partition("@")[0] in MAKES_TOKENS
     source = read_texts(texts, field, demo, named[0]) if images is None and not makes_tokens else None
     if source is not None and first is not None:
@@ -258,6 +260,7 @@ def spectra(
 
 
 def record(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder or name of an encoder; 'minilm' is the embedded one.")],
     texts: Texts = None,
     field: Field = "text",
@@ -287,6 +290,8 @@ def record(
     from attn_flow.hooks.loading import load_tokenizer
     from attn_flow.hooks.temperature import scale_beta
 
+    if texts is None:
+        refuse_beside(context, "without --texts", "there is no field to read", "field")
     loaded, own, beta_factor = open_model(model, device, dtype, pickle, quiet=quiet or as_json)
     reader = own if tokenizer is None else load_tokenizer(tokenizer)
     if reader is None:

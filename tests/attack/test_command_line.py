@@ -301,6 +301,8 @@ COMMANDS = [
         for words in (["--texts", "two.txt"], ["--demo"], ["--first", "1"], ["--max-length", "9"], ["--field", "x"])
     ],
     (["probe", "minilm", "--texts", "two.txt", "--demo"], "--texts are the texts to take; leave out --demo."),
+    (["probe", "--demo", "--field", "x"], "without --texts there is no field to read; leave out --field."),
+    (["record", "minilm", "--field", "x"], "without --texts there is no field to read; leave out --field."),
     (["probe", "minilm", "minilm", "--demo"], "minilm, minilm: a model is named twice; name each once."),
     (["merge"], "Missing argument 'folders'"),
     *[(["merge", name], "no statistics") for name in ("nowhere", "folder.pt", "two.txt")],
