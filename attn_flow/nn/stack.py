@@ -155,6 +155,7 @@ class DeepStack(nn.Module):
         checks.tensor("inputs", inputs, expected)
         if inputs.is_floating_point() != self.points or inputs.ndim not in ((3,) if self.points else (2, 3)):
             raise ValueError(f"inputs have shape {tuple(inputs.shape)} and dtype {inputs.dtype}, expected {expected}.")
+        checks.same_device("inputs", inputs, "the stack", self.head.weight)
         self._check_ids(inputs)
         x = self.embedding(inputs)
         x = x.sum(-2) if x.ndim == 4 else x
