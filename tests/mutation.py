@@ -168,6 +168,7 @@ EQUIVALENT: list[tuple[str, str, str]] = [
     ("prediction/finite_n.py", r"(halved|doubled): 16 ", MARGIN),
     ("prediction/rates.py", r"halved: 2 -> \(1\)\n.*tol.* \* np\.linalg\.norm\(", "another norm to compare with"),
     ("prediction/requirements.py", r"(halved|doubled): 1e-9 ", MARGIN),
+    ("prediction/spectral.py", r"halved: 2 -> \(1\)\n.*size.*np\.linalg\.norm\(M, 2\)", "another norm to compare with"),
     ("prediction/spectral.py", r"distance <= max\(tol \* size, _rounding", MARGIN),
     ("probe/figures.py", r"set_yticks|set_xticks", "where a figure has its ticks"),
     ("probe/figures.py", r"(halved|doubled): .*\n.*(figsize|lw=|alpha=|ms=|lim=|set_ylim|fontsize|shrink)", LOOKS),

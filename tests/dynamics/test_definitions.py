@@ -667,3 +667,9 @@ def test_what_a_call_means_that_says_no_more(call, expected) -> None:  # type: i
     """Numbers of reports and papers are those of the defaults: they do not change unseen."""
     given = inspect.signature(call).parameters
     assert {name: given[name].default for name in expected} == expected
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (2, 4, 2), (3, 0, 2)])
+def test_a_path_is_of_clouds_one_for_each_time(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"expected \(T,\) and \(T, \.\.\., n, d\)"):
+        Trajectory(torch.arange(3.0), torch.zeros(shape))

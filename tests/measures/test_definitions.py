@@ -15,6 +15,7 @@ from torch import Tensor
 from attn_flow import Cloud, EllipsoidSupport, Gaussian, Mixture, UniformSphere, VonMisesFisher
 from attn_flow.measures import LogitLaw, OwnTokens, SeenGaussian, quadrature
 from attn_flow.measures.elliptic import shrunk
+from attn_flow.measures.sphere import length
 
 F64 = torch.float64
 EPS = torch.finfo(F64).eps
@@ -426,3 +427,10 @@ def test_betas_that_cannot_be_looked_at_are_warm() -> None:
     betas = torch.tensor([0.5, 2.0, 7.0], dtype=F64)
     found = torch.func.vmap(lambda b: law.tilted_mean(g, b))(betas)
     torch.testing.assert_close(found, torch.stack([law.tilted_mean(g, float(b)) for b in betas]))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e200, 1e-200])
+def test_lengths_of_queries_of_any_size(scale: float) -> None:
+    """3, 4 and 12 make 13, beside entries that are nothing beside them."""
+    g = torch.tensor([[3.0, 4.0, 12.0, 1e-200], [0.0, 0.0, 0.0, 0.0]], dtype=F64) * scale
+    torch.testing.assert_close(length(g), torch.tensor([13.0, 0.0], dtype=F64) * scale, rtol=1e-15, atol=0.0)
