@@ -73,8 +73,14 @@ def largest(z: Tensor) -> float:
 
 def lengths(z: Tensor) -> Tensor:
     """|z| (...,) of vectors (..., k) whose squares may leave the floating-point range: over their largest entry."""
-    size = z.abs().amax(-1, keepdim=True)
-    return size[..., 0] * torch.linalg.vector_norm(z / torch.where(size > 0, size, 1.0), dim=-1)
+    size = largest_entry(z)
+    return size[..., 0] * torch.linalg.vector_norm(z / size, dim=-1)
+
+
+def largest_entry(z: Tensor) -> Tensor:
+    """max_i |z_i| (..., 1) of every vector, a constant to divide by: 1 for z = 0."""
+    size = z.detach().abs().amax(-1, keepdim=True)
+    return torch.where(size > 0, size, 1.0)
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:

@@ -15,7 +15,7 @@ from attn_flow.base import checks
 from attn_flow.base.words import introduce
 from attn_flow.measures.cloud import Cloud
 from attn_flow.measures.measure import by_temperature
-from attn_flow.measures.sphere import UniformSphere, sqrt_or_zero, unit_of
+from attn_flow.measures.sphere import UniformSphere, sqrt_or_zero
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -246,7 +246,7 @@ def _moved(law: Any, *args: Any, **kwargs: Any) -> Any:
 def _along_and_across(g: Tensor, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """<g,m> (..., m), S g (..., m, d) and sqrt(g^T S g) (..., m)."""
     checks.queries(g, mean.shape[-1], mean)
-    unit = unit_of(g)
+    unit = dense.largest_entry(g)
     Sg = (g / unit) @ cov.mT
     return (g * mean[..., None, :]).sum(-1), unit * Sg, unit[..., 0] * sqrt_or_zero((g / unit * Sg).sum(-1))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.averages import bessel
+from attn_flow.averages import bessel, dense
 from attn_flow.base import checks
 from attn_flow.measures.measure import by_temperature
 
@@ -78,14 +78,8 @@ class UniformSphere:
 
 def length(g: Tensor) -> Tensor:
     """|g| (..., m), with gradient zero instead of NaN at g = 0; squares of extreme entries leave no range."""
-    unit = unit_of(g)
+    unit = dense.largest_entry(g)
     return unit[..., 0] * sqrt_or_zero((g / unit).square().sum(-1))
-
-
-def unit_of(g: Tensor) -> Tensor:
-    """The largest |g_i| of every vector, (..., m, 1), a constant; 1 for g = 0."""
-    size = g.detach().abs().amax(-1, keepdim=True)
-    return torch.where(size > 0, size, 1.0)
 
 
 def sqrt_or_zero(square: Tensor) -> Tensor:

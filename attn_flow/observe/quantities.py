@@ -250,11 +250,11 @@ def _over_pairs(
 
 def _directions(x: Tensor, shown: Tensor) -> Tensor:
     """x/|x|, whatever the size of the tokens; 0 for padding."""
-    size = x.abs().amax(-1, keepdim=True)
-    if checks.can_look(size) and bool((shown & (size[..., 0] == 0)).any()):
+    scaled = torch.where(shown[..., None], x / dense.largest_entry(x), 0.0)
+    norm = scaled.norm(dim=-1, keepdim=True)
+    if checks.can_look(norm) and bool((shown & (norm[..., 0] == 0)).any()):
         raise ValueError("x has a zero token, which has no direction; remove or mask it.")
-    scaled = torch.where(shown[..., None], x / torch.where(size > 0, size, 1.0), 0.0)
-    return scaled / torch.where(shown[..., None], scaled.norm(dim=-1, keepdim=True), 1.0)
+    return scaled / torch.where(shown[..., None], norm, 1.0)
 
 
 def effective_rank(

@@ -20,7 +20,6 @@ from attn_flow.attention.multihead import attention_alone
 from attn_flow.averages import dense
 from attn_flow.base import checks
 from attn_flow.measures import Cloud, Measure, UniformSphere
-from attn_flow.measures.sphere import unit_of
 from attn_flow.prediction.certificate import Settled, settle
 from attn_flow.prediction.rates import Stay, algebraic, exponential_rates, stay, terminal
 from attn_flow.prediction.requirements import Requirement, assumed, examined
@@ -221,7 +220,7 @@ class LimitMap:
 
     def _refuse(self, x: Tensor, A: Tensor, why: str) -> Tensor:
         """A x up to a factor, having raised if some of it is nothing but rounding: |A x| <= eps | |A| |x| |."""
-        u = x / unit_of(x)
+        u = x / dense.largest_entry(x)
         y = u @ A.mT
         if checks.can_look(x):
             rounding = torch.finfo(x.dtype).eps * (u.abs() @ A.abs().mT).norm(dim=-1)
