@@ -3,7 +3,7 @@
 # make test-anywhere   the tests as other machines run them: every instruction set torch has here (default, avx2, its
 #                      own) with 1 and 2 threads, shuffled, with new random numbers; a table at the end. SEED=7 repeats.
 # make test-foreign    the numerical tests on one instruction set that is not the machine's own (what .ci/run adds)
-# make mutants         does a wrong package fail its tests: named mutants of the bounds, and some drawn from every file
+# make mutants         does a wrong package fail its tests: mutants drawn from every file
 # make docs            the site, in site/: open site/index.html; a broken link is an error
 # make check-docs      the same, built aside, and every link followed (what .ci/run adds)
 # make test-docs       its notebooks, its blocks of code as written, its links, its pages in a browser
@@ -11,6 +11,8 @@
 # make report-figures  the figures of docs/report.md anew, from what `make demo` kept
 # make encoders        fetch the real encoders of docs/encoders.md into the user's cache (about 1 GB)
 # make test-encoders   the tests on those real encoders; what was not fetched is skipped by name
+# make bench           speed against other implementations, one table; on an otherwise idle machine
+# make reproduce       all experiments in full (hours)
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -43,7 +45,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(BIN)/pytest -n 2 -m "not slow and not bench and not docs"
+	$(BIN)/pytest -n 2 -m "not slow and not docs"
 
 test-anywhere: $(READY)
 	$(BIN)/python tests/anywhere.py $(if $(SEED),--seed $(SEED))
@@ -94,10 +96,10 @@ encoders: $(READY)
 	$(BIN)/attn-flow encoders get all
 
 test-encoders: $(READY)
-	$(BIN)/pytest -rs tests/hooks/test_zoo_weights.py
+	$(BIN)/pytest -rs tests/experiments/test_fetched_encoders.py
 
 bench: $(READY)
-	$(BIN)/attn-flow bench --out runs/bench
+	$(BIN)/python benchmarks/run.py --out runs/bench.json
 
 reproduce: $(READY)
 	$(BIN)/attn-flow reproduce all --out runs/reproduce

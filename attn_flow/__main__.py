@@ -1,5 +1,5 @@
-"""python -m attn_flow: the command line, and what torchrun starts."""
+"""python -m attn_flow: the command line, which torchrun can start."""
 
-from attn_flow.cli.entry import app
+from attn_flow.cli.main import main
 
-app(prog_name="attn-flow")
+main()

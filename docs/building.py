@@ -89,16 +89,15 @@ def outside_code(markdown: str, change: Any) -> str:
 def experiments() -> list[tuple[str, str]]:
     """(name, claim) of every experiment, in the order of the registry."""
     tree = ast.parse((ROOT / "experiments/__init__.py").read_text())
-    names = next(
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NAMES"
-    )
-    found = []
-    for name in names:
-        words = ast.get_docstring(ast.parse((ROOT / f"experiments/{name}.py").read_text())) or name
-        found.append((name, words.splitlines()[0]))
-    return found
+    lists = {
+        ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets
+    }
+    claims = []
+    for variable, folder in (("PAPERS", "experiments/papers"), ("MODELS", "experiments")):
+        for name in ast.literal_eval(lists[variable]):
+            docstring = ast.get_docstring(ast.parse((ROOT / folder / f"{name}.py").read_text())) or name
+            claims.append((name, docstring.splitlines()[0]))
+    return claims
 
 
 def gallery() -> str:

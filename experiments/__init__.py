@@ -1,19 +1,23 @@
-"""The papers' results, one module each: `compute(quick, seed, progress) -> dict` and `plot(numbers) -> Figure`."""
+"""Experiments: `papers` reproduces published results, the other modules measure real encoders and trained stacks.
+
+Every experiment is a module with `compute(quick, seed, progress) -> dict` and `plot(numbers) -> Figure`.
+"""
 
 from __future__ import annotations
 
+import ast
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
-NAMES = (
+PAPERS = (
     "concentration",
     "synchronisation",
     "metastability",
     "multiscale",
     "phase_diagram",
     "staircase",
-    "histograms",
     "spectral_selection",
     "multi_head",
     "noise",
@@ -22,9 +26,12 @@ NAMES = (
     "lost_in_the_middle",
     "normalisation",
     "long_context",
-    "gap_counting",
     "hardmax",
     "gaussian",
+)
+MODELS = (
+    "histograms",
+    "gap_counting",
     "layer_jacobians",
     "affine_rank",
     "energy_by_layer",
@@ -35,17 +42,31 @@ NAMES = (
     "cold_heads",
     "fine_tuning",
 )
+MODULES = {name: f"attn_flow.experiments.papers.{name}" for name in PAPERS}
+MODULES |= {name: f"attn_flow.experiments.{name}" for name in MODELS}
+NAMES = tuple(MODULES)
+
+
+def module_name(name: str) -> str:
+    """The full name of the module of an experiment."""
+    if name not in MODULES:
+        similar = get_close_matches(name, NAMES)
+        suggestion = f"did you mean {' or '.join(similar)}? Expected" if similar else "expected"
+        raise ValueError(f"no experiment {name!r}: {suggestion} one of {', '.join(NAMES)}.")
+    return MODULES[name]
 
 
 def load(name: str) -> ModuleType:
-    """The experiment's module."""
-    if name not in NAMES:
-        near = get_close_matches(name, NAMES)
-        meant = f"did you mean {' or '.join(near)}? Expected" if near else "expected"
-        raise ValueError(f"no experiment {name!r}: {meant} one of {', '.join(NAMES)}.")
-    return import_module(f"attn_flow.experiments.{name}")
+    """The module of an experiment."""
+    return import_module(module_name(name))
 
 
 def title(name: str) -> str:
-    """The first line of an experiment's docstring: its claim."""
-    return (load(name).__doc__ or name).strip().splitlines()[0]
+    """The claim of an experiment: the first line of its docstring, read without importing the module.
+
+    Example:
+        >>> title("noise")
+        'Random weights shared by all tokens synchronise them: Lyapunov exponents, and the transition of random values.'
+    """
+    path = Path(__file__).parent.joinpath(*module_name(name).split(".")[2:]).with_suffix(".py")
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or name).splitlines()[0]

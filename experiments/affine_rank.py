@@ -101,7 +101,7 @@ def layer_counts(layers: tuple[int, ...], seed: int) -> list[dict[str, Any]]:
     model, inputs = found[0]["trained"], token_ids(found[1], 1, TOKENS)
     runs = []
     for i in layers:
-        x = record(model, inputs, points=f"resid_pre.{i}").x[0, 0]
+        x = record(model, inputs, points=f"blocks.{i}.hook_in").x[0, 0]
         mean = x.mean(0)
         U, sigma, W = torch.linalg.svd(x - mean, full_matrices=False)
         block = blocks(model)[i]
@@ -135,7 +135,7 @@ def encoders(texts: int, n: int, seed: int) -> dict[str, Any] | None:
     inputs = token_ids(tokenizer, texts, n)
     runs: dict[str, Any] = {"texts": texts, "n": n}
     for name, model in models.items():
-        points = ["resid_pre", "attn_out", "resid_mid", "ffn_out", "resid_post"]
+        points = ["hook_in", "attn.hook_out", "hook_resid_mid", "mlp.hook_out", "hook_out"]
         x, a, m, f, y = record(model, inputs, points=points).x.unflatten(0, (5, -1))  # (layers, texts, n, d) each
         ranks = [effective_rank(z, centred=True).mean(-1).tolist() for z in (x, a, x + a, m, f, m + f, y)]
         spread = {"as it is": spread_of(record(model, inputs).x)}

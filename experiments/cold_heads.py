@@ -26,11 +26,11 @@ from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound
 from attn_flow.experiments.cold_heads_figure import plot as plot
+from attn_flow.experiments.encoders import fetched, load_fetched, sample_inputs
+from attn_flow.experiments.encoders.reactions import ReactionEncoder, of_one_size
+from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
 from attn_flow.experiments.parts import kept_part
-from attn_flow.hooks.reactions import ReactionEncoder, of_one_size
-from attn_flow.hooks.tables import TableEncoder, draw_table
-from attn_flow.hooks.trust import fingerprint
-from attn_flow.hooks.zoo import fetched, load_fetched, sample_inputs
+from attn_flow.hooks.fingerprints import fingerprint
 from attn_flow.probe.clouds import record_clouds
 
 ENCODERS = ("tabpfn", "rxnmapper", "rxnmap", "sapiens", "sapiens-light", "minilm", "antiberty", "m3e")
@@ -63,13 +63,14 @@ class Head:
 
 def head_of(attention: Attention, z: Tensor, h: int) -> Head:
     """Head h of a layer on the tokens z (n, d), put on one sphere."""
-    assert attention.K is not None  # attentions of encoders have all four
+    assert attention.Q is not None  # attentions of encoders have all four
+    assert attention.K is not None
     assert attention.V is not None
     assert attention.O is not None
     x = z / z.norm(dim=-1, keepdim=True) * z.norm(dim=-1).mean()
     Q = attention.Q[h]
     bias = torch.zeros_like(Q[:, 0]) if attention.query_bias is None else attention.query_bias[h]
-    beta = float(torch.as_tensor(attention.beta).expand(attention.heads)[h])
+    beta = float(torch.as_tensor(attention.beta, dtype=torch.float64).expand(attention.heads)[h])
     return Head(x, Q, attention.K[h], attention.V[h], attention.O[h], bias, beta)
 
 

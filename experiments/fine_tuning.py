@@ -86,7 +86,7 @@ def fine_tune(options: dict[str, Any], seed: int, updates: int) -> dict[str, Any
     from attn_flow.hooks.demo import minilm
 
     encoder, tokenizer = minilm()
-    replace_attention(encoder, **options, train_beta=True)
+    replace_attention(encoder, **options, learn_beta=True)
     encoder.embeddings.requires_grad_(False)  # type: ignore[operator, union-attr]
     model = Classifier(encoder, len(PAGES), seed)
     texts, y, held, held_y = sentences(seed)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LAWS: dict[str, tuple[Callable[[int], float], Callable[[np.random.Generator, tuple[int, int]], np.ndarray]]] = {
     "exponential": (lambda n: 1.0, lambda rng, shape: rng.exponential(size=shape)),
     "Gaussian": (lambda n: float(theory.gaussian_hazard(n)), lambda rng, shape: rng.standard_normal(shape)),
-    "soft edge": (lambda n: float(theory.edge_hazard(n)), lambda rng, shape: 1 / np.log(rng.random(shape))),
+    "soft edge": (lambda n: float(np.log(n) ** 2), lambda rng, shape: 1 / np.log(rng.random(shape))),
 }
 MULTIPLES = np.linspace(0.8, 4, 33)  # of the hazard rate, where shares of resolved rows are drawn
 
@@ -101,7 +101,7 @@ def encoders(texts: int, n: int, rng: np.random.Generator, seed: int) -> dict[st
     runs: dict[str, Any] = {"texts": texts, "n": n}
     for name, model in models.items():
         layers = []
-        for attention, x in zip(attentions(model), record(model, inputs, points="attn_in").x):
+        for attention, x in zip(attentions(model), record(model, inputs, points="attn.hook_in").x):
             s = logits(attention, x)
             beta = theory.resolving_beta(s)
             gaussian = theory.resolving_beta(s.std(-1, keepdims=True) * rng.standard_normal(s.shape))
@@ -125,7 +125,9 @@ def logits(attention: Any, x: torch.Tensor) -> np.ndarray:
     x = x[:, None].double()
     q = x @ attention.Q.double().mT
     q = q if attention.query_bias is None else q + attention.query_bias.double()[:, None]
-    return np.asarray(attention.common_beta * (q @ (x @ attention.K.double().mT).mT))
+    return np.asarray(
+        float(torch.as_tensor(attention.beta, dtype=torch.float64).max()) * (q @ (x @ attention.K.double().mT).mT)
+    )
 
 
 def encoder_claims(real: dict[str, Any]) -> list[dict[str, Any]]:
@@ -162,7 +164,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
         a.plot(MULTIPLES, rows[-1]["share"], color=colour, label=law)
         n = [r["n"] for r in rows]
         b.plot(n, [r["median"] for r in rows], "o", color=colour, label=f"{law}")
-        b.plot(n, [theory.MEDIAN * r["hazard"] for r in rows], **THEORY)
+        b.plot(n, [theory.MEDIAN_RATIO * r["hazard"] for r in rows], **THEORY)
     a.plot(MULTIPLES, theory.resolved_share(MULTIPLES, 1.0), **THEORY, label=r"$\sin(\pi a)/(\pi a)$, $n=\infty$")
     label(a, f"rows where one key holds half, $n={largest}$", r"$\beta$ / hazard rate $=1/a$", "share of rows")
     b.plot(numbers["sizes"], numbers["equal"], "s", color=COLOURS[3], label=r"equal gaps $1/2$")

@@ -16,6 +16,7 @@ import torch
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound, claim
 from attn_flow.experiments.figures import COLOURS, caption, label, panels, shades
+from attn_flow.measures import Cloud
 from attn_flow.observe.quantities import close_pairs, pairwise_cosines
 
 if TYPE_CHECKING:
@@ -58,14 +59,14 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
 
 def cosines(name: str, depth: int, texts: int, seed: int) -> dict[str, Any] | None:
     """Histograms, means and close pairs of off-diagonal cosines at every layer 0..depth, averaged over texts."""
+    from attn_flow.experiments.encoders import load_rxnmapper, textbook_reactions
     from attn_flow.hooks import record
-    from attn_flow.hooks.demo import reactions, rxnmapper
 
     try:
-        model, tokenizer = rxnmapper()
+        model, tokenizer = load_rxnmapper()
         if name == "untrained":
             model = untrained(model.config, seed)
-        path = record(model, tokenizer, reactions()[:texts], depth=depth)
+        path = record(model, tokenizer, textbook_reactions()[:texts], depth=depth)
     except ModuleNotFoundError:
         if name == "trained":
             return None
@@ -74,17 +75,18 @@ def cosines(name: str, depth: int, texts: int, seed: int) -> dict[str, Any] | No
         path = record(model, {"input_ids": torch.randint(10, 200, (texts, 64), generator=generator)}, depth=depth)
     histograms, mean, close, tight = [], [], [], []
     for x in path.x:
-        mass, edges = pairwise_cosines(x, BINS, mask=path.mask)
+        cloud = Cloud(x, mask=path.mask)
+        mass, edges = pairwise_cosines(cloud, BINS)
         middle = (edges[1:] + edges[:-1]) / 2
         histograms.append(mass.mean(0).tolist())
         mean.append(float((mass * middle).sum(-1).mean()))
-        close.append(float(close_pairs(x, 0.9, mask=path.mask).mean()))
-        tight.append(float(close_pairs(x, 0.999, mask=path.mask).mean()))
+        close.append(float(close_pairs(cloud, 0.9).mean()))
+        tight.append(float(close_pairs(cloud, 0.999).mean()))
     config: Any = model.config
     trained_depth = int(config.num_hidden_layers)
     mask = path.mask if path.mask is not None else torch.ones(path.x.shape[1:3], dtype=torch.bool)
     with_self, n = counted_with_self(path.x[trained_depth], mask), mask.sum(-1).double()
-    without = close_pairs(path.x[trained_depth], 0.999, mask=path.mask).double()
+    without = close_pairs(Cloud(path.x[trained_depth], mask=path.mask), 0.999).double()
     return {
         "name": name,
         "tokens": int(mask.sum()),

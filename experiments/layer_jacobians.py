@@ -127,8 +127,8 @@ def shuffled(model: nn.Module, seed: int) -> nn.Module:
 
 def layer_of(block: Block, attention: Attention, x: Tensor, i: int) -> Callable[[Tensor], Tensor]:
     """z -> output of a BERT layer at token i, where token i of x (n, d) is z, attention written out."""
-    Q, K, V, O, beta = attention.Q, attention.K, attention.V, attention.O, attention.common_beta
-    assert K is not None and V is not None and O is not None and beta is not None  # noqa: PT018  # a trained one has all
+    Q, K, V, O = (attention.tensors[name] for name in "QKVO")
+    beta = float(torch.as_tensor(attention.beta, dtype=torch.float64).max())  # one for all heads
     others = torch.arange(len(x)) != i
     keys, values = x @ K.mT, x @ V.mT  # (heads, n, k), constants but for token i
 

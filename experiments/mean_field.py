@@ -17,6 +17,8 @@ import torch
 
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.encoders import fetched, load_fetched
+from attn_flow.experiments.encoders.tables import TableEncoder
 from attn_flow.experiments.mean_field_chaos import (
     LAWS,
     Law,
@@ -31,10 +33,8 @@ from attn_flow.experiments.mean_field_chaos import (
 from attn_flow.experiments.mean_field_closures import components, more_atoms, table_task
 from attn_flow.experiments.mean_field_figure import plot as plot
 from attn_flow.experiments.parts import kept_part
-from attn_flow.hooks.tables import TableEncoder
-from attn_flow.hooks.trust import fingerprint
+from attn_flow.hooks.fingerprints import fingerprint
 from attn_flow.hooks.weights import attentions
-from attn_flow.hooks.zoo import fetched, load_fetched
 
 NULLS = ("other law", "shuffled labels", "random weights")
 SEEDS = {64: 6, 128: 6, 256: 6, 512: 4, 1024: 3, 2048: 2, 4096: 1}

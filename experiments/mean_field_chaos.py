@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.hooks.tables import TableEncoder, draw_table
+from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
 from attn_flow.observe.quantities import attention_statistics, clusters, effective_rank
 from attn_flow.probe.clouds import directions
 

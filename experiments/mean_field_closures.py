@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_flow.experiments.encoders.tables import TableEncoder
 from attn_flow.experiments.mean_field_chaos import Law, after_attention, size, spread_of
-from attn_flow.hooks.tables import TableEncoder
 from attn_flow.hooks.weights import attentions
 from attn_flow.measures import Cloud, Gaussian, Measure, Mixture
 from attn_flow.probe.agreement import compare

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attn_flow.base.files import plain, versions, write_json
+from attn_flow.base.files import to_plain, versions, write_json
 from attn_flow.base.texts import parse_json
 
 
@@ -18,14 +18,14 @@ def kept_part(parts: Path | None, name: str, options: dict[str, Any], compute: C
     parts: a folder, None to keep nothing. options: all that the part depends on beside the code; versions are added.
     """
     if parts is None:
-        return plain(compute())
-    asked = json.dumps(plain({**options, "versions": versions()}), sort_keys=True)
+        return to_plain(compute())
+    asked = json.dumps(to_plain({**options, "versions": versions()}), sort_keys=True)
     key = hashlib.sha256(asked.encode()).hexdigest()
     path = parts / f"{name}.json"
     if path.is_file():
         found = parse_json(path.read_text(), str(path))
         if found.get("key") == key:
             return found["part"]
-    part = plain(compute())
+    part = to_plain(compute())
     write_json({"key": key, "part": part}, path)
     return part

@@ -18,14 +18,15 @@ import torch
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound
 from attn_flow.experiments.figures import COLOURS, caption, label, panels
+from attn_flow.measures import Cloud
 from attn_flow.nn.stack import DeepStack
 from attn_flow.observe.quantities import alignment
-from attn_flow.prediction.finite_n import resolution
-from attn_flow.prediction.limit_map import limit
+from attn_flow.prediction import limit, resolution
 from attn_flow.train.loop import evaluate, train_stack
-from attn_flow.train.observation import count_clusters, to_limit
-from attn_flow.train.recipes import Recipe, generator_of, recipe
-from attn_flow.train.tasks import Task
+from attn_flow.train.observation import count_clusters, distance_to_limit
+from attn_flow.train.recipes import Recipe, recipe
+from attn_flow.train.stacks import make_stack
+from attn_flow.train.tasks import Task, generator_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,13 +73,13 @@ def one(
     changed = {**BASE, **options, "steps": _steps(options["horizon"]), "updates": updates, "seed": seed}
     r = replace(recipe("clusters"), **changed)
     task = r.make_task()
-    start = measure(r.make_stack(**task.stack_options).eval(), task, r, clouds)  # type: ignore[arg-type]
+    start = measure(make_stack(r, task.stack_options).eval(), task, r, clouds)
     stack = train_stack(r).stack
     horizon = options["horizon"]
     longer = [measure(stack.rerun(horizon=horizon * c, steps=_steps(horizon * c)), task, r, clouds) for c in longer_by]
     colder = [measure(stack.rerun(beta_factor=c), task, r, clouds) for c in beta_factors]
     trained = longer[longer_by.index(1.0)]
-    twin = measure(stack.discrete_twin(), task, r, clouds)["accuracy"]
+    twin = measure(stack.discretised(), task, r, clouds)["accuracy"]
     return {
         **options,
         "seed": seed,
@@ -101,21 +102,21 @@ def measure(stack: DeepStack, task: Task, r: Recipe, clouds: int = CLOUDS) -> di
     ratios = []
     for (path, _), attention in zip(stack.paths(x), stack.attentions()):
         ends = path[[0, -1]]
-        curve, why = to_limit(stack, attention, ends)
+        curve, why = distance_to_limit(stack, attention, ends)
         if curve is None:
             raise ValueError(f"no limit to compare with: {why}")
         ratios.append(float((curve[1] / curve[0]).mean()))
-    found = limit(attention)  # of the last layer, as is the cloud below
-    assert found.basis is not None  # one head of full width
-    assert found.terminal_basis is not None
+    target = limit(attention)  # of the last layer, as is the cloud below
+    assert target.spectrum is not None  # one head of full width
+    assert target.terminal is not None
     return {
         "accuracy": evaluate(stack, task, r.seed, size=400)["held_out_accuracy"],
-        "clusters": float(count_clusters(path[-1]).double().mean()),
+        "clusters": float(count_clusters(Cloud(path[-1])).double().mean()),
         "w2": float(np.mean(ratios)),
-        "along_M": float(alignment(path[-1], found.basis).mean()),
-        "along_V": float(alignment(path[-1], found.terminal_basis).mean()),
-        "dim_M": found.basis.shape[1],
-        "dim_V": found.terminal_basis.shape[1],
+        "along_M": float(alignment(path[-1], target.spectrum.basis).mean()),
+        "along_V": float(alignment(path[-1], target.terminal.basis).mean()),
+        "dim_M": target.spectrum.basis.shape[1],
+        "dim_V": target.terminal.basis.shape[1],
         "resolution": float(resolution(attention, path[0], warn=False).number.mean()),
     }
 

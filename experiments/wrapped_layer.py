@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow import Attention, Sphere, Trajectory, UniformSphere, euler, flow, rk4
+from attn_flow import Attention, Sphere, Trajectory, UniformSphere, euler, flow, limit, resolution, rk4, wasserstein
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound, claim
 from attn_flow.experiments.figures import THEORY, caption, label, panels, shades
 from attn_flow.observe.quantities import clusters
-from attn_flow.prediction import limit, resolution
-from attn_flow.transport.distances import wasserstein
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,10 +47,11 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
 
 def encoder(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A trained model, and one real text of at most 64 tokens."""
-    from attn_flow.hooks.demo import minilm, reactions, rxnmapper, topics
+    from attn_flow.experiments.encoders import load_rxnmapper, textbook_reactions
+    from attn_flow.hooks.demo import minilm, topics
 
-    model, tokenizer = minilm() if name == "MiniLM" else rxnmapper()
-    text = topics(1)[0] if name == "MiniLM" else reactions()[4]
+    model, tokenizer = minilm() if name == "MiniLM" else load_rxnmapper()
+    text = topics(1)[0] if name == "MiniLM" else textbook_reactions()[4]
     options = {"return_tensors": "pt", "truncation": True, "max_length": TOKENS, "return_token_type_ids": False}
     return model.double(), dict(tokenizer([text], **options))
 
@@ -66,7 +65,7 @@ def one_layer(
     if norm is None:
         raise ValueError(f"layer {layer} of {name} has no norm before it; expected tokens on a sphere.")
     attention = attentions(model, fold=True)[layer]
-    z = record(model, inputs, points=f"attn_in.{layer}").x[0, 0]
+    z = record(model, inputs, points=f"blocks.{layer}.attn.hook_in").x[0, 0]
     sphere = Sphere(attention.dim**0.5)
     x0 = sphere.retract(z / norm.gain if norm.bias is None else (z - norm.bias) / norm.gain)
     where = f"{name} layer {layer}: "
@@ -122,7 +121,7 @@ def wrapped_against_flow(model: nn.Module, inputs: dict[str, Tensor], layer: int
 
     ellipsoid, block = geometries(model)[layer], blocks(model)[layer]
     with wrap(model, [layer], steps=steps, horizon=1.0, geometry=ellipsoid):
-        got = record(model, inputs, points=f"resid_mid.{layer}").x[0, 0]
+        got = record(model, inputs, points=f"blocks.{layer}.hook_resid_mid").x[0, 0]
     moved = flow(attentions(model)[layer], z, [0.0, 1.0], geometry=ellipsoid, step=euler, h=1 / steps).x[-1]
     with torch.no_grad():
         expected = block[block.architecture.norm1](moved)
@@ -132,20 +131,21 @@ def wrapped_against_flow(model: nn.Module, inputs: dict[str, Tensor], layer: int
 def cold_flow(attention: Attention, x0: Tensor, t: Tensor, h: float) -> Trajectory:
     """The zero-temperature flow with keys that fill the sphere: every token by itself, in fixed steps."""
     sphere, filled = Sphere(float(x0.norm(dim=-1).mean())), UniformSphere(attention.dim)
-    return flow(attention.with_beta(float("inf")), x0, t, geometry=sphere, context=filled, step=rk4, h=h)
+    return flow(attention.with_beta(float("inf")).with_context(filled), x0, t, geometry=sphere, step=rk4, h=h)
 
 
 def heads(attention: Attention) -> list[Attention]:
     """Every head alone, without biases: what the theorem speaks of."""
     parts: Any = {name: getattr(attention, name) for name in ("Q", "K", "V", "O")}
     alone = [slice(h, h + 1) for h in range(attention.heads)]
-    return [Attention(beta=attention.beta[h], **{name: w[h] for name, w in parts.items()}) for h in alone]
+    beta = torch.as_tensor(attention.beta, dtype=torch.float64).expand(attention.heads)
+    return [Attention(beta=beta[h], **{name: w[h] for name, w in parts.items()}) for h in alone]
 
 
 def small_spectrum(head: Attention) -> Tensor:
     """The nonzero eigenvalues of M = O V K^T Q, from the small matrix Q O V K^T (k, k), largest real part first."""
-    assert head.O is not None and head.V is not None and head.K is not None  # noqa: PT018  # a trained head has all
-    found = torch.linalg.eigvals(head.Q[0] @ head.O[0] @ head.V[0] @ head.K[0].mT)
+    Q, K, V, O = (head.tensors[name][0] for name in "QKVO")
+    found = torch.linalg.eigvals(Q @ O @ V @ K.mT)
     return found[found.real.argsort(descending=True)]
 
 
@@ -159,8 +159,9 @@ def ideal(attention: Attention, x0: Tensor) -> dict[str, Any]:
     h = max(found)[1] if found else 0
     head = heads(attention)[h]
     target = limit(head)
-    case = target.off_kernel or target.case
-    g = float(target.g or 0.0)
+    assert target.spectrum is not None  # one head without biases
+    assert target.rates is not None
+    g = target.rates.g
     t = torch.linspace(0, 6 / g, 61)
     path = cold_flow(head, x0, t, h=0.1 / g)
     goal = target.push_forward(x0)
@@ -170,10 +171,10 @@ def ideal(attention: Attention, x0: Tensor) -> dict[str, Any]:
     slope = _slope(path.t[inside], median[inside].log()) if int(inside.sum()) > 2 else float("nan")
     return {
         "head": h,
-        "case": case,
+        "case": target.case,
         "real_leading": len(found),
-        "leading": target.leading,
-        "gap": target.gap,
+        "leading": target.spectrum.leading,
+        "gap": target.spectrum.gap,
         "g": g,
         "measured": -slope,
         "t": path.t.tolist(),
@@ -196,7 +197,7 @@ def real(attention: Attention, x0: Tensor, cold: Tensor, factor: float, horizon:
     n = x0.shape[0]
     cosines = ((unit @ unit.mT).sum((-1, -2)) - n) / (n * n - n)
     last = path.x[-1]
-    V = attention.values.sum(0)
+    V = attention.OV.sum(0)
     alone = last @ V.mT if attention.value_bias is None else last @ V.mT + attention.value_bias
     drift = warm.drift(last)
     return {

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound
+from attn_flow.experiments.encoders import ZOO, fetched, load_fetched, own_inputs
 from attn_flow.experiments.parts import kept_part
 from attn_flow.experiments.zoo_figure import PAIRS, best_null, mean
 from attn_flow.experiments.zoo_figure import plot as plot
-from attn_flow.hooks.attach import deepened
-from attn_flow.hooks.trust import fingerprint
-from attn_flow.hooks.zoo import ZOO, fetched, load_fetched, own_inputs
+from attn_flow.hooks.attachment import with_depth
+from attn_flow.hooks.fingerprints import fingerprint
 from attn_flow.probe.clouds import Clouds, directions, record_clouds
 from attn_flow.probe.heads import sharpness
 from attn_flow.probe.nulls import (
@@ -114,7 +114,7 @@ def _one_run(
         predictions["random_clusters_closure"] = by_control("random_clusters_closure", generator)
     layer, depth = dict(predictions), dict(predictions)
     if nulls:
-        tied = all(torch.equal(A.Q, clouds.attentions[0].Q) for A in clouds.attentions)
+        tied = all(torch.equal(A.tensors["Q"], clouds.attentions[0].tensors["Q"]) for A in clouds.attentions)
         differing = [name for name in LAYER_NULLS if not (tied and name == "another_layer")]
         layer |= {name: by_null(name, clouds, generator) for name in allowed_nulls(differing, clouds)}
         depth |= {
@@ -180,7 +180,7 @@ def _beyond(
     model: nn.Module, source: Any, texts: list[str] | None, length: int, seed: int, depth: int
 ) -> dict[str, Any]:
     """The shared block fired `depth` times: how near tokens come, and whether the closure still follows."""
-    with deepened(model, depth):
+    with with_depth(model, depth):
         clouds = record_clouds(model, source, texts, max_length=length, max_unknown=1.0)
         laid = bench(model, source, texts, clouds, length)
         generator = torch.Generator().manual_seed(seed)

@@ -1,28 +1,31 @@
-"""Real encoders as the core's nouns: a Trajectory of their states, an Attention per layer, a layer as a flow."""
+"""Real encoders in the terms of attn_flow: activations as a Trajectory, layers as Attention, layers as flows."""
 
 from attn_flow.hooks.architectures import Architecture, register
+from attn_flow.hooks.attention_interface import register_attention
 from attn_flow.hooks.capture import record
 from attn_flow.hooks.corpus import record_corpus
-from attn_flow.hooks.corpus_statistics import Statistics, merge_shards
+from attn_flow.hooks.inputs import unknown_share
+from attn_flow.hooks.layer_flow import LayerFlow, flows
 from attn_flow.hooks.layout import Block, blocks
-from attn_flow.hooks.loading import load_texts
-from attn_flow.hooks.named import load_encoder
-from attn_flow.hooks.replacing import LayerFlow, flows, load, replace_attention
-from attn_flow.hooks.tape import POINTS, Tape, recording
+from attn_flow.hooks.loading import load, load_encoder, register_encoder
+from attn_flow.hooks.recorder import POINTS, ActivationCache, recording
+from attn_flow.hooks.replacing import replace_attention, restore_attention
+from attn_flow.hooks.self_check import Check, self_check
+from attn_flow.hooks.statistics import Statistics, merge_shards
 from attn_flow.hooks.temperature import scale_beta
-from attn_flow.hooks.trust import Check, self_check, unknown_share
+from attn_flow.hooks.texts import load_texts
 from attn_flow.hooks.weights import Norm, attentions, encoder_facts, geometries, norms
 from attn_flow.hooks.wrapping import wrap
 
 __all__ = [
     "POINTS",
+    "ActivationCache",
     "Architecture",
     "Block",
     "Check",
     "LayerFlow",
     "Norm",
     "Statistics",
-    "Tape",
     "attentions",
     "blocks",
     "encoder_facts",
@@ -37,7 +40,10 @@ __all__ = [
     "record_corpus",
     "recording",
     "register",
+    "register_attention",
+    "register_encoder",
     "replace_attention",
+    "restore_attention",
     "scale_beta",
     "self_check",
     "unknown_share",

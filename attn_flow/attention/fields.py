@@ -1,10 +1,10 @@
-"""What moves tokens: a vector field F(t, x) of a cloud, and the ways to make one out of others.
+"""Vector fields that move tokens, and how to combine them.
 
-    flow(attention + Drift(ffn), x0, t=20.0)                        # the sum of two fields
-    flow(Layers([A_1, A_2 + Drift(ffn)], times=[0, 1, 3]), x0, t=3.0)    # A_1 until t = 1, then the other
+    flow(attention + Drift(ffn), x0, t=20.0)                            # the sum of two fields
+    flow(Layers([A_1, A_2 + Drift(ffn)], times=[0, 1, 3]), x0, t=3.0)   # A_1 until t = 1, then the other
+    flow(Scheduled(lambda t: attention.with_beta(1 + t)), x0, t=3.0)    # weights that change smoothly
 
-A flow follows P_x F(t, x). It asks a field for its jumps, for the smooth piece between two of them, and for the
-function (t, x) -> F of the cloud as it is seen, and never which field it is.
+A flow follows P_x F(t, x). It evaluates a field, asks for its jumps, and never asks which field it is.
 """
 
 from __future__ import annotations
@@ -14,53 +14,41 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from attn_flow.base import checks
-from attn_flow.measures import Cloud, Measure
+from attn_flow.measures import Cloud
 
-Function = Callable[[float, Tensor], Tensor]
-
-
-class Part(Protocol):
-    """The tokens that one process moves: where they begin in the cloud, its own part of something, and the whole."""
-
-    @property
-    def first(self) -> int: ...
-    def own(self, x: Tensor, dim: int = -2) -> Tensor: ...
-    def everyone(self, x: Tensor) -> Tensor: ...
-
-
-@dataclass
-class View:
-    """What a field is told of the cloud it moves. All of it may change: tokens merge, and grow."""
-
-    log_weights: Tensor | None
-    part: Part
-    context: Measure | None = None
-    longest: float | None = None  # no token is longer
+Velocity = Callable[[float, Tensor], Tensor]  # (t, x) -> one vector per token, x (..., n, d)
 
 
 class Field(ABC):
-    """A vector field of tokens, F(t, x) (..., n, d) for x (..., n, d); fields add up: attention + Drift(f)."""
+    """A vector field of a cloud of tokens. Fields add up: attention + Drift(f)."""
 
-    attends = True  # whether it can attend to a context
-    jumps: tuple[float, ...] = ()  # times where it is not continuous
+    jumps: tuple[float, ...] = ()  # times at which it is not continuous
+    needs_euclidean: bool = False  # whether it changes the length of tokens, so that they cannot stay on a sphere
 
-    def __add__(self, other: Field) -> Field:
-        return Sum((*self.terms, *other.terms)) if isinstance(other, Field) else NotImplemented
+    @abstractmethod
+    def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
+        """The drift (..., n, d) at time t of tokens x (..., n, d) with log-weights (..., n), without checks."""
 
-    @property
-    def terms(self) -> tuple[Field, ...]:
-        """What it is the sum of."""
-        return (self,)
+    @abstractmethod
+    def summary(self) -> dict[str, Any]:
+        """What a trajectory stores about it, as plain JSON."""
 
-    def frozen(self, t: float) -> Field:
-        """What is known of it at time t, if it is a function of time."""
+    def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
+        """Raise ValueError unless the field can move this cloud; returns the batch axes of its drift."""
+        return cloud.x.shape[:-2]
+
+    def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
+        """An upper bound, shape (), on the logits of tokens no longer than `radius` at these times."""
+        return torch.zeros(())
+
+    def in_float64(self) -> Field:
+        """The same field for tokens that are computed in float64 because float32 cannot resolve their logits."""
         return self
 
     def piece(self, start: float, end: float) -> Field:
@@ -68,140 +56,113 @@ class Field(ABC):
         return self
 
     @property
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """The weights it is made of, by name."""
+    def not_exchangeable_because(self) -> tuple[str, ...]:
+        """Reasons why coincident tokens may separate; () if they never do."""
+        return ()
 
-    @property
-    @abstractmethod
-    def tells_apart(self) -> tuple[str, ...]:
-        """Why tokens at one place may move differently; () if they never do."""
-
-    @abstractmethod
-    def admit(self, cloud: Cloud, context: Measure | None = None) -> torch.Size:
-        """Raise ValueError for a cloud it cannot move or context it cannot see; the leading axes of its drift."""
-
-    def needs_float64(self, radius: float) -> bool:
-        """Whether float32 is too coarse for tokens of at most this length."""
-        return False
-
-    @abstractmethod
-    def seen(self, view: View) -> Function:
-        """(t, x) -> F(t, x) of this process's tokens x, with all that can be prepared prepared."""
-
-    @abstractmethod
-    def summary(self) -> dict[str, Any]:
-        """What a path remembers of it, as plain JSON."""
+    def __add__(self, other: Field) -> Field:
+        return Sum((*_terms(self), *_terms(other))) if isinstance(other, Field) else NotImplemented
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Drift(Field):
-    """A drift of your own, f(t, x): an FFN, a forcing, a potential; alone or added to an attention.
+    """A drift of your own, f(t, x), such as an FFN, a forcing or a potential.
 
     Args:
-        f: of a number t and tokens x (..., n, d), padding included; returns what broadcasts to x, in its dtype. The
-            flow projects it to the geometry, as it does with attention: x' = P_x (attention + f).
-        tokenwise: promise that f moves every token by its own place alone, as an FFN does. Coincident tokens may then
-            be merged (`Adaptive`), and processes call f on their own tokens only.
-
-    Gradients reach what f closes over. A path remembers the name of f.
+        f: a function of a number t and tokens x (..., n, d), padding included, that returns a tensor which broadcasts
+            to x, in its dtype. The flow projects it to the geometry, as it does with attention.
+        tokenwise: whether f moves every token by its own position alone, as an FFN does. Coincident tokens may then
+            be merged by `Adaptive`.
 
     Example:
-        >>> from attn_flow import Attention, Euclidean, flow
+        >>> from attn_flow import Euclidean, flow
         >>> rotation = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
         >>> turning = Drift(lambda t, x: x @ rotation.T, tokenwise=True)
-        >>> x0 = torch.tensor([[1.0, 0.0]])
-        >>> flow(turning, x0, [0.0, torch.pi / 2], geometry=Euclidean()).x[-1].round(decimals=4).abs()
+        >>> path = flow(turning, torch.tensor([[1.0, 0.0]]), [0.0, torch.pi / 2], geometry=Euclidean())
+        >>> path.x[-1].round(decimals=4).abs()
         tensor([[0., 1.]])
-        >>> flow(Attention.identity(2) + turning, x0, 1.0).about["attention"]["sum"][1]
-        {'drift': '<lambda>', 'tokenwise': True}
     """
 
-    f: Function
+    f: Velocity
     tokenwise: bool = False
-    attends = False
-
-    def __post_init__(self) -> None:
-        if not callable(self.f):
-            raise ValueError(f"f is a {type(self.f).__name__}, expected a function of (t, x), x (..., n, d).")
-        checks.flags(tokenwise=self.tokenwise)
-
-    @property
-    def name(self) -> str:
-        return getattr(self.f, "__name__", type(self.f).__name__)
 
     def __repr__(self) -> str:
         return f"Drift({self.name}{', tokenwise' * self.tokenwise})"
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        return dict(self.f.named_parameters()) if isinstance(self.f, nn.Module) else {}
+    def name(self) -> str:
+        """The name of f."""
+        return getattr(self.f, "__name__", type(self.f).__name__)
 
-    @property
-    def tells_apart(self) -> tuple[str, ...]:
-        return () if self.tokenwise else (f"{self}, which is not tokenwise",)
-
-    def admit(self, cloud: Cloud, context: Measure | None = None) -> torch.Size:
-        return torch.broadcast_shapes(cloud.x.shape[:-2], cloud.probabilities.shape[:-1])
-
-    def seen(self, view: View) -> Function:
-        if self.tokenwise:
-            return self._checked
-        return lambda t, x: view.part.own(self._checked(t, view.part.everyone(x)))
-
-    def _checked(self, t: float, x: Tensor) -> Tensor:
-        F = self.f(t, x)
-        checks.tensor(f"what {self} returned", F, f"{tuple(x.shape)}")
-        if F.ndim > x.ndim or not checks.broadcasts(F.shape, x.shape) or F.expand(x.shape).dtype != x.dtype:
+    def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
+        drift = self.f(t, x)
+        if drift.dtype != x.dtype or drift.ndim > x.ndim:
             raise ValueError(
-                f"{self} returned {F.dtype} {tuple(F.shape)} at t = {t:.4g}, expected {x.dtype} {tuple(x.shape)} as "
-                "the tokens it was given."
+                f"{self} returned {drift.dtype} {tuple(drift.shape)} at t = {t:.4g}, expected {x.dtype} "
+                f"{tuple(x.shape)}, as the tokens that it received."
             )
-        return F.expand(x.shape)
+        return drift.expand(x.shape)
 
     def summary(self) -> dict[str, Any]:
         return {"drift": self.name, "tokenwise": self.tokenwise}
 
+    def in_float64(self) -> Field:
+        function = self.f
+
+        def f(t: float, x: Tensor) -> Tensor:
+            return function(t, x.float()).double()
+
+        f.__name__ = self.name
+        return replace(self, f=f)
+
+    @property
+    def not_exchangeable_because(self) -> tuple[str, ...]:
+        return () if self.tokenwise else (f"{self}, which is not tokenwise",)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Several(Field):
-    """Fields that act together, at once or in turn."""
+class _Several(Field):
+    """Fields that act at once or one after the other."""
 
     fields: tuple[Field, ...]
 
     def __post_init__(self) -> None:
         for i, field in enumerate(self.fields):
             if not isinstance(field, Field):
-                raise ValueError(f"field {i} is a {type(field).__name__}, expected Attention, Drift, or sums of them.")
+                raise TypeError(f"field {i} is a {type(field).__name__}, expected Attention, Drift, or a sum of them.")
+
+    def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
+        return torch.broadcast_shapes(*(field.check_cloud(cloud, t) for field in self.fields))
+
+    def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
+        return torch.stack([field.logit_bound(radius, times).cpu() for field in self.fields]).amax()
 
     @property
-    def attends(self) -> bool:  # type: ignore[override]
-        return any(field.attends for field in self.fields)
+    def needs_euclidean(self) -> bool:  # type: ignore[override]
+        return any(field.needs_euclidean for field in self.fields)
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {f"{name} of field {i}": z for i, field in enumerate(self.fields) for name, z in field.tensors.items()}
-
-    @property
-    def tells_apart(self) -> tuple[str, ...]:
-        return tuple(why for field in self.fields for why in field.tells_apart)
-
-    def admit(self, cloud: Cloud, context: Measure | None = None) -> torch.Size:
-        return torch.broadcast_shapes(*(field.admit(cloud, context) for field in self.fields))
-
-    def needs_float64(self, radius: float) -> bool:
-        return any(field.needs_float64(radius) for field in self.fields)
+    def not_exchangeable_because(self) -> tuple[str, ...]:
+        return tuple(reason for field in self.fields for reason in field.not_exchangeable_because)
 
 
-class Sum(Several):
-    """F_1 + F_2 + ...: made by adding fields."""
-
-    @property
-    def terms(self) -> tuple[Field, ...]:
-        return self.fields
+class Sum(_Several):
+    """F_1 + F_2 + ..., made by adding fields."""
 
     def __repr__(self) -> str:
         return " + ".join(type(field).__name__ for field in self.fields)
+
+    def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
+        drift = self.fields[0](t, x, log_weights)
+        for field in self.fields[1:]:
+            drift = drift + field(t, x, log_weights)
+        return drift
+
+    def summary(self) -> dict[str, Any]:
+        return {"sum": [field.summary() for field in self.fields]}
+
+    def in_float64(self) -> Field:
+        return Sum(tuple(field.in_float64() for field in self.fields))
 
     @property
     def jumps(self) -> tuple[float, ...]:  # type: ignore[override]
@@ -210,51 +171,35 @@ class Sum(Several):
     def piece(self, start: float, end: float) -> Field:
         return Sum(tuple(field.piece(start, end) for field in self.fields)) if self.jumps else self
 
-    def seen(self, view: View) -> Function:
-        functions = [field.seen(view) for field in self.fields]
-        return lambda t, x: sum((F(t, x) for F in functions[1:]), start=functions[0](t, x))
 
-    def summary(self) -> dict[str, Any]:
-        return {"sum": [field.summary() for field in self.fields]}
+class Layers(_Several):
+    """Weights that change with depth: field number l acts from times[l] to times[l + 1].
 
-
-class Layers(Several):
-    """Weights that change with depth: the l-th field acts from times[l] to times[l + 1].
-
-    Steps of a flow end at the jumps, so that they keep their order and every step sees one layer.
+    The steps of a flow end at the jumps, so that they keep their order.
 
     Args:
         fields: attentions, or any fields, of one dimension.
-        times: increasing, one more than fields; the last may be inf.
+        times: increasing, one more than fields; the last may be infinite.
 
     Example:
         >>> from attn_flow import Attention, Sphere, flow
-        >>> hot, cold = Attention.identity(3, beta=1.0), Attention.identity(3, beta=9.0)
-        >>> layers = Layers([hot, cold], times=[0.0, 0.5, 2.0])
+        >>> layers = Layers([Attention.identity(3, beta=1.0), Attention.identity(3, beta=9.0)], times=[0.0, 0.5, 2.0])
         >>> layers
         Layers(2 fields from t = 0 to 2)
-        >>> path = flow(layers, Sphere().uniform(20, 3), t=[0.0, 2.0])
-        >>> path.about["attention"]["times"], path.about["attention"]["layers"][1]["beta"]
-        ([0.0, 0.5, 2.0], 9.0)
+        >>> flow(layers, Sphere().uniform(20, 3), t=[0.0, 2.0]).about["field"]["times"]
+        [0.0, 0.5, 2.0]
     """
 
     times: tuple[float, ...]
 
     def __init__(self, fields: Sequence[Field], times: Sequence[float] | Tensor) -> None:
-        try:
-            clock, fields = tuple(float(t) for t in times), tuple(fields)
-        except (TypeError, ValueError):
-            kinds = f"{type(fields).__name__} of fields and {type(times).__name__} of times"
-            raise ValueError(f"Layers of a {kinds}; expected a list of fields, and one of numbers.") from None
-        if len(fields) == 0 or len(clock) != len(fields) + 1:
-            raise ValueError(
-                f"{len(clock)} times for {len(fields)} layers, expected one more: layer l acts from times[l] to "
-                "times[l + 1]."
-            )
-        if not all(a < b for a, b in itertools.pairwise(clock)) or not math.isfinite(clock[0]):
-            raise ValueError(f"times = {clock[:6]}, expected finite times that increase strictly; the last may be inf.")
-        super().__init__(fields)
-        object.__setattr__(self, "times", clock)
+        grid = tuple(float(t) for t in times)
+        if len(fields) == 0 or len(grid) != len(fields) + 1:
+            raise ValueError(f"{len(grid)} times for {len(fields)} fields, expected one more time than fields.")
+        if not all(a < b for a, b in itertools.pairwise(grid)) or not math.isfinite(grid[0]):
+            raise ValueError(f"times = {grid[:6]}, expected strictly increasing times; only the last may be infinite.")
+        super().__init__(tuple(fields))
+        object.__setattr__(self, "times", grid)
 
     def __repr__(self) -> str:
         return f"Layers({len(self.fields)} fields from t = {self.times[0]:g} to {self.times[-1]:g})"
@@ -265,6 +210,16 @@ class Layers(Several):
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)
 
+    def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
+        return self.piece(t, t)(t, x, log_weights)
+
+    def summary(self) -> dict[str, Any]:
+        times = [t if math.isfinite(t) else "inf" for t in self.times]
+        return {"layers": [field.summary() for field in self.fields], "times": times}
+
+    def in_float64(self) -> Field:
+        return Layers([field.in_float64() for field in self.fields], self.times)
+
     @property
     def jumps(self) -> tuple[float, ...]:  # type: ignore[override]
         inner = {t for field in self.fields for t in field.jumps}
@@ -272,52 +227,51 @@ class Layers(Several):
 
     def piece(self, start: float, end: float) -> Field:
         if not self.times[0] <= start <= end <= self.times[-1]:
-            raise ValueError(f"{self}, asked from t = {start:g} to {end:g}; expected times between its own.")
+            raise ValueError(f"{self} has no field from t = {start:g} to {end:g}; expected times between its own.")
         layer = min(bisect.bisect_right(self.times, start), len(self.fields)) - 1
         return self.fields[layer].piece(start, end)
-
-    def seen(self, view: View) -> Function:
-        return lambda t, x: self.piece(t, t).seen(view)(t, x)
-
-    def summary(self) -> dict[str, Any]:
-        times = [t if math.isfinite(t) else "inf" for t in self.times]
-        return {"layers": [field.summary() for field in self.fields], "times": times}
 
 
 @dataclass(frozen=True, eq=False)
 class Scheduled(Field):
-    """A function of time that returns the field of that moment."""
+    """A field whose weights change smoothly: a function of time that returns the field of that time.
+
+    Example:
+        >>> from attn_flow import Attention, Sphere, flow
+        >>> cooling = Scheduled(lambda t: Attention.identity(3, beta=1 + t))
+        >>> flow(cooling, Sphere().uniform(20, 3), t=[0.0, 2.0])
+        Trajectory(2 times from 0 to 2, x (2, 20, 3) float32)
+    """
 
     function: Callable[[float], Field]
+    is_float64: bool = False
 
-    def frozen(self, t: float) -> Field:
+    def at(self, t: float) -> Field:
+        """The field at time t."""
         field = self.function(t)
         if not isinstance(field, Field):
-            raise ValueError(f"the schedule returned a {type(field).__name__} at t = {t:g}, expected an Attention.")
-        return field
+            raise TypeError(f"the schedule returned a {type(field).__name__} at t = {t:g}, expected a field.")
+        return field.in_float64() if self.is_float64 else field
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
-
-    @property
-    def tells_apart(self) -> tuple[str, ...]:
-        return ("a schedule",)
-
-    def admit(self, cloud: Cloud, context: Measure | None = None) -> torch.Size:
-        return cloud.x.shape[:-2]
-
-    def seen(self, view: View) -> Function:
-        return lambda t, x: self.frozen(t).seen(view)(t, x)
+    def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
+        return self.at(t)(t, x, log_weights)
 
     def summary(self) -> dict[str, Any]:
         return {"scheduled": getattr(self.function, "__name__", repr(self.function))}
 
+    def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
+        return self.at(t).check_cloud(cloud, t)
 
-def as_field(given: Field | Callable[[float], Field]) -> Field:
-    """A field as it is; a function of time as a schedule."""
-    if isinstance(given, Field):
-        return given
-    if not callable(given):
-        raise ValueError(f"attention is a {type(given).__name__}, expected an Attention, Drift, Layers or a schedule.")
-    return Scheduled(given)
+    def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
+        return torch.stack([self.at(t).logit_bound(radius, (t,)) for t in times]).amax()
+
+    def in_float64(self) -> Field:
+        return replace(self, is_float64=True)
+
+    @property
+    def not_exchangeable_because(self) -> tuple[str, ...]:
+        return ("a schedule",)
+
+
+def _terms(field: Field) -> tuple[Field, ...]:
+    return field.fields if isinstance(field, Sum) else (field,)

@@ -1,4 +1,4 @@
-"""The style all figures share."""
+"""The style of all figures: readable at the width of a README page, with colours for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from attn_flow.base.files import in_one_step
+from attn_flow.base.extras import require_extra
+from attn_flow.base.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STYLE: Any = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "figure.constrained_layout.use": True,
-    "image.cmap": "viridis",
-}
-PREDICTION, TRUTH, NULL = "#c44e52", "#4c72b0", "#8c8c8c"
-# Plain words of mathematics and how they are typeset, one after another; "a" and "I" alone are words.
+# Okabe and Ito's colours, which differ for colour-blind readers and are visible on white and on black.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
+TRUTH, PREDICTION, BASELINE = COLOURS[0], COLOURS[1], COLOURS[6]
+PAGE_WIDTH = 748  # pixels of an image on a README page
+FONT_PIXELS = 12  # height of the font there
+LIGHT, DARK = ("#ffffff", "#222222"), ("#0d1117", "#e6edf3")  # background and foreground
+# Mathematics in plain text and as it is typeset, applied one after another; "a" and "I" alone are words.
 MATHEMATICS = (
     ("!=", "\u2260"),
     ("<=", "\u2264"),
@@ -41,38 +36,72 @@ MATHEMATICS = (
     (r"(?<!\w)(alpha|beta|gamma|kappa|lambda|mu|rho|sigma|theta)(?:_(\w+))?(?!\w)", r"$\\\1_{\2}$"),
     (r"(?<![\w'^.])([b-zB-HJ-Z])(?![\w']|\.\w)", r"$\1$"),
 )
-STAYS = re.compile(r"(\$[^$]*\$|\([a-i](?:[,-] ?[a-i])*\))")  # what is typeset, and names of panels: (a), (b, c), (d-f)
+UNCHANGED = re.compile(r"(\$[^$]*\$|\([a-i](?:[,-] ?[a-i])*\))")  # typeset parts, and panels: (a), (b, c), (d-f)
 
 
 @contextmanager
-def style() -> Iterator[Any]:
-    """matplotlib's pyplot with the project's look, for the figures of this module and of the experiments."""
-    import matplotlib
-    from matplotlib import pyplot
+def style(width: float = 10.0, dark: bool = False) -> Iterator[Any]:
+    """matplotlib's pyplot with the style of the project.
 
-    with matplotlib.rc_context(STYLE):
-        yield pyplot
+    Args:
+        width: the width of the figure in inches. Fonts are FONT_PIXELS high when it is shown PAGE_WIDTH pixels wide.
+        dark: light lines on a dark background.
+
+    Returns:
+        A context whose value is pyplot.
+
+    Example:
+        >>> with style(width=5) as pyplot:
+        ...     figure, axes = pyplot.subplots(figsize=(5, 3))
+        >>> axes.title.get_fontsize() < 8
+        True
+    """
+    matplotlib = require_extra("matplotlib")
+    background, foreground = DARK if dark else LIGHT
+    size = FONT_PIXELS * 72 * width / PAGE_WIDTH
+    parameters = {
+        "font.size": size,
+        "axes.titlesize": size,
+        "axes.labelsize": size,
+        "xtick.labelsize": 0.9 * size,
+        "ytick.labelsize": 0.9 * size,
+        "legend.fontsize": 0.85 * size,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
+        "legend.frameon": False,
+        "figure.constrained_layout.use": True,
+        "image.cmap": "viridis",
+    }
+    surfaces = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+    inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    with matplotlib.rc_context(parameters | dict.fromkeys(surfaces, background) | dict.fromkeys(inks, foreground)):
+        yield require_extra("matplotlib.pyplot")
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], dpi: int = 150, tight: bool = False) -> None:
-    """The figure as a PNG, in one step: a kill leaves the old picture or the new one."""
+    """Save a figure as PNG, atomically, with the background it was drawn with."""
     box = "tight" if tight else None
-    in_one_step(path, lambda beside: figure.savefig(beside, format="png", dpi=dpi, bbox_inches=box))
+    write_atomically(
+        path,
+        lambda name: figure.savefig(name, format="png", dpi=dpi, bbox_inches=box, facecolor=figure.get_facecolor()),
+    )
 
 
 def typeset(text: str) -> str:
-    """Plain words of mathematics as mathematics: beta, W2, R^d, n = 3. What stands in dollars, or names a panel, stays.
+    """Text with its mathematics typeset: beta, W2, R^d, n = 3. Parts in dollars and names of panels do not change.
 
-    Example:
-        >>> typeset("(b) n=3 tokens in R^d, W2 and $x_1$ on a line")
-        '(b) $n$=3 tokens in $R^{d}$, $W_2$ and $x_1$ on a line'
+    >>> typeset("(b) n=3 tokens in R^d, W2 and $x_1$ on a line")
+    '(b) $n$=3 tokens in $R^{d}$, $W_2$ and $x_1$ on a line'
     """
-    for plain, shown in MATHEMATICS:
-        parts = STAYS.split(text)
-        text = "".join(part if i % 2 else re.sub(plain, shown, part) for i, part in enumerate(parts))
+    for plain, mathematics in MATHEMATICS:
+        parts = UNCHANGED.split(text)
+        text = "".join(part if i % 2 else re.sub(plain, mathematics, part) for i, part in enumerate(parts))
     return text.replace("_{}", "")
 
 
 def caption(figure: Figure, text: str) -> None:
-    """Sizes, seeds and what differs, below the panels."""
-    figure.supxlabel(typeset(text), fontsize=7.5, color="0.35", x=0.01, ha="left")
+    """Write sizes, seeds and other remarks below the panels of a figure, in small type."""
+    size = 0.8 * FONT_PIXELS * 72 * figure.get_figwidth() / PAGE_WIDTH
+    figure.supxlabel(typeset(text), fontsize=size, alpha=0.75, x=0.01, ha="left")

@@ -1,4 +1,4 @@
-"""What is written to disk: tensors and JSON, each in one step so that a reader never sees half a file."""
+"""Files on disk: written atomically, so that a reader never sees half a file, with digests and versions."""
 
 from __future__ import annotations
 
@@ -21,106 +21,116 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from attn_flow.base import checks
-
 try:
     import fcntl
-except ImportError:  # Windows: two writers are not noticed there
+except ImportError:  # on Windows two writers are not detected
     fcntl = None  # type: ignore[assignment]
 
-DIGEST = "sha256"  # the word of a tensor file that holds the digest of the rest
+DIGEST_KEY = "sha256"  # the metadata entry of a tensor file with the digest of everything else
 PACKAGES = ("attn-flow", "torch", "transformers", "numpy", "scipy", "POT", "geomloss")
+FilePath = str | os.PathLike[str]
 
 
-@functools.cache
-def source_digest(folder: Path = Path(__file__).parent.parent) -> str:
-    """Of the package's own code: the version of one that is being worked on, or was updated in its place, stays."""
-    files = sorted(Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names)
-    whole = hashlib.sha256()
-    for file in files:
-        if file.suffix in (".py", ".cpp"):
-            whole.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size} ".encode() + file.read_bytes())
-    return whole.hexdigest()[:16]
+def write_atomically(path: FilePath, write: Callable[[str], Any]) -> None:
+    """Write a temporary file beside `path` and move it there, so that others see the old file or the new one.
 
+    Args:
+        path: the file; its folder is created.
+        write: a function that writes to the file whose name it gets.
 
-def versions() -> dict[str, str]:
-    """The versions a number depends on."""
-    found = {"python": platform.python_version(), "source": source_digest()}
-    return found | {package: _version(package) for package in PACKAGES}
-
-
-@functools.cache
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def plain(value: Any) -> Any:
-    """Tensors, arrays and numpy numbers as JSON has them; NaN and infinities, which it has not, as strings."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        return plain(value.tolist())
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, dict):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def write_json(content: Any, path: str | os.PathLike[str]) -> None:
-    """A JSON file of plain values; NaN and infinities become strings."""
-    text = json.dumps(plain(content), indent=1, allow_nan=False)
-    in_one_step(path, lambda beside: Path(beside).write_text(text + "\n"))
-
-
-def write_bytes(content: bytes, path: str | os.PathLike[str]) -> None:
-    """Anything else: pictures, pages."""
-    in_one_step(path, lambda beside: Path(beside).write_bytes(content))
-
-
-def write_tensors(tensors: dict[str, Tensor], path: str | os.PathLike[str], words: dict[str, str]) -> None:
-    """A safetensors file with `words` as its metadata, and a digest of all of it, which `read_tensors` compares."""
-    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    signed = {**words, DIGEST: digest(contiguous, words)}
-    in_one_step(path, lambda beside: save_file(contiguous, beside, metadata=signed))
-
-
-def read_tensors(
-    path: str | os.PathLike[str], device: torch.device | str = "cpu"
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and words of a file that `write_tensors` wrote; a file that changed since is refused.
-
-    Returns (tensors on `device`, words). ValueError in one sentence if the file is missing, cut short or damaged; a
-    safetensors file without words, written by another program, is read as it is.
+    Example:
+        >>> folder = tempfile.mkdtemp()
+        >>> write_atomically(f"{folder}/a.txt", lambda name: Path(name).write_text("text"))
+        >>> Path(f"{folder}/a.txt").read_text()
+        'text'
     """
-    checks.instance("path", path, (str, os.PathLike), "the name of a file")
+    path, temporary = Path(path), ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        write(temporary)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError | SafetensorError):
+            reason = getattr(error, "strerror", None) or error
+            raise OSError(f"{path} could not be written ({reason}); what was there before is unchanged.") from None
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_bytes(content: bytes, path: FilePath) -> None:
+    """Write bytes atomically."""
+    write_atomically(path, lambda name: Path(name).write_bytes(content))
+
+
+def write_json(content: Any, path: FilePath) -> None:
+    """Write values as JSON atomically, after `to_plain`."""
+    write_bytes((json.dumps(to_plain(content), indent=1, allow_nan=False) + "\n").encode(), path)
+
+
+def to_plain(value: Any) -> Any:
+    """Tensors, arrays and numpy numbers as JSON values; NaN and infinities, which JSON lacks, as strings.
+
+    >>> to_plain({"beta": np.float64(2.0), "x": torch.tensor([1.0, math.inf])})
+    {'beta': 2.0, 'x': [1.0, 'inf']}
+    """
+    if isinstance(value, (Tensor, np.ndarray)):
+        return to_plain(value.tolist())
+    if isinstance(value, np.generic):
+        return to_plain(value.item())
+    if isinstance(value, dict):
+        return {str(key): to_plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_tensors(tensors: dict[str, Tensor], path: FilePath, about: dict[str, str]) -> None:
+    """Write a safetensors file atomically, with `about` as its metadata and a digest that `read_tensors` compares."""
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    signed = {**about, DIGEST_KEY: digest(contiguous, about)}
+    write_atomically(path, lambda name: save_file(contiguous, name, metadata=signed))
+
+
+def read_tensors(path: FilePath, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a file of `write_tensors`.
+
+    Args:
+        path: the file. A safetensors file of another program, without metadata, is read as it is.
+        device: where the tensors go.
+
+    Returns:
+        Tensors and metadata. A file that is missing, cut short or damaged is a ValueError.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no file {path}.")
     try:
         with safe_open(path, framework="pt") as file:
-            words = dict(file.metadata() or {})
+            about = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged or no safetensors file ({error}); move it away to start over.") from None
-    expected = words.pop(DIGEST, None)
-    if expected is None and words not in ({}, {"format": "pt"}):
-        raise ValueError(
-            f"{path} has no digest: it is damaged, or of a version before 0.2; move it away to start over."
-        )
-    if expected is not None and expected != digest(tensors, words):
-        raise ValueError(f"{path} is damaged: its content is not what was written; move it away to start over.")
-    return {name: tensor.to(device) for name, tensor in tensors.items()}, words
+        raise ValueError(f"{path} is damaged or not a safetensors file ({error}); move it away.") from None
+    expected = about.pop(DIGEST_KEY, None)
+    if expected is None and about not in ({}, {"format": "pt"}):
+        raise ValueError(f"{path} has no digest: it is damaged, or older than version 0.2; move it away.")
+    if expected is not None and expected != digest(tensors, about):
+        raise ValueError(f"{path} is damaged: its content differs from what was written; move it away.")
+    return {name: tensor.to(device) for name, tensor in tensors.items()}, about
 
 
-def digest(tensors: Mapping[str, Tensor], words: Mapping[str, str] | None = None) -> str:
-    """SHA-256 of names, dtypes, shapes and bytes of tensors, and of words, whatever their order."""
-    total = hashlib.sha256(json.dumps(words or {}, sort_keys=True).encode())
+def digest(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> str:
+    """SHA-256 of the names, dtypes, shapes and bytes of tensors, and of metadata, in any order."""
+    total = hashlib.sha256(json.dumps(about or {}, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach()
         total.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -128,45 +138,41 @@ def digest(tensors: Mapping[str, Tensor], words: Mapping[str, str] | None = None
     return total.hexdigest()
 
 
-def in_one_step(path: str | os.PathLike[str], write: Callable[[str], Any]) -> None:
-    """Write beside the place and move there: a reader, or the next run after a kill, sees the old file or the new.
+@functools.cache
+def source_digest(folder: Path = Path(__file__).parent.parent) -> str:
+    """A digest of the source code of the package, which changes with every edit, unlike its version."""
+    files = sorted(Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names)
+    total = hashlib.sha256()
+    for file in files:
+        if file.suffix == ".py":
+            total.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size} ".encode() + file.read_bytes())
+    return total.hexdigest()[:16]
 
-    write: writes to the file whose name it is given. A full disk is an OSError of one sentence; the old file stays.
+
+def versions() -> dict[str, str]:
+    """The versions that a result depends on: python, the source digest, and PACKAGES.
+
+    >>> sorted(versions())[:3]
+    ['POT', 'attn-flow', 'geomloss']
+    """
+    known = {"python": platform.python_version(), "source": source_digest()}
+    for package in PACKAGES:
+        try:
+            known[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            known[package] = "not installed"
+    return known
+
+
+@contextmanager
+def lock_for_writing(path: FilePath, wait: bool = False) -> Iterator[None]:
+    """Hold a lock on `path` inside the context, so that two runs do not mix their files.
+
+    Args:
+        path: the file to write. The lock is a file beside it; the lock of a killed process is void.
+        wait: whether to wait for another writer; otherwise it is a ValueError.
     """
     path = Path(path)
-    beside = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        write(beside)
-        os.chmod(beside, 0o666 & ~_umask())
-        os.replace(beside, path)
-    except BaseException as error:
-        if beside:
-            Path(beside).unlink(missing_ok=True)
-        if isinstance(error, OSError | SafetensorError):
-            reason = getattr(error, "strerror", None) or error
-            raise OSError(f"{path} could not be written ({reason}); what was there before is unchanged.") from None
-        raise
-
-
-@contextmanager
-def writing_alone(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Nobody else writes `path` during the `with`: a second run on the same files is a ValueError, not a mixture."""
-    with _locked(Path(path), wait=False):
-        yield
-
-
-@contextmanager
-def writing_in_turn(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Nobody else writes `path` during the `with`: others wait. The lock of a process that was killed is none."""
-    with _locked(Path(path), wait=True):
-        yield
-
-
-@contextmanager
-def _locked(path: Path, wait: bool) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".lock-{path.name}")
     while True:
@@ -175,22 +181,17 @@ def _locked(path: Path, wait: bool) -> Iterator[None]:
             try:
                 if fcntl is not None:
                     fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                alone = os.path.exists(lock) and os.path.samestat(os.stat(lock), os.fstat(handle))
+                # The previous owner may have removed the file between open and flock.
+                is_owner = os.path.exists(lock) and os.path.samestat(os.stat(lock), os.fstat(handle))
             except BlockingIOError:
-                alone = False
-            if alone:
+                is_owner = False
+            if is_owner:
                 try:
                     yield
                 finally:
                     lock.unlink(missing_ok=True)
                 return
-            if not wait:  # held by another, or of one that is just leaving
+            if not wait:
                 raise ValueError(f"another run is writing {path}; wait for it, or use another folder.")
         finally:
             os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

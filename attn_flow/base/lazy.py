@@ -1,4 +1,4 @@
-"""Names of a package whose modules are imported when a name is first asked for: `attn-flow --help` needs no torch."""
+"""Names of a package that are imported on first use, so that `import attn_flow` and `attn-flow --help` are fast."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from importlib.util import find_spec
 from typing import Any
 
 
-def lazily(package: str, homes: Mapping[str, tuple[str, ...]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package (PEP 562) that finds its names, and its modules, on demand.
+def lazy_names(
+    package: str, names_by_module: Mapping[str, tuple[str, ...]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` (PEP 562) of a package whose names live in other modules.
 
-    homes: the names each module gives, by the module's full name. Beside it the package repeats the imports under
-    TYPE_CHECKING, for those who read without running, and `__all__`.
+    names_by_module has the names that each module provides. The package repeats the imports under TYPE_CHECKING for
+    type checkers, and lists the names in `__all__`. Its submodules are also found.
 
-    >>> find, names = lazily("attn_flow.base", {"attn_flow.base.terminal": ("visible",)})
+    >>> find, names = lazy_names("attn_flow.base", {"attn_flow.base.terminal": ("visible",)})
     >>> find("visible")("a b"), "visible" in names()
     ('a b', True)
     """
-    home = {name: module for module, names in homes.items() for name in names}
+    module_of = {name: module for module, names in names_by_module.items() for name in names}
 
     def find(name: str) -> Any:
-        if name in home:
-            found = getattr(import_module(home[name]), name)
-            setattr(sys.modules[package], name, found)  # asked for once
-            return found
+        if name in module_of:
+            value = getattr(import_module(module_of[name]), name)
+            setattr(sys.modules[package], name, value)  # the next access does not come here
+            return value
         if not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
             return import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *home})
+        return sorted({*vars(sys.modules[package]), *module_of})
 
     return find, names

@@ -1,20 +1,21 @@
-"""Strangers' words on a terminal: names of files and models, and texts, may hold codes that it would obey."""
+"""Text from files and models, made safe to print on a terminal."""
 
 from __future__ import annotations
 
 import unicodedata
 
-HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}  # controls, formats (bidi overrides), surrogates, line separators
+# Controls, formats (such as bidirectional overrides), surrogates, private use, line and paragraph separators.
+HIDDEN_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
 
-def visible(words: object) -> str:
-    """The words on one line with every control character as its escape, so that a terminal shows and obeys none.
+def visible(text: object) -> str:
+    """The text on one line, with control characters as escapes, which a terminal shows and does not obey.
 
     >>> visible("model\\x1b[2J")
     'model\\\\x1b[2J'
     """
-    return "".join(_escaped(c) if unicodedata.category(c) in HIDDEN else c for c in str(words))
+    return "".join(_escape(c) if unicodedata.category(c) in HIDDEN_CATEGORIES else c for c in str(text))
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")

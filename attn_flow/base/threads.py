@@ -1,4 +1,4 @@
-"""How many threads torch may use, for a while."""
+"""The number of threads of torch, for a while."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import torch
 
 
 @contextmanager
-def at_most(threads: int) -> Iterator[None]:
-    """Run what is inside with no more than so many threads of torch; afterwards as before.
+def limit_threads(count: int) -> Iterator[None]:
+    """Let torch use at most this many threads inside the context, and as many as before afterwards.
 
-    One is best for the eigenvalues and singular values of matrices of up to about a thousand rows: LAPACK gets them
-    by hundreds of small products one after the other, and threads that sleep between them take longer to wake than
-    to work (223 x 384 with two threads: 24 ms, with one 4.6).
+    One thread is best for eigenvalues and singular values of matrices of up to about a thousand rows: LAPACK computes
+    them in hundreds of small products, and threads take longer to wake up than to work.
+
+    >>> with limit_threads(1):
+    ...     torch.get_num_threads()
+    1
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, threads))
+    previous = torch.get_num_threads()
+    torch.set_num_threads(min(previous, count))
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)

@@ -1,1 +1,1 @@
-"""What a person types: the commands of attn-flow."""
+"""The command line `attn-flow`: one function a command, in a module that is named after what it is about."""

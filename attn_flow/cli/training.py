@@ -1,4 +1,4 @@
-"""attn-flow train: the fields of a Recipe as options, the run, and what it says at the end."""
+"""The commands `train` and `apply`: train a small stack, whose recipe's fields are options, and use it on texts."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ import os
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from attn_flow.cli.console import Device, Json, Quiet, check_device, echo, say, table, writable
-from attn_flow.train.fields import Fields
+from attn_flow.cli.console import (
+    Device,
+    Json,
+    Quiet,
+    complain,
+    echo,
+    print_json,
+    print_table,
+    require_device,
+    require_writable,
+)
+from attn_flow.train.recipes import Recipe, recipe
 
-if TYPE_CHECKING:
-    from attn_flow.train.recipes import Recipe
-
-TASK, *CHANGEABLE = fields(Fields)
+TASK, *CHANGEABLE = fields(Recipe)
 
 
 def train(
@@ -29,39 +36,39 @@ def train(
     ] = None,
     save_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 100,
     evaluate_every: Annotated[int, typer.Option(help="Updates between evaluations on held-out inputs.")] = 100,
-    tensorboard: Annotated[bool, typer.Option(help="Log to OUT/tensorboard too, if it is installed.")] = True,
-    learned: Annotated[bool, typer.Option(help="Measure what was learned: limits, clusters, phases.")] = True,
+    learned: Annotated[bool, typer.Option(help="Measure what was learned: limits, W2, clusters.")] = True,
     as_json: Json = False,
     quiet: Quiet = False,
     **changes: Any,
 ) -> None:
-    """Train a small stack of continuous attention and look at what it learned. Options not given are the task's own.
+    """Train a small stack of continuous attention and measure what it learned. Options not given are the task's own.
 
-    A folder that holds a checkpoint of the same options is resumed, a finished one goes on with more --updates. Several
-    processes: torchrun --nproc-per-node 2 -m attn_flow train ...
+    A folder that holds a checkpoint of the same options is resumed, a finished one goes on with more --updates; Ctrl-C
+    writes a checkpoint. Several processes: torchrun --nproc-per-node 2 -m attn_flow train ...
 
-    Example: attn-flow train majority --beta 2 --beta-mode learned --out runs/majority
+    Example: attn-flow train side --out runs/side
     """
-    from attn_flow.train.recipes import recipe
-
-    chosen = replace(recipe(task), **{name: value for name, value in changes.items() if value is not None})
-    run(
-        chosen,
-        writable(out or Path("runs/train") / task),
-        device=check_device(device),
-        save_every=save_every,
-        evaluate_every=evaluate_every,
-        tensorboard=tensorboard,
-        learned=learned,
-        as_json=as_json,
-        quiet=quiet,
-    )
+    changes = {name: value for name, value in changes.items() if value is not None}
+    chosen = replace(recipe(task, changes.get("file")), **changes)
+    out = require_writable(out or Path("runs/train") / task)
+    device = require_device(device)
+    try:
+        numbers = _run(chosen, out, device, save_every, evaluate_every, learned, progress=not (quiet or as_json))
+    except KeyboardInterrupt:
+        complain(f"interrupted; the same command goes on from the checkpoint in {out}, if there is one.")
+        raise typer.Exit(130) from None
+    if numbers is None:
+        return
+    if as_json:
+        print_json(numbers)
+    else:
+        _print(numbers, out)
 
 
 def _signature() -> inspect.Signature:
     """train's own signature with an option for every field of a Recipe in the place of **changes."""
     own = list(inspect.signature(train, eval_str=True).parameters.values())
-    types = get_type_hints(Fields)
+    types = get_type_hints(Recipe)
     options = [
         inspect.Parameter(
             field.name,
@@ -77,50 +84,35 @@ def _signature() -> inspect.Signature:
 train.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
-def run(
-    recipe: Recipe,
-    out: Path,
-    *,
-    device: str = "cpu",
-    save_every: int = 100,
-    evaluate_every: int = 100,
-    tensorboard: bool = True,
-    learned: bool = True,
-    as_json: bool = False,
-    quiet: bool = False,
+def _run(
+    chosen: Recipe, out: Path, device: str, save_every: int, evaluate_every: int, learned: bool, progress: bool
 ) -> dict[str, Any] | None:
-    """Train, measure, write OUT/run.json and say what came out; only the first process of several speaks."""
+    """Train, measure and write OUT/run.json; the numbers, or None for all but the first process of several."""
     from attn_flow.base.figures import save_figure
     from attn_flow.base.files import versions, write_json
-    from attn_flow.train.checkpoint import LOG
-    from attn_flow.train.figures import read_log, run_figure
+    from attn_flow.train.checkpoint import LOG, read_log
+    from attn_flow.train.figures import run_figure
     from attn_flow.train.loop import train_stack
     from attn_flow.train.observation import what_was_learned
 
     with warnings.catch_warnings():
         warnings.filterwarnings("default", message=".*texts are longer than.*")
         trained = train_stack(
-            recipe,
-            out,
-            device=device,
-            save_every=save_every,
-            evaluate_every=evaluate_every,
-            tensorboard=tensorboard,
-            progress=not (quiet or as_json),
+            chosen, out, device=device, save_every=save_every, evaluate_every=evaluate_every, progress=progress
         )
     if int(os.environ.get("RANK", "0")) > 0:
         return None
     numbers = dict(trained.summary)
     if learned:
-        found = what_was_learned(trained.stack, trained.task, recipe.seed)
-        found.path.save(out / "trajectory.safetensors")
-        numbers["learned"] = {**found.numbers, "words": found.words()}
-        figure = run_figure(read_log(out / LOG), found.path, numbers)
-        save_figure(figure, out / "training.png")
+        result = what_was_learned(trained.stack, trained.task, chosen.seed)
+        result.path.save(out / "trajectory.safetensors")
+        numbers["learned"] = {"layers": result.layers, "sentences": result.sentences()}
+        save_figure(run_figure(read_log(out / LOG), result.path, numbers), out / "training.png")
     write_json({**numbers, "versions": versions()}, out / "run.json")
-    if as_json:
-        say(numbers)
-        return numbers
+    return numbers
+
+
+def _print(numbers: dict[str, Any], out: Path) -> None:
     stated = numbers["stated_accuracy"]
     rows = [
         ["accuracy on held-out inputs", numbers["accuracy"]],
@@ -129,41 +121,40 @@ def run(
         ["loss", numbers["loss"]],
         ["seconds", numbers["seconds"]],
     ]
-    table(f"train {recipe.task}: {numbers['updates']} updates, seed {recipe.seed}", ["what", "value"], rows)
-    if learned:
+    title = f"train {numbers['task']}: {numbers['updates']} updates, seed {numbers['recipe']['seed']}"
+    print_table(title, ["quantity", "value"], rows)
+    files = "checkpoint.safetensors, log.jsonl, run.json"
+    if "learned" in numbers:
         columns = ["layer", "beta", "limit", "W2 to limit", "at start", "clusters", "at start"]
-        table("what the layers learned", columns, [_row(layer) for layer in numbers["learned"]["layers"]])
-        for words in numbers["learned"]["words"]:
-            echo(words)
-    echo(
-        f"written to {out}: checkpoint.safetensors, log.jsonl, run.json"
-        + ", trajectory.safetensors, training.png" * learned
-    )
-    return numbers
+        print_table("what the layers learned", columns, [_row(layer) for layer in numbers["learned"]["layers"]])
+        for sentence in numbers["learned"]["sentences"]:
+            echo(sentence)
+        files += ", trajectory.safetensors, training.png"
+    echo(f"written to {out}: {files}")
 
 
-def predict(
-    run: Annotated[Path, typer.Argument(help="The folder of a run of `attn-flow train text` or `train masked`.")],
-    texts: Annotated[list[str] | None, typer.Argument(help="Texts; hidden characters are written _.")] = None,
+def apply(
+    run: Annotated[Path, typer.Argument(help="The folder of a run of `attn-flow train text`.")],
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts.")] = None,
     file: Annotated[Path | None, typer.Option(help="A file of texts instead: .txt, .jsonl, .csv, ...")] = None,
     as_json: Json = False,
 ) -> None:
-    """What a trained stack says of your texts: the label of each, or its hidden characters filled in.
+    """Apply a trained stack to your texts: the label of each.
 
-    Example: attn-flow predict runs/train/text "what a good day"
+    Example: attn-flow apply runs/train/text "what a good day"
     """
-    from attn_flow.hooks.loading import load_texts
+    from attn_flow.hooks.texts import load_texts
     from attn_flow.train.checkpoint import load
 
-    given = [*(texts or []), *([] if file is None else load_texts(file))]
-    if not given:
-        raise ValueError("no text to predict; give some after the folder, or --file.")
-    answers = load(run).predict(given)
+    inputs = [*(texts or []), *([] if file is None else load_texts(file))]
+    if not inputs:
+        raise ValueError("no texts; give some after the folder, or --file.")
+    answers = load(run).predict(inputs)
     if as_json:
-        say([{"text": text, "label": a.label, "probability": a.probability} for text, a in zip(given, answers)])
+        print_json([{"text": text, "label": a.label, "probability": a.probability} for text, a in zip(inputs, answers)])
         return
-    rows = [[text, a.label, a.probability] for text, a in zip(given, answers)]
-    table(f"{run}", ["text", "answer", "probability"], rows)
+    rows = [[text, a.label, a.probability] for text, a in zip(inputs, answers)]
+    print_table(f"{run}", ["text", "label", "probability"], rows)
 
 
 def _row(layer: dict[str, Any]) -> list[Any]:

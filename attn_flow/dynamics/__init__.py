@@ -1,9 +1,9 @@
-"""From mu_0 to mu_t: `flow` and its steps, kicks, mergers and processes, and the `Trajectory` that comes out."""
+"""From an initial cloud to a later one: `flow`, its steps and noise, densities, and linearisation."""
 
-from attn_flow.dynamics.continuity import DensityPath, density_flow
-from attn_flow.dynamics.particles import consensus, flow, push_forward
-from attn_flow.dynamics.stability import Linearisation, Lyapunov, linearise, lyapunov
-from attn_flow.dynamics.steppers import Adaptive, dopri5, euler, rk4
+from attn_flow.dynamics.densities import DensityPath, density_flow
+from attn_flow.dynamics.flow import consensus, flow
+from attn_flow.dynamics.linearisation import Linearisation, Lyapunov, linearise, lyapunov
+from attn_flow.dynamics.steppers import Adaptive, RungeKutta, dopri5, euler, rk4
 from attn_flow.dynamics.trajectory import Trajectory
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "DensityPath",
     "Linearisation",
     "Lyapunov",
+    "RungeKutta",
     "Trajectory",
     "consensus",
     "density_flow",
@@ -19,6 +20,5 @@ __all__ = [
     "flow",
     "linearise",
     "lyapunov",
-    "push_forward",
     "rk4",
 ]

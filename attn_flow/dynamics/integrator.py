@@ -1,4 +1,4 @@
-"""How a flow is stepped: fixed or adaptive steps of the velocity P_x F(x), with kicks, mergers, padding and shards."""
+"""The steps of a flow: a velocity, fixed or adaptive steps, noise, merging and stopping."""
 
 from __future__ import annotations
 
@@ -11,281 +11,189 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Field
-from attn_flow.attention.fields import View
-from attn_flow.averages.sinkhorn import NotBalanced
 from attn_flow.base import checks
-from attn_flow.dynamics.distributed import Shard
-from attn_flow.dynamics.kicks import Kick
-from attn_flow.dynamics.merging import Merged
-from attn_flow.dynamics.pacing import Pace
-from attn_flow.dynamics.placement import Placement
-from attn_flow.dynamics.steppers import Adaptive, Step, Velocity
+from attn_flow.dynamics.merging import MergedCloud
+from attn_flow.dynamics.noise import Noise
+from attn_flow.dynamics.step_size import StepMonitor, StepWarning
+from attn_flow.dynamics.steppers import Adaptive, RungeKutta, Velocity
 from attn_flow.geometry import Geometry
-from attn_flow.measures import Cloud, Measure
-
-Schedule = Callable[[float], Field]
-Stop = Callable[[float, Cloud], bool | Tensor]
+from attn_flow.measures import Cloud
 
 
-class StepWarning(UserWarning):
-    """A fixed step is too long for the speed of the tokens."""
+class Run:
+    """One integration: what it is given, how often the field was evaluated, and why it ended.
 
-
-class PrecisionWarning(UserWarning):
-    """Tokens on an accelerator grew, unseen, until float32 was too coarse for their logits."""
-
-
-class Integrator:
-    """One integration: the velocity, how often it was asked, and why it ended."""
+    Args:
+        field: the field, already in the dtype of the tokens.
+        cloud: the initial cloud, whose weights and mask hold for the whole run.
+        validate: whether values may be read from the device.
+    """
 
     def __init__(
         self,
         field: Field,
         geometry: Geometry,
-        weights: Tensor | None,
-        mask: Tensor | None,
-        context: Measure | None,
-        placement: Placement,
-        noise: Kick | None,
-        generator: torch.Generator | None,
-        stop: Stop | None,
-        shard: Shard,
+        cloud: Cloud,
+        noise: Noise | None = None,
+        stop: Callable[[float, Cloud], bool | Tensor] | None = None,
+        validate: bool = True,
     ) -> None:
-        self.field, self.geometry, self.context, self.placement = field, geometry, context, placement
-        self.weights, self.mask, self.noise, self.generator, self.stop = weights, mask, noise, generator, stop
-        self.shard = shard
-        # The longest token that a field sees, where that is known; flat placements show it unit tokens.
-        self.view = View(None, shard, context, 1.0 if placement.flat else geometry.longest)
-        self._precise = False
-        self._warned = False
+        self.field, self.geometry, self.cloud = field, geometry, cloud
+        self.noise, self.stop, self.validate = noise, stop, validate
         self.evaluations = 0
         self.stopped: str | None = None
         self.tokens_left: int | None = None
 
-    def velocity(self, field: Field) -> Velocity:
-        """P_x of the placed field, as it sees the tokens; padding does not move."""
-        F = field.seen(self.view)
-
-        def counted(t: float, x: Tensor) -> Tensor:
-            self.evaluations += 1
-            try:
-                found = F(t, x)
-            except NotBalanced:  # Sinkhorn says itself why its sweeps do not end
-                raise
-            except FloatingPointError as error:  # logits did
-                raise left_range(x, t) from error
-            if found.requires_grad and self.shard.world.count > 1:  # through what a Drift closes over
-                raise ValueError("gradients do not pass between processes; use torch.no_grad(), or one process.")
-            return found
+    def velocity(self, field: Field, log_weights: Tensor | None) -> Velocity:
+        """The velocity P_x F(t, x) of tokens with these log-weights; padding does not move."""
 
         def velocity(t: float, x: Tensor) -> Tensor:
-            return self.shown(self.geometry.tangent(x, self.placement.velocity(counted, t, x)))
+            self.evaluations += 1
+            return self.cloud.zero_padding(self.geometry.tangent(x, field(t, x, log_weights)))
 
         return velocity
 
-    def velocities(self, times: list[float]) -> Iterator[tuple[float, float, Velocity, bool]]:
-        """Spans without a jump inside, the velocity in them, and whether the end of each is one of the times."""
-        kept = set(times)
-        stops = sorted(kept | {t for t in self.field.jumps if times[0] < t < times[-1]})
-        spans = list(itertools.pairwise(stops))
-        pieces = [self.field.piece(*span) for span in spans]  # refused before the first step
-        before, velocity = None, None
-        for (start, end), piece in zip(spans, pieces):
-            if velocity is None or piece is not before:
-                before, velocity = piece, self.velocity(piece)
-            yield start, end, velocity, end in kept
+    def spans(self, times: list[float]) -> Iterator[tuple[float, float, Field, bool]]:
+        """Intervals without a jump of the field, the field in each, and whether its end is one of the times."""
+        saved = set(times)
+        stops = sorted(saved | {t for t in self.field.jumps if times[0] < t < times[-1]})
+        pieces = [(start, end, self.field.piece(start, end)) for start, end in itertools.pairwise(stops)]
+        for start, end, piece in pieces:
+            yield start, end, piece, end in saved
 
-    def shown(self, v: Tensor) -> Tensor:
-        """v, zero for padding."""
-        return v if self.mask is None else torch.where(self.shard.own(self.mask, -1)[..., None], v, 0.0)
-
-    def lengths_seen(self, x: Tensor) -> bool:
-        """Whether every drift looks itself how long tokens are, or none is longer than they are told."""
-        return x.device.type == "cpu" or self.placement.flat or self.geometry.longest is not None
-
-    def choose_precision(self, longest: float, t: float) -> None:
-        """For tokens on an accelerator that no geometry bounds: they may become twice as long until the next look."""
-        room, self.view.longest = self.view.longest, 2 * longest
-        precise = self.field.needs_float64(2 * longest)
-        if room is not None and longest > room and precise and not self._precise:
-            warnings.warn(
-                f"tokens grew from {room / 2:.3g} to {longest:.3g} by t = {t:.4g}, unseen between two times: in "
-                "float64 from here on; keep more times t, or use float64 throughout.",
-                PrecisionWarning,
-                stacklevel=5,
-            )
-        self._precise = precise
-
-    def arrive(self, x: Tensor, pace: Pace, h: float, t: float) -> None:
-        """At a kept time, in one read: raise if tokens are not finite, warn once of steps that they outran."""
-        seen = pace.seen()
-        if not checks.can_look(x) or not seen:
-            return
-        total, longest, *numbers = checks.read(x.sum(), _longest(x), *seen)
-        if not self.lengths_seen(x):
-            self.choose_precision(longest, t)
-        if not math.isfinite(total) or self.shard.world.count > 1:
-            self.check(x, t)
-        farthest, error = (self.shard.world.largest(number) for number in numbers)
-        message = pace.too_long(farthest, error, h, t)
-        if message is not None and not self._warned:
-            self._warned = True
-            warnings.warn(message, StepWarning, stacklevel=4)
-
-    def fixed(self, x: Tensor, times: list[float], step: Step, h: float) -> Iterator[tuple[float, Tensor]]:
-        """Equal steps of at most h between consecutive times; yields (t, x) at each of them."""
-        self.view.log_weights = self.begin(x, times[0]).log_weights
-        x = self.shard.own(x)
-        pace, before = Pace(step), None
-        for start, end, velocity, kept in self.velocities(times):
-            if velocity is not before:
-                pace.forget()
-            before = velocity
-            steps = max(1, math.ceil((end - start) / h - 1e-9))
-            size = (end - start) / steps
-            for i in range(steps):
-                x = pace.take(velocity, start + i * size, x, size, self.geometry)
-                if self.noise is not None:
-                    x = self.kicked(x, size)
-                    pace.forget()
-                now = start + (i + 1) * size if i + 1 < steps else end
-                if x.device.type == "cpu":  # an accelerator would have to wait for every step
-                    self.check(x, now)
-                if self.ends(now, x):
-                    yield now, self.everyone(x)
-                    return
-            if kept:
-                self.arrive(x, pace, size, end)
-                yield end, self.everyone(x)
-
-    def begin(self, x: Tensor, t: float) -> Cloud:
-        """The cloud at the first time, which was checked already, and the precision of its logits."""
-        if not self.lengths_seen(x) and checks.can_look(x):
-            self.choose_precision(checks.read(_longest(x))[0], t)
-        with checks.unseen():
-            return Cloud(x, self.weights, self.mask)
-
-    def adaptive(self, x: Tensor, times: list[float], step: Adaptive, h: float) -> Iterator[tuple[float, Tensor]]:
-        """Steps of the controlled size, clipped to hit every time; yields (t, x) at each of them.
-
-        One read a step decides whether it is accepted and who merges.
-        """
-        cloud = self.begin(x, times[0])
-        held = Merged.start(x, cloud.probabilities) if self.may_merge(step, times[0]) else None
-        self.view.log_weights = cloud.log_weights
-        x = self.shard.own(x)
-        now, taken, size = times[0], 0, min(h, step.largest)
-        first: Tensor | None = None  # the velocity at x, where it is known
-        before: tuple[float, float] | None = None  # the last accepted step and its error
-        smooth: Velocity | None = None  # what `first` and `before` are about
-        for _, end, velocity, kept in self.velocities(times):
-            if velocity is not smooth:
-                smooth, first, before = velocity, None, None
-            while now < end:
-                taken += 1
-                if taken > step.max_steps:
-                    raise FloatingPointError(
-                        f"{step.max_steps} steps were not enough: at t = {now:.6g} of {times[-1]:.6g}. "
-                        "Try increasing max_steps or tol."
-                    )
-                last = now + size >= end
-                used = end - now if last else size
-                if not now + used > now:
-                    raise FloatingPointError(f"the step shrank to {used:.3g} at t = {now:.6g}. Try a larger tol.")
-                first = velocity(now, x) if first is None else first  # kept when the step is refused
-                trial, error, after = step.pair.with_error(velocity, now, x, used, self.geometry, first)
-                assert error is not None  # Adaptive takes pairs only
-                arrival = end if last else now + used
-                known = after if step.pair.reuses_last and self.noise is None else None  # the velocity at the trial
-                group, left = None, torch.zeros_like(error[..., 0, 0]).amax()
-                if held is not None:
-                    known = velocity(arrival, trial) if known is None else known
-                    everyone, velocities = self.shard.everyone(trial), self.shard.everyone(known)
-                    group, left = held.groups(everyone, velocities, 10 * step.tol, taken)
-                scaled, total, longest, joint = self.looked_at(
-                    step.scaled_error(error, trial), x.sum().abs(), _longest(trial), left
-                )
-                if not math.isfinite(total):  # kicks did it: an accepted step without them is finite
-                    self.check(x, now)
-                if not scaled <= 1:  # or NaN: the trial left the range
-                    size = step.next_step(used, scaled if math.isfinite(scaled) else math.inf)
-                    continue
-                now, first = arrival, known
-                x = self.kicked(trial, used)
-                grown = step.next_step(used, scaled, before)
-                size = max(size, grown) if last else grown  # a step cut short to hit a time is no reason to slow down
-                before = (used, scaled)
-                if not self.lengths_seen(x):
-                    self.choose_precision(longest, now)
-                if self.noise is not None and (x.device.type == "cpu" or now == times[-1]):  # else with the next error
-                    self.check(x, now)
-                if held is not None and joint:
-                    assert group is not None
-                    held = held.joined(everyone, group, int(joint), self.geometry)
-                    self.shard = Shard(self.shard.world, held.x.shape[-2])
-                    x, first = self.shard.own(held.x), None
-                    self.view.log_weights, self.view.part = held.log_weights, self.shard
-                if self.ends(now, x, held):
-                    yield now, self.everyone(x, held)
-                    return
-            if kept:
-                yield now, self.everyone(x, held)
-
-    def looked_at(self, *numbers: Tensor) -> list[float]:
-        """Some numbers (), the largest of all processes: an accelerator is waited for once."""
-        stacked = torch.stack([number.detach().double() for number in numbers])
-        return self.shard.world.maxima(stacked).cpu().tolist()
-
-    def everyone(self, x: Tensor, held: Merged | None = None) -> Tensor:
-        """The whole cloud, of this process's tokens, merged or not."""
-        x = self.shard.everyone(x)
-        if held is None:
-            return x
-        self.tokens_left = held.x.shape[-2]  # of the cloud that has the most
-        return held.everyone(x)
-
-    def may_merge(self, step: Adaptive, t0: float) -> bool:
-        reasons = {
-            **dict.fromkeys(self.field.frozen(t0).tells_apart, True),
-            "noise": self.noise is not None,
-            "padding": self.mask is not None,
-            "a context": self.context is not None,
-            # Sums over groups depend there on the order in which threads add: processes could merge differently.
-            "several CUDA processes": self.shard.world.count > 1 and self.shard.world.device.type == "cuda",
-        }
-        held = [why for why, here in reasons.items() if here]
-        if step.merge and held:
-            raise ValueError(f"merge=True with {held[0]}: merged tokens would not move alike; use merge=False.")
-        return step.merge is not False and not held
-
-    def kicked(self, x: Tensor, h: float) -> Tensor:
+    def add_noise(self, x: Tensor, h: float) -> Tensor:
+        """The tokens after the noise of a step of size h."""
         if self.noise is None:
             return x
-        kick = math.sqrt(h) * self.shard.own(self.noise(self.shard.everyone(x), self.generator))
-        return self.geometry.retract(x + self.shown(kick))
+        return self.geometry.retract(x + self.cloud.zero_padding(math.sqrt(h) * self.noise(x)))
 
-    def check(self, x: Tensor, t: float) -> None:
-        if checks.can_look(x) and self.shard.world.largest(not checks.all_finite(x)):
-            raise left_range(x, t)
-
-    def ends(self, t: float, x: Tensor, held: Merged | None = None) -> bool:
+    def should_stop(self, t: float, x: Tensor) -> bool:
+        """Whether the stop condition holds for the tokens x (..., n, d)."""
         if self.stop is None:
             return False
-        answer = self.stop(t, Cloud(self.everyone(x, held), self.weights, self.mask))
-        if self.shard.world.largest(bool(answer.all() if isinstance(answer, Tensor) else answer)):
+        answer = self.stop(t, Cloud.unchecked(x, self.cloud.weights, self.cloud.mask))
+        if bool(answer.all() if isinstance(answer, Tensor) else answer):
             self.stopped = f"stop condition at t = {t:.6g}"
-            return True
-        return False
+        return self.stopped is not None
 
 
-def _longest(x: Tensor) -> Tensor:
-    """max_i |x_i|, ()."""
-    return torch.linalg.vector_norm(x.detach(), dim=-1).amax()
+def fixed_steps(
+    run: Run, x: Tensor, times: list[float], method: RungeKutta, h: float
+) -> Iterator[tuple[float, Tensor]]:
+    """Yield (t, x) at every time but the first, after equal steps of at most h in between."""
+    monitor, previous, log_weights, has_warned = StepMonitor(method), None, run.cloud.log_weights, False
+    log_weights = None if log_weights is None else log_weights.to(x.dtype)
+    velocity: Velocity = run.velocity(run.field, log_weights)
+    for start, end, field, is_saved in run.spans(times):
+        if field is not previous:
+            monitor.forget()
+            velocity, previous = run.velocity(field, log_weights), field
+        count = max(1, math.ceil((end - start) / h - 1e-4))  # float32 times may be off by a rounding error
+        size = (end - start) / count
+        for i in range(count):
+            step = monitor.step if run.validate else method.step
+            x = step(velocity, start + i * size, x, size, run.geometry)
+            if run.noise is not None:
+                x = run.add_noise(x, size)
+                monitor.forget()
+            now = start + (i + 1) * size if i + 1 < count else end
+            if run.should_stop(now, x):
+                yield now, x
+                return
+        if not is_saved:
+            continue
+        if run.validate and checks.can_read(x):
+            total, displacement, error = _read(x.sum(), *monitor.numbers())
+            _require_finite(total, x, end)
+            message = monitor.warning(displacement, error, size, end)
+            if message is not None and not has_warned:
+                has_warned = True
+                warnings.warn(message, StepWarning, stacklevel=3)
+        yield end, x
 
 
-def left_range(x: Tensor, t: float) -> FloatingPointError:
-    """What is raised where tokens, or the logits of them, overflow."""
-    return FloatingPointError(
-        f"tokens left the range of {x.dtype} at t = {t:.6g}. Use a smaller h (unnormalised attention needs "
-        "h <= .02 e^-beta), float64, or Adaptive(); a Drift of your own may have returned NaN or inf."
+def adaptive_steps(
+    run: Run, x: Tensor, times: list[float], method: Adaptive, h: float
+) -> Iterator[tuple[float, Tensor]]:
+    """Yield (t, x) at every time but the first, after steps that meet the tolerance and end at that time.
+
+    The device is read once a step: the numbers that decide whether a step is accepted and which tokens merge.
+    """
+    log_weights = run.cloud.log_weights
+    log_weights = None if log_weights is None else log_weights.to(x.dtype)
+    merged = MergedCloud.start(x, run.cloud.probabilities.to(x.dtype)) if _may_merge(run, method) else None
+    now, size, attempts = times[0], min(h, method.max_step_size), 0
+    first: Tensor | None = None  # the velocity at x, where it is known
+    previous: tuple[float, float] | None = None  # size and error of the last accepted step
+    piece: Field | None = None
+    for _, end, field, is_saved in run.spans(times):
+        if field is not piece:
+            piece, first, previous = field, None, None
+        velocity = run.velocity(field, log_weights)
+        while now < end:
+            attempts += 1
+            is_last = now + size >= end
+            used = end - now if is_last else size
+            if attempts > method.max_steps or not now + used > now:
+                raise FloatingPointError(
+                    f"no progress at t = {now:.6g} of {times[-1]:.6g} after {attempts} steps; use a larger tol, or "
+                    "more max_steps."
+                )
+            first = velocity(now, x) if first is None else first  # kept when the step is rejected
+            trial, error, last = method.method.step_with_error(velocity, now, x, used, run.geometry, first)
+            arrival = end if is_last else now + used
+            next_first = last if method.method.reuses_last and run.noise is None else None
+            group, count = None, x.new_zeros(())
+            if merged is not None:
+                next_first = velocity(arrival, trial) if next_first is None else next_first
+                group, count = merged.groups(trial, next_first, 10 * method.tol, attempts)
+            scaled, total, joint = _read(method.scaled_error(error, trial), x.sum(), count)
+            _require_finite(total, x, now)
+            if not scaled <= 1:  # or NaN: the trial left the range
+                size = method.next_size(used, scaled if math.isfinite(scaled) else math.inf)
+                continue
+            now, first, x = arrival, next_first, run.add_noise(trial, used)
+            grown = method.next_size(used, scaled, previous)
+            size = max(size, grown) if is_last else grown  # a step cut short is no reason for shorter steps afterwards
+            previous = (used, scaled)
+            if merged is not None and group is not None and joint:
+                merged = merged.join(x, group, int(joint), run.geometry)
+                x, log_weights, first = merged.x, merged.log_weights, None
+                velocity = run.velocity(field, log_weights)
+            if run.stop is not None and run.should_stop(now, x if merged is None else merged.expand(x)):
+                yield now, _expand(run, x, merged)
+                return
+        if is_saved:
+            _require_finite(_read(x.sum())[0], x, now)
+            yield now, _expand(run, x, merged)
+
+
+def _expand(run: Run, x: Tensor, merged: MergedCloud | None) -> Tensor:
+    """All tokens of the cloud, from those that are left after merging."""
+    if merged is None:
+        return x
+    run.tokens_left = merged.x.shape[-2]
+    return merged.expand(x)
+
+
+def _may_merge(run: Run, method: Adaptive) -> bool:
+    reasons = list(run.field.not_exchangeable_because)
+    reasons += ["noise"] * (run.noise is not None) + ["padding"] * (run.cloud.mask is not None)
+    if method.merge and reasons:
+        raise ValueError(f"merge=True with {reasons[0]}: coincident tokens may separate; use merge=False.")
+    return method.merge is not False and not reasons
+
+
+def _read(*numbers: Tensor) -> list[float]:
+    """Several numbers () in one read from the device."""
+    values: list[float] = torch.stack([number.detach().double() for number in numbers]).tolist()
+    return values
+
+
+def _require_finite(total: float, x: Tensor, t: float) -> None:
+    if math.isfinite(total) or bool(x.detach().isfinite().all()):
+        return
+    raise FloatingPointError(
+        f"tokens left the range of {x.dtype} before t = {t:.6g}. Use a smaller h (unnormalised attention needs "
+        "h <= 0.02 e^-beta), float64 or step='adaptive'; a Drift of your own may have returned NaN or infinity."
     )

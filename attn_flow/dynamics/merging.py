@@ -1,4 +1,4 @@
-"""Coincident tokens as one token of joint weight, and the way back to all of them."""
+"""Merging of coincident tokens: one token of joint weight, and how to get all tokens back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from attn_flow.geometry import Geometry
 
 
 @dataclass(frozen=True, eq=False)
-class Merged:
-    """Fewer tokens x (..., m, d) with weights (..., m), standing for n of them: token i is x[owner[i]].
+class MergedCloud:
+    """Tokens x (..., m, d) with weights (..., m) that represent n >= m tokens: token i is at x[owner[i]].
 
-    Batch elements with fewer than m distinct tokens are padded with copies of weight zero that own nobody.
+    Clouds of a batch with fewer than m distinct tokens are padded with copies of weight zero that represent no token.
     """
 
     x: Tensor
@@ -22,7 +22,7 @@ class Merged:
     owner: Tensor
 
     @classmethod
-    def start(cls, x: Tensor, probabilities: Tensor) -> Merged:
+    def start(cls, x: Tensor, probabilities: Tensor) -> MergedCloud:
         batch = torch.broadcast_shapes(x.shape[:-1], probabilities.shape)
         owner = torch.arange(x.shape[-2], device=x.device).expand(batch)
         return cls(x.expand(*batch, x.shape[-1]), probabilities.expand(batch), owner)
@@ -32,50 +32,40 @@ class Merged:
         return self.weights.log()
 
     @property
-    def alive(self) -> Tensor:
-        """Which of the m tokens stand for somebody, (..., m)."""
+    def is_used(self) -> Tensor:
+        """Which of the m tokens represent a token of the cloud, (..., m)."""
         return torch.zeros_like(self.weights, dtype=torch.bool).scatter(-1, self.owner, True)
 
-    def everyone(self, x: Tensor) -> Tensor:
+    def expand(self, x: Tensor) -> Tensor:
         """All n tokens (..., n, d), of the m tokens x."""
         return torch.gather(x, -2, self.owner[..., None].expand(*self.owner.shape, x.shape[-1]))
 
-    def merge(self, x: Tensor, velocity: Tensor, within: float, geometry: Geometry, sweep: int) -> Merged:
-        """Join the tokens of x that share a cell of a grid of side `within` and approach each other; else self.
-
-        A grid costs O(n d), where all pairs would cost O(n^2 d); a pair on two sides of a cell wall is joined on a
-        later sweep, whose grid is shifted. Tokens that move apart are left alone however close they are: a flow that
-        expands would show that they were not one. The joint token is the retracted weighted mean.
-        """
-        group, left = self.groups(x, velocity, within, sweep)
-        return self.joined(x, group, int(left), geometry)
-
     def groups(self, x: Tensor, velocity: Tensor, within: float, sweep: int) -> tuple[Tensor, Tensor]:
-        """For every token of x (..., m, d) the number of its group (..., m), and how many groups are left ().
+        """The group (..., m) of every token of x (..., m, d), and the number of groups (), zero if no tokens merge.
 
-        That number is 0 if nobody joins. Nothing is read from an accelerator.
+        Tokens form a group if they share a cell of a grid of side `within` and approach each other. A grid takes time
+        n d, where all pairs would take n^2 d; a pair on two sides of a cell wall is merged on a later sweep, whose grid
+        is shifted. Tokens that move apart stay apart however close they are.
         """
-        x, alive = x.detach(), self.alive
+        x, is_used = x.detach(), self.is_used
         keys = self._cells(x, within, sweep)
         group = _groups(keys)
-        if x.device.type == "cpu" and not bool(_joins(group, alive)):  # a look is free there, and saves the rest
+        if x.device.type == "cpu" and not bool(_joins(group, is_used)):  # reading is free on a CPU
             return group, group.new_zeros(())
-        apart = torch.gather(_spreads(x, velocity.detach(), group), -1, group) & alive
-        group = _groups(torch.where(apart, torch.arange(x.shape[-2], device=x.device), keys))  # they keep to themselves
-        return group, torch.where(_joins(group, alive), torch.where(alive, group, -1).amax() + 1, 0)
+        apart = torch.gather(_spreads(x, velocity.detach(), group), -1, group) & is_used
+        group = _groups(torch.where(apart, torch.arange(x.shape[-2], device=x.device), keys))  # groups of one
+        return group, torch.where(_joins(group, is_used), torch.where(is_used, group, -1).amax() + 1, 0)
 
-    def joined(self, x: Tensor, group: Tensor, left: int, geometry: Geometry) -> Merged:
-        """The groups as tokens, the first `left` of them; self if nobody joins."""
-        if left == 0:
-            return self
-        # A group without mass (tokens that only look on) has its plain mean; one without tokens is padding.
+    def join(self, x: Tensor, group: Tensor, left: int, geometry: Geometry) -> MergedCloud:
+        """The cloud of the first `left` groups, each at its retracted weighted mean."""
+        # A group of tokens of weight zero has its plain mean; a group without tokens is padding.
         mass, weighted = _sums(self.weights, x, group)
-        number, plain = _sums(self.alive.to(x.dtype), x, group)
-        heavy, there = mass > 0, number > 0
-        total = torch.where(heavy[..., None], weighted, plain)
-        share = torch.where(heavy, mass, torch.where(there, number, 1.0))
-        mean = torch.where(there[..., None], total / share[..., None], x[..., :1, :])
-        return Merged(geometry.retract(mean[..., :left, :]), mass[..., :left], torch.gather(group, -1, self.owner))
+        number, plain = _sums(self.is_used.to(x.dtype), x, group)
+        has_mass, has_tokens = mass > 0, number > 0
+        total = torch.where(has_mass[..., None], weighted, plain)
+        share = torch.where(has_mass, mass, torch.where(has_tokens, number, 1.0))
+        mean = torch.where(has_tokens[..., None], total / share[..., None], x[..., :1, :])
+        return MergedCloud(geometry.retract(mean[..., :left, :]), mass[..., :left], torch.gather(group, -1, self.owner))
 
     def _cells(self, x: Tensor, within: float, sweep: int) -> Tensor:
         """One 64-bit key per token for its cell; padding shares the largest key, so that its group is the last."""
@@ -85,7 +75,7 @@ class Merged:
         # A random linear form: two cells share a key with probability 2^-63.
         generator = torch.Generator().manual_seed(0)
         form = torch.randint(-(2**62), 2**62, (d,), generator=generator).to(x.device) * 2 + 1
-        return torch.where(self.alive, (cells * form).sum(-1), torch.iinfo(torch.int64).max)
+        return torch.where(self.is_used, (cells * form).sum(-1), torch.iinfo(torch.int64).max)
 
 
 def _groups(keys: Tensor) -> Tensor:
@@ -95,10 +85,10 @@ def _groups(keys: Tensor) -> Tensor:
     return torch.zeros_like(keys).scatter(-1, order, new.cumsum(-1))
 
 
-def _joins(group: Tensor, alive: Tensor) -> Tensor:
-    """Whether somewhere two tokens that stand for somebody share a group, ()."""
-    groups = torch.where(alive, group, -1).amax(-1) + 1
-    return (groups < alive.sum(-1)).any()
+def _joins(group: Tensor, is_used: Tensor) -> Tensor:
+    """Whether any two tokens in use share a group, ()."""
+    groups = torch.where(is_used, group, -1).amax(-1) + 1
+    return (groups < is_used.sum(-1)).any()
 
 
 def _sums(weights: Tensor, x: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:

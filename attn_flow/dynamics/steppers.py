@@ -1,8 +1,7 @@
-"""From x(t) to x(t + h): explicit Runge-Kutta steps whose every stage is a point of the geometry.
+"""Explicit Runge-Kutta steps as tables of coefficients, and the control of adaptive steps.
 
-A step is any function step(velocity, t, x, h, geometry) -> x, with velocity(t, x) a tangent vector. Stages are
-retracted before the velocity sees them, so that the scheme is an ordinary Runge-Kutta method for a smooth
-extension of the flow to ambient space and keeps its order.
+Every stage is retracted to the geometry before the velocity sees it. The scheme is then an ordinary Runge-Kutta method
+for a smooth extension of the flow to ambient space, and keeps its order.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,36 +16,27 @@ from torch import Tensor
 from attn_flow.base import checks
 from attn_flow.geometry import Geometry
 
-Velocity = Callable[[float, Tensor], Tensor]
-
-
-class Step(Protocol):
-    """A step: x(t + h) from x(t) = x (..., n, d) on a geometry, with velocity(t, x) tangent to it at x."""
-
-    def __call__(self, velocity: Velocity, t: float, x: Tensor, h: float, geometry: Geometry) -> Tensor: ...
+Velocity = Callable[[float, Tensor], Tensor]  # (t, x) -> tangent vectors, x (..., n, d)
 
 
 @dataclass(frozen=True, repr=False)
 class RungeKutta:
-    """An explicit tableau: stages k_i at t + c_i h, x + h sum_j a_ij k_j; the step x + h sum_i b_i k_i.
+    """An explicit Runge-Kutta method: k_i = v(t + c_i h, x + h sum_j a_ij k_j), then x + h sum_i b_i k_i.
 
     Args:
-        name: what paths remember of it.
-        order: of convergence.
-        a: rows of weights of the earlier stages, from the second stage on.
-        b: weights of the stages in the step.
-        embedded: those of a second, lower-order result: the difference estimates the local error.
-        closing: where there is none, what the next step's first velocity weighs in place of the last stage's, in a
-            result of another order; 0 if it gives none.
+        name: the name that trajectories store.
+        order: the order of convergence.
+        a: the rows of the table from the second stage on; c_i is the sum of row i.
+        b: the weights of the stages.
+        embedded: the weights of a result of lower order, which estimates the error of a step; None if there is none.
+        closing: the weight of the last stage in an estimate of the error by the next step's first velocity; 0 for none.
 
     Example:
         >>> from attn_flow import Attention, Euclidean, flow
         >>> heun = RungeKutta("heun", 2, a=((1.0,),), b=(0.5, 0.5))
-        >>> x0 = torch.tensor([[1.0]])
-        >>> flow(Attention.identity(1, 0.0), x0, [0.0, 0.5], step=heun, h=0.5, geometry=Euclidean()).x
-        tensor([[[1.0000]],
-        <BLANKLINE>
-                [[1.6250]]])
+        >>> attention, x0 = Attention.identity(1, beta=0.0), torch.ones(1, 1)
+        >>> flow(attention, x0, [0.0, 0.5], step=heun, h=0.5, geometry=Euclidean()).x[-1]
+        tensor([[1.6250]])
     """
 
     name: str
@@ -60,41 +49,48 @@ class RungeKutta:
     def __repr__(self) -> str:
         return self.name
 
-    def __call__(self, velocity: Velocity, t: float, x: Tensor, h: float, geometry: Geometry) -> Tensor:
-        return self.with_error(velocity, t, x, h, geometry)[0]
-
-    def with_error(
-        self, velocity: Velocity, t: float, x: Tensor, h: float, geometry: Geometry, first: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The step, its error estimate (or None), and the last stage's velocity; `first` is k_1 if known."""
-        k = [velocity(t, x) if first is None else first]
-        for row in self.a:
-            # c_i = sum_j a_ij
-            k.append(velocity(t + sum(row) * h, geometry.retract(_along(x, h, row, k))))
-        error = None
-        if self.embedded is not None:
-            difference = tuple(b - e for b, e in zip(self.b, self.embedded))
-            error = _along(torch.zeros_like(x), h, difference, k)
-        return geometry.retract(_along(x, h, self.b, k)), error, k[-1]
-
     @property
     def reuses_last(self) -> bool:
-        """Whether the last stage is the velocity at the new point, hence the next step's first (FSAL)."""
-        return len(self.a) > 0 and self.a[-1] == self.b[:-1] and self.b[-1] == 0
+        """Whether the last stage is the velocity at the new point, so that the next step can start with it."""
+        return len(self.a) > 0 and self.b == (*self.a[-1], 0)
+
+    def stages(
+        self, velocity: Velocity, t: float, x: Tensor, h: float, geometry: Geometry, first: Tensor
+    ) -> list[Tensor]:
+        """All stages k_i (..., n, d) of a step from x at time t, given the first."""
+        k = [first]
+        for row in self.a:
+            k.append(velocity(t + sum(row) * h, geometry.retract(_add(x, h, row, k))))
+        return k
+
+    def combine(self, x: Tensor, h: float, stages: list[Tensor], geometry: Geometry) -> Tensor:
+        """x(t + h) from x(t) = x and the stages, (..., n, d)."""
+        return geometry.retract(_add(x, h, self.b, stages))
+
+    def step(self, velocity: Velocity, t: float, x: Tensor, h: float, geometry: Geometry) -> Tensor:
+        """x(t + h) from x(t) = x, (..., n, d)."""
+        return self.combine(x, h, self.stages(velocity, t, x, h, geometry, velocity(t, x)), geometry)
+
+    def step_with_error(
+        self, velocity: Velocity, t: float, x: Tensor, h: float, geometry: Geometry, first: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x(t + h), the difference from the embedded result, and the last stage, (..., n, d) each."""
+        k = self.stages(velocity, t, x, h, geometry, first)
+        difference = tuple(b - e for b, e in zip(self.b, self.embedded or self.b))
+        return self.combine(x, h, k, geometry), _add(torch.zeros_like(x), h, difference, k), k[-1]
 
 
-def _along(x: Tensor, h: float, weights: tuple[float, ...], k: list[Tensor]) -> Tensor:
-    for weight, k_i in zip(weights, k):
-        if weight:
-            x = torch.add(x, k_i, alpha=h * weight)
+def _add(x: Tensor, h: float, coefficients: tuple[float, ...], k: list[Tensor]) -> Tensor:
+    """x + h sum_i coefficients_i k_i."""
+    for coefficient, stage in zip(coefficients, k):
+        if coefficient:
+            x = torch.add(x, stage, alpha=h * coefficient)
     return x
 
 
-# Steps of order 1, 4 and 5: step=euler or step="euler" in `flow`, one, four and six evaluations of the drift a step.
 euler = RungeKutta("euler", 1, a=(), b=(1.0,), closing=1 / 2)
 rk4 = RungeKutta("rk4", 4, a=((1 / 2,), (0, 1 / 2), (0, 0, 1)), b=(1 / 6, 1 / 3, 1 / 3, 1 / 6), closing=1 / 6)
-# Dormand and Prince (1980), order 5 with an embedded order 4.
-dopri5 = RungeKutta(
+dopri5 = RungeKutta(  # Dormand and Prince (1980)
     "dopri5",
     5,
     a=(
@@ -112,14 +108,18 @@ dopri5 = RungeKutta(
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Steps as large as a local error of `tol` per token allows, growing on metastable plateaus.
+    """Steps as long as a local error of `tol` per token allows; coincident tokens are merged.
+
+    On a plateau the cloud is a few tight clusters. Their inner modes contract at rate 1 and would keep an explicit step
+    below about 3. With `merge`, approaching tokens closer than ten times `tol` become one token with their joint
+    weight; what is left moves exponentially slowly, and the steps grow.
 
     Args:
-        tol: largest |error| of a step over max(1, |x_i|), for every token.
-        merge: join coincident tokens; None: wherever tokens are exchangeable, True: raise where they are not.
-        pair: the Runge-Kutta pair with an embedded error estimate.
-        max_steps: raise FloatingPointError beyond.
-        largest: no step is longer, in units of t.
+        tol: the largest error of a step, relative to max(1, |x_i|), of any token.
+        merge: None merges wherever tokens are exchangeable; True raises an error where they are not; False never does.
+        method: a Runge-Kutta method with an embedded error estimate.
+        max_steps: the number of attempted steps after which `flow` raises FloatingPointError.
+        max_step_size: the longest step, in units of t.
 
     Example:
         >>> from attn_flow import Attention, Sphere, flow
@@ -127,60 +127,53 @@ class Adaptive:
         >>> path = flow(Attention.identity(3, beta=2.0), x0, t=[0.0, 1000.0], step=Adaptive(tol=1e-4))
         >>> path.about["tokens_left"]
         1
-
-    On a plateau the cloud is a few tight clusters: their inner modes contract at rate 1 and would keep an explicit
-    step below about 3 for ever. With `merge` (on by default wherever tokens are exchangeable) approaching tokens
-    closer than ten times `tol` become one token with their joint weight; what is left moves exponentially slowly, and
-    so do the steps grow. Both are needed: neither alone crosses a plateau of length e^beta.
     """
 
     tol: float = 1e-6
     merge: bool | None = None
-    pair: RungeKutta = dopri5
+    method: RungeKutta = dopri5
     max_steps: int = 100_000
-    largest: float = math.inf
+    max_step_size: float = math.inf
 
     def __post_init__(self) -> None:
-        checks.positive("tol", self.tol)
-        checks.positive("largest", self.largest)
-        checks.whole("max_steps", self.max_steps)
-        if self.merge is not None:
-            checks.flags(merge=self.merge)
-        checks.instance("pair", self.pair, RungeKutta, "a Runge-Kutta pair such as dopri5")
-        if self.pair.embedded is None:
-            raise ValueError(f"pair {self.pair.name!r} has no embedded result to estimate errors; use dopri5.")
+        checks.require_positive(tol=self.tol)
+        checks.require_count(max_steps=self.max_steps)
+        if not self.max_step_size > 0:
+            raise ValueError(f"max_step_size = {self.max_step_size}, expected a positive number.")
+        if self.method.embedded is None:
+            raise ValueError(f"method {self.method} has no embedded error estimate; use dopri5.")
 
     @property
     def name(self) -> str:
-        return f"adaptive {self.pair.name} tol={self.tol:g}"
+        """The name that trajectories store."""
+        return f"adaptive {self.method.name} tol={self.tol:g}"
 
     def scaled_error(self, error: Tensor, x: Tensor) -> Tensor:
-        """max_i |error_i| / (tol max(1, |x_i|)), (): a step is accepted at 1 or below."""
+        """max_i |error_i| / (tol max(1, |x_i|)), (): a step is accepted if it is at most 1."""
         scale = x.detach().norm(dim=-1).clamp_min(1.0)
         return (error.detach().norm(dim=-1) / (self.tol * scale)).amax()
 
-    def next_step(self, h: float, error: float, before: tuple[float, float] | None = None) -> float:
-        """The step after one of size h with this scaled error; `before` are size and error of the accepted one before.
+    def next_size(self, h: float, error: float, previous: tuple[float, float] | None = None) -> float:
+        """The size of the step after one of size h with this scaled error.
 
-        0.9 h error^(-1/p), and no more than Gustafsson's prediction 0.9 h (h/h') (error'/error^2)^(1/p), which
-        foresees that errors keep growing when clusters fall into each other; changed at most fivefold.
+        It is 0.9 h error^(-1/p), but not more than Gustafsson's prediction 0.9 h (h/h') (error'/error^2)^(1/p) from the
+        accepted step before, `previous` = (h', error'), which expects errors to keep growing. It changes at most
+        fivefold.
         """
-        p, error = self.pair.order, max(error, 1e-30)
+        p, error = self.method.order, max(error, 1e-30)
         factor = 0.9 * error ** (-1 / p)
-        if before is not None:
-            h_before, error_before = before
+        if previous is not None:
+            h_before, error_before = previous
             factor = min(factor, 0.9 * (h / h_before) * (max(error_before, 1e-30) / error**2) ** (1 / p))
-        return min(self.largest, h * min(5.0, max(0.2, factor)))
+        return min(self.max_step_size, h * min(5.0, max(0.2, factor)))
 
 
-STEPS: dict[str, RungeKutta] = {step.name: step for step in (euler, rk4, dopri5)}
+METHODS: dict[str, RungeKutta] = {method.name: method for method in (euler, rk4, dopri5)}
 
 
-def named_step(step: str | Step | Adaptive) -> Step | Adaptive:
-    """The step of this name ("euler", "rk4", "dopri5", "adaptive"); a step function or `Adaptive` is itself."""
-    if isinstance(step, str):
-        checks.one_of("step", step, (*STEPS, "adaptive"))
-        return Adaptive() if step == "adaptive" else STEPS[step]
-    if not (callable(step) or isinstance(step, Adaptive)):
-        raise ValueError(f"step = {step!r}, expected a name, a step function (euler, rk4, your own) or Adaptive().")
-    return step
+def as_method(step: str | RungeKutta | Adaptive) -> RungeKutta | Adaptive:
+    """The method of this name ("euler", "rk4", "dopri5", "adaptive"); a method is returned as it is."""
+    if not isinstance(step, str):
+        return step
+    checks.require_choice("step", step, (*METHODS, "adaptive"))
+    return Adaptive() if step == "adaptive" else METHODS[step]

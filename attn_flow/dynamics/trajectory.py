@@ -1,4 +1,4 @@
-"""A path of clouds: what `flow` returns, and what a recorded encoder is."""
+"""Clouds along a flow, or through the layers of an encoder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.base.files import read_tensors, write_tensors
-from attn_flow.base.words import brief
 from attn_flow.measures import Cloud
 
 
@@ -32,7 +31,7 @@ class Trajectory:
     Example:
         >>> path = Trajectory(torch.tensor([0.0, 1.0]), torch.randn(2, 5, 3))
         >>> path
-        Trajectory(2 times from 0 to 1, x float32 (2, 5, 3))
+        Trajectory(2 times from 0 to 1, x (2, 5, 3) float32)
         >>> len(path), path.cloud(-1).mean.shape
         (2, torch.Size([3]))
     """
@@ -45,27 +44,20 @@ class Trajectory:
     labels: dict[str, list] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        checks.tensor("t", self.t, "(T,)")
-        checks.floating("x", self.x, "(T, ..., n, d)")
+        checks.require_floating("x", self.x)
         if self.t.ndim != 1 or self.x.ndim < 3 or 0 in self.x.shape[1:] or self.x.shape[0] != self.t.shape[0]:
             raise ValueError(
                 f"t has shape {tuple(self.t.shape)} and x {tuple(self.x.shape)}, expected (T,) and (T, ..., n, d)."
             )
-        checks.held("t", self.t)
-        checks.real_times(self.t)
-        checks.finite("t", self.t)
-        for name in ("about", "labels"):
-            checks.instance(name, getattr(self, name), dict, "a dict of plain JSON")
-        cloud = self.x[0] if len(self) else self.x.new_empty(self.x.shape[1:])
-        if self.mask is not None:
-            checks.token_mask(self.mask, cloud)
-        if self.weights is not None:
-            checks.token_weights(self.weights, cloud, self.mask)
+        for name in ("weights", "mask"):
+            if getattr(self, name) is not None:
+                checks.require_shape(name, getattr(self, name), self.x.shape[-2:-1])
 
     def __repr__(self) -> str:
         span = f"{len(self)} times from {float(self.t[0]):.6g} to {float(self.t[-1]):.6g}" if len(self) else "no times"
-        parts = [span, f"x {brief(self.x)}", "weights" * (self.weights is not None), "mask" * (self.mask is not None)]
-        return f"Trajectory({', '.join(filter(None, parts))})"
+        parts = [span, f"x {tuple(self.x.shape)} {str(self.x.dtype).removeprefix('torch.')}"]
+        parts += [name for name in ("weights", "mask") if getattr(self, name) is not None]
+        return f"Trajectory({', '.join(parts)})"
 
     def __len__(self) -> int:
         return self.t.shape[0]
@@ -73,7 +65,8 @@ class Trajectory:
     def __getitem__(self, index: int | slice | Tensor) -> Trajectory:
         """The path at some of its times; an integer keeps a path of one time (see `cloud` for its cloud)."""
         if isinstance(index, int):
-            checks.index(index, len(self))
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"time index {index} of a path of {len(self)} times.")
             index = slice(index, index + 1 or None)
         return replace(self, t=self.t[index], x=self.x[index])
 
@@ -81,20 +74,19 @@ class Trajectory:
         return (self.cloud(i) for i in range(len(self)))
 
     def cloud(self, index: int) -> Cloud:
-        """The measure at one time, with the path's weights and mask."""
-        checks.index(index, len(self))
+        """The cloud at one time, with the weights and the mask of the trajectory."""
         return Cloud(self.x[index], self.weights, self.mask)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file; a reader never sees half of it."""
+        """Write the trajectory to a safetensors file, atomically."""
         tensors = {"t": self.t, "x": self.x, "weights": self.weights, "mask": self.mask}
         words = {"format": "attn_flow.Trajectory", "about": json.dumps(self.about), "labels": json.dumps(self.labels)}
         write_tensors({k: v for k, v in tensors.items() if v is not None}, path, words)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Trajectory:
-        """A saved path on `device`; a damaged file, or another kind of file, is a ValueError."""
+        """Read a saved trajectory; ValueError for a damaged file or another kind of file."""
         tensors, words = read_tensors(path, device)
         if words.get("format") != "attn_flow.Trajectory":
-            raise ValueError(f"{path} is no saved Trajectory; expected a file written by Trajectory.save.")
+            raise ValueError(f"{path} is not a saved Trajectory; expected a file written by Trajectory.save.")
         return cls(**tensors, about=json.loads(words["about"]), labels=json.loads(words["labels"]))

@@ -1,10 +1,10 @@
-"""A law of tokens: its scaled log-partition and the gradient of it, the tilted mean that attention computes."""
+"""Distributions of tokens: the log-partition of each and its gradient, the tilted mean that attention computes."""
 
-from attn_flow.measures.cloud import Cloud
-from attn_flow.measures.elliptic import EllipsoidSupport, Gaussian, LogitLaw
+from attn_flow.measures.cloud import Cloud, as_cloud
+from attn_flow.measures.gaussian import EllipsoidSupport, Gaussian
 from attn_flow.measures.measure import Measure
 from attn_flow.measures.mixture import Mixture
-from attn_flow.measures.own_tokens import OwnTokens, SeenGaussian
+from attn_flow.measures.per_query import PerQueryCloud, PerQueryGaussian
 from attn_flow.measures.sphere import UniformSphere
 from attn_flow.measures.von_mises_fisher import VonMisesFisher
 
@@ -12,11 +12,11 @@ __all__ = [
     "Cloud",
     "EllipsoidSupport",
     "Gaussian",
-    "LogitLaw",
     "Measure",
     "Mixture",
-    "OwnTokens",
-    "SeenGaussian",
+    "PerQueryCloud",
+    "PerQueryGaussian",
     "UniformSphere",
     "VonMisesFisher",
+    "as_cloud",
 ]

@@ -1,4 +1,4 @@
-"""Mixtures of measures, closed under the same two calls."""
+"""Mixtures of measures, which have the same two functions."""
 
 from __future__ import annotations
 
@@ -9,53 +9,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.averages import dense
 from attn_flow.base import checks
-from attn_flow.base.words import brief
-from attn_flow.measures.measure import Measure, by_temperature
+from attn_flow.measures.measure import Measure, by_temperature, log_mean_exp
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mixture:
-    """sum_c pi_c mu_c: tilted weights softmax_c(log pi_c + beta L_c(g)), mean their mean of the m_c(g).
+    """sum_c pi_c mu_c: the mean of the m_c(g) under the tilted weights softmax_c(log pi_c + beta L_c(g)).
 
-    components: measures of one dimension d. weights: pi, (components,) or (..., components), nonnegative, of any total.
+    Args:
+        components: measures of one dimension d.
+        weights: pi, (components,) or (..., components), nonnegative, of any sum.
 
-    >>> import torch
-    >>> from attn_flow import Cloud, UniformSphere
-    >>> sink = Cloud(torch.tensor([[0.0, 0.0, 5.0]]))
-    >>> mu, g = Mixture([sink, UniformSphere(3)], weights=torch.tensor([0.1, 0.9])), torch.tensor([[0.0, 0.0, 1.0]])
-    >>> mu
-    Mixture(2 components: Cloud, UniformSphere; weights=float32 (2,))
-    >>> mu.responsibilities(g, beta=1.0)  # the sink takes nearly all of this query's attention
-    tensor([[0.9335, 0.0665]])
+    Example:
+        >>> from attn_flow import Cloud, UniformSphere
+        >>> sink = Cloud(torch.tensor([[0.0, 0.0, 5.0]]))
+        >>> mu = Mixture([sink, UniformSphere(3)], weights=torch.tensor([0.1, 0.9]))
+        >>> mu
+        Mixture(Cloud, UniformSphere)
+        >>> mu.responsibilities(torch.tensor([[0.0, 0.0, 1.0]]), beta=1.0)  # the sink has nearly all of the weight
+        tensor([[0.9335, 0.0665]])
     """
 
     components: Sequence[Measure]
     weights: Tensor
 
     def __post_init__(self) -> None:
-        checks.tensor("weights", self.weights, "(..., components)")
-        if not isinstance(self.components, Sequence):
-            raise ValueError(f"components is a {type(self.components).__name__}, expected a list of measures.")
-        odd = [mu for mu in self.components if not hasattr(mu, "tilted_mean")]
-        if odd:
-            raise ValueError(f"components hold a {type(odd[0]).__name__}, expected measures.")
-        if len(self.components) == 0 or 0 in self.weights.shape or self.weights.shape[-1:] != (len(self.components),):
+        if len(self.components) == 0 or self.weights.shape[-1:] != (len(self.components),):
             raise ValueError(
                 f"weights have shape {tuple(self.weights.shape)} for {len(self.components)} components, "
                 "expected one weight per component and at least one component."
             )
-        checks.masses(self.weights, of="mixture")
+        w = self.weights.detach()
+        is_valid = w.isfinite() & (w >= 0) & (w > 0).any(-1, keepdim=True)
+        checks.require(is_valid, "weights must be finite and nonnegative, with a positive one in every mixture.")
 
     def __repr__(self) -> str:
         names = [type(mu).__name__ for mu in self.components]
-        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        return f"Mixture({len(names)} components: {shown}; weights={brief(self.weights)})"
+        return f"Mixture({', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"
 
     def to(self, *args: Any, **kwargs: Any) -> Mixture:
-        """The same law with its tensors moved or cast, as `Tensor.to`."""
-        checks.moves(*args, **kwargs)
+        """The same measure with its tensors moved or cast, as `Tensor.to`."""
         return Mixture([mu.to(*args, **kwargs) for mu in self.components], self.weights.to(*args, **kwargs))
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
@@ -65,7 +59,7 @@ class Mixture:
             beta,
             g.double(),
             hot=lambda: (log_pi.exp() * L).sum(-1),
-            warm=lambda b: _log_mean_exp(L, log_pi, b),
+            warm=lambda b: _centred_log_mean_exp(L, log_pi, b),
             cold=lambda: torch.where(log_pi.isneginf(), -torch.inf, L).amax(-1),
         )
         return log_partition.to(g.dtype)
@@ -90,18 +84,17 @@ class Mixture:
     def _tilt(self, g: Tensor, beta: float | Tensor) -> tuple[Tensor, Tensor]:
         """The components' L_c(g) and log pi_c, each (..., m, components).
 
-        In float64 whatever g is: beta multiplies their differences, and at beta = 1e6 float32 has no digits left.
+        They are computed in float64: beta multiplies their differences, which float32 does not resolve when cold.
         """
-        checks.floating("g", g, "(..., m, d)")
         g = g.double()
         L = torch.stack([mu.to(torch.float64).log_partition(g, beta) for mu in self.components], dim=-1)
         pi = self.weights.to(g)
-        pi = pi / pi.detach().amax(-1, keepdim=True)  # whose sum may overflow
+        pi = pi / pi.detach().amax(-1, keepdim=True)  # so that the sum cannot overflow
         pi = pi / pi.sum(-1, keepdim=True)
         return L, pi.log()[..., None, :].expand(L.shape)
 
 
-def _log_mean_exp(L: Tensor, log_pi: Tensor, b: Tensor) -> Tensor:
+def _centred_log_mean_exp(L: Tensor, log_pi: Tensor, b: Tensor) -> Tensor:
     """(1/b) log sum_c pi_c e^{b L_c}, centred so that a small b does not cancel the digits of the mean."""
     mean = (log_pi.exp() * L).sum(-1)
-    return mean + dense.log_mean_of_exp(b[..., None] * (L - mean[..., None]), log_pi.exp()) / b
+    return mean + log_mean_exp(b[..., None] * (L - mean[..., None]), log_pi.exp()) / b

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attn_flow.base import checks, memory
+from attn_flow.base import checks
 from attn_flow.measures import Cloud
 
 TAIL = 18.0  # log-tan nodes run over |log tan(phi/2)| <= TAIL: angles down to 3e-8 from the axis
@@ -33,13 +33,10 @@ def circle(
     >>> round(float(cloud.mean[0]), 12)  # I_1(1)/I_0(1)
     0.446389965897
     """
-    checks.whole("n", n, 2)
-    if towards is not None:
-        checks.number("towards", towards, "an angle")
+    _require_two(n=n)
     if towards is not None and (n % 2 or not math.isfinite(towards)):
         raise ValueError(f"n = {n}, towards = {towards}: expected an angle and an even number of nodes.")
-    _check_made(n, density, dtype, device)
-    towards = None if towards is None else math.remainder(towards, 2 * math.pi)  # a large one would swallow the nodes
+    towards = None if towards is None else math.remainder(towards, 2 * math.pi)
     if towards is None:
         theta = 2 * math.pi * (torch.arange(n, dtype=dtype, device=device) + 0.5) / n
         weights = torch.full_like(theta, 1 / n)
@@ -62,10 +59,9 @@ def fibonacci(
     """n nodes of the Fibonacci lattice on S^2, weights proportional to density(x), x (n, 3) (uniform by default).
 
     >>> fibonacci(100)
-    Cloud(x=float64 (100, 3), weights=float64 (100,))
+    Cloud(x (100, 3) float64, weights)
     """
-    checks.whole("n", n, 2)
-    _check_made(n, density, dtype, device)
+    _require_two(n=n)
     i = torch.arange(n, dtype=dtype, device=device) + 0.5
     z = 1 - 2 * i / n
     phi = math.pi * (3 - math.sqrt(5)) * i
@@ -91,15 +87,11 @@ def graded(
     >>> round(float(cloud.mean[2]), 10)  # coth(1) - 1
     0.3130352855
     """
-    checks.floating("axis", axis, "(d,), d >= 3")
-    checks.held("axis", axis)
-    checks.precise("axis", axis)
+    checks.require_floating("axis", axis)
     if axis.ndim != 1 or axis.shape[0] < 3 or not 0 < float(axis.norm()) < math.inf:
         raise ValueError(f"axis has shape {tuple(axis.shape)}, expected a direction (d,) with d >= 3.")
     d = axis.shape[0]
-    checks.whole("n", n, 2)
-    checks.whole("across", across, 2)
-    _check_made(n * across * d, density, axis.dtype, axis.device)
+    _require_two(n=n, across=across)
     u = TAIL * (2 * (torch.arange(n, dtype=axis.dtype, device=axis.device) + 0.5) / n - 1)
     side = _around(across, d - 1).to(axis)  # (across, d - 1)
     golden = 2 * math.pi * (math.sqrt(5) - 1) / 2 * torch.arange(n, dtype=axis.dtype, device=axis.device)
@@ -117,18 +109,10 @@ def graded(
     return _cloud(x, weights, density and density(x))
 
 
-def _check_made(
-    numbers: int,
-    density: Callable[[Tensor], Tensor] | None,
-    dtype: torch.dtype,
-    device: torch.device | str | None,
-) -> None:
-    """What nodes are made with."""
-    checks.instance("dtype", dtype, torch.dtype, "a real floating dtype such as torch.float64")
-    checks.made_with(dtype, device)
-    memory.require_tensor(numbers, dtype=dtype, device=device)
-    if density is not None:
-        checks.function("density", density, "of the nodes, their masses relative to the uniform law")
+def _require_two(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 2:
+            raise ValueError(f"{name} = {count}, expected at least 2 nodes.")
 
 
 def _around(n: int, d: int) -> Tensor:
@@ -146,7 +130,6 @@ def _around(n: int, d: int) -> Tensor:
 
 def _cloud(x: Tensor, weights: Tensor, density: Tensor | None) -> Cloud:
     if density is not None:
-        checks.tensor("density(nodes)", density, str(tuple(weights.shape)))
         if density.shape != weights.shape:
             raise ValueError(f"density returned shape {tuple(density.shape)}, expected {tuple(weights.shape)}.")
         top = density.max()

@@ -1,4 +1,4 @@
-"""The von Mises-Fisher law on the unit sphere: closed under tilting, so every answer is a Bessel function."""
+"""The von Mises-Fisher distribution on the unit sphere. Tilting one gives another one."""
 
 from __future__ import annotations
 
@@ -10,52 +10,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow.averages import bessel
-from attn_flow.base import checks, memory
-from attn_flow.base.words import introduce
-from attn_flow.measures.measure import by_temperature
-from attn_flow.measures.sphere import length
+from attn_flow.base import checks
+from attn_flow.kernels import bessel
+from attn_flow.measures.measure import by_temperature, length
 
-SHARPEST = 1e9  # kappa that can be sampled: beyond, float64 has few digits of 1 - <mean, y>, and then none
+MAX_SAMPLED_KAPPA = 1e9  # kappa that can be sampled: beyond, float64 has few digits of 1 - <mean, y>, and then none
 NODES = 8  # of Gauss and Legendre, over an interval of less than a quarter of the distance to the next singularity
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class VonMisesFisher:
-    """The law of density e^{kappa <mean, y>} on the unit sphere of R^d; kappa = 0 is the uniform one.
+    """The distribution of density e^{kappa <mean, y>} on the unit sphere of R^d; kappa = 0 is the uniform one.
 
     Tilting by e^{beta <g, y>} moves kappa mean to z = kappa mean + beta g: L_beta(g) = (log I(|z|) - log I(kappa))/beta
     and m_beta(g) = A_d(|z|) z/|z|, with A_d = I_{d/2}/I_{d/2-1} and I(z) = Gamma(d/2) (2/z)^{d/2-1} I_{d/2-1}(z).
 
-    mean: (..., d), unit vectors, the direction of the law; leading axes are a batch. kappa: concentration >= 0.
+    Args:
+        mean: (..., d), unit vectors, the most likely direction; leading axes are a batch.
+        kappa: the concentration, nonnegative.
 
-    >>> import torch
-    >>> mu = VonMisesFisher(torch.tensor([0.0, 0.0, 1.0]), kappa=2.0)
-    >>> mu.tilted_mean(torch.zeros(1, 3), beta=1.0)  # its mean, A_3(2) = coth(2) - 1/2
-    tensor([[0.0000, 0.0000, 0.5373]])
-    >>> mu.sample(5, generator=torch.Generator().manual_seed(0)).shape
-    torch.Size([5, 3])
+    Example:
+        >>> mu = VonMisesFisher(torch.tensor([0.0, 0.0, 1.0]), kappa=2.0)
+        >>> mu.tilted_mean(torch.zeros(1, 3), beta=1.0)  # its mean, A_3(2) = coth(2) - 1/2
+        tensor([[0.0000, 0.0000, 0.5373]])
+        >>> mu.sample(5, generator=torch.Generator().manual_seed(0)).shape
+        torch.Size([5, 3])
     """
 
     mean: Tensor
     kappa: float
 
     def __post_init__(self) -> None:
-        checks.floating("mean", self.mean, "(..., d)")
-        if self.mean.ndim < 1 or 0 in self.mean.shape:
-            raise ValueError(f"mean has shape {tuple(self.mean.shape)}, expected (..., d).")
-        checks.finite("mean", self.mean)
-        if not isinstance(self.kappa, int | float):
-            raise ValueError(f"kappa is a {type(self.kappa).__name__}, expected a number.")
-        if not 0 <= self.kappa < math.inf:
-            raise ValueError(f"kappa = {self.kappa}, expected a finite concentration >= 0; an atom is a Cloud.")
-        norm = self.mean.detach().norm(dim=-1)
-        if checks.can_look(norm) and float((norm - 1).abs().max()) > 4 * torch.finfo(norm.dtype).eps ** 0.5:
-            low, high = float(norm.min()), float(norm.max())
-            raise ValueError(f"mean has norms from {low:.6g} to {high:.6g}, expected unit vectors; use mean/|mean|.")
+        checks.require_floating("mean", self.mean)
+        checks.require_nonnegative(kappa=self.kappa)
+        self._require_unit("mean", self.mean)
+
+    def _require_unit(self, name: str, y: Tensor) -> None:
+        """Raise ValueError unless y (..., d) are unit vectors up to rounding."""
+        tolerance = 4 * torch.finfo(y.dtype).eps ** 0.5
+        is_unit = (y.detach().norm(dim=-1) - 1).abs() <= tolerance
+        checks.require(is_unit, f"{name} has rows that are not unit vectors; divide them by their lengths.")
 
     def __repr__(self) -> str:
-        return introduce(self, "mean", "kappa")
+        return f"VonMisesFisher(mean {tuple(self.mean.shape)}, kappa={self.kappa:.6g})"
 
     @property
     def d(self) -> int:
@@ -63,37 +60,25 @@ class VonMisesFisher:
         return self.mean.shape[-1]
 
     def to(self, *args: Any, **kwargs: Any) -> VonMisesFisher:
-        """The same law with its tensors moved or cast, as `Tensor.to`."""
-        checks.moves(*args, **kwargs)
+        """The same measure with its tensors moved or cast, as `Tensor.to`."""
         return VonMisesFisher(self.mean.to(*args, **kwargs), self.kappa)
 
     def density(self, y: Tensor) -> Tensor:
         """The density at unit vectors y (..., d), relative to the uniform law."""
-        checks.floating("y", y, f"(..., {self.d})")
-        checks.same_device("y", y, "mean", self.mean)
-        checks.finite("y", y)
-        if y.shape[-1:] != (self.d,) or 0 in y.shape:
-            raise ValueError(f"y has shape {tuple(y.shape)}, expected (..., {self.d}) unit vectors.")
-        if (
-            checks.can_look(y)
-            and float((y.detach().norm(dim=-1) - 1).abs().max()) > 4 * torch.finfo(y.dtype).eps ** 0.5
-        ):
-            raise ValueError("y has rows that are no unit vectors, where this law has no density; use y/|y|.")
+        checks.require_shape("y", y, (self.d,))
+        self._require_unit("y", y)
         along = (y * self.mean).sum(-1)
         return (self.kappa * along - bessel.log_i(self.d / 2 - 1, torch.full_like(along, self.kappa))).exp()
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """n independent tokens, (..., n, d): Wood's rejection for <mean, y>, a uniform direction across."""
-        if not isinstance(n, int) or n < 1:
-            raise ValueError(f"n = {n}, expected at least one token, a whole number.")
-        checks.made_with(None, None, generator)
-        if self.kappa > SHARPEST:
+        checks.require_count(n=n)
+        if self.kappa > MAX_SAMPLED_KAPPA:
             raise ValueError(
-                f"kappa = {self.kappa:g}, expected at most {SHARPEST:g} to sample from; take the mean itself."
+                f"kappa = {self.kappa:g}, expected at most {MAX_SAMPLED_KAPPA:g} to sample from; take the mean itself."
             )
         m, d = self.mean[..., None, :], self.d
         shape = (*self.mean.shape[:-1], n, d)
-        memory.require_tensor(*shape, dtype=torch.float64)
         drop = self._drop(math.prod(shape[:-1]), generator).to(m).reshape(*shape[:-1], 1)
         if d == 1:
             return m * (1 - drop)
@@ -123,7 +108,6 @@ class VonMisesFisher:
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""
-        checks.queries(g, self.d, self.mean)
         along, nu = (g * self.mean[..., None, :]).sum(-1), self.d / 2 - 1
 
         def hot() -> Tensor:
@@ -143,13 +127,10 @@ class VonMisesFisher:
             apart = bessel.log_i(nu, size) - bessel.log_i(nu, kappa)
             return torch.where(close, mean * rise, apart / b)
 
-        found = by_temperature(beta, g, hot, warm, lambda: length(g))
-        checks.in_range("the log-partition of a von Mises-Fisher law", found)
-        return found
+        return by_temperature(beta, g, hot, warm, lambda: length(g))
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = A_d(|z|) z/|z|, z = kappa mean + beta g, (..., m, d); zero at z = 0."""
-        checks.queries(g, self.d, self.mean)
         nu = self.d / 2 - 1
 
         def pulled(z: Tensor) -> Tensor:
@@ -162,9 +143,7 @@ class VonMisesFisher:
 
         m = self.mean[..., None, :]
         hot = lambda: pulled((self.kappa * m).expand(torch.broadcast_shapes(m.shape, g.shape)))
-        found = by_temperature(beta, g, hot, lambda b: pulled(self._tilted(g, b)), cold)
-        checks.in_range("the tilted mean of a von Mises-Fisher law", found)
-        return found
+        return by_temperature(beta, g, hot, lambda b: pulled(self._tilted(g, b)), cold)
 
     def _tilted(self, g: Tensor, b: Tensor) -> Tensor:
         """kappa mean + beta g, (..., m, d)."""

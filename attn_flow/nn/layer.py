@@ -1,65 +1,67 @@
-"""The trainable module: residual self-attention in continuous time, (batch, n, dim) -> (batch, n, dim)."""
+"""The trainable layer: residual self-attention in continuous time, (batch, n, dim) -> (batch, n, dim)."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import math
+import warnings
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from typing_extensions import Unpack
 
-from attn_flow.attention import Attention, drift
-from attn_flow.attention.projections import Kind, Projections
-from attn_flow.averages import dense
-from attn_flow.base import checks, memory
-from attn_flow.dynamics.steppers import Adaptive, RungeKutta, Step, euler, named_step, rk4
-from attn_flow.geometry import Euclidean, Geometry, check_placed, known_geometry, placed
+from attn_flow.attention import Attention, Field, peri_norm, pre_norm
+from attn_flow.attention.attention import Kind
+from attn_flow.base import checks
+from attn_flow.geometry import Euclidean, Sphere, place
+from attn_flow.nn.masks import choose_mask, fill_padding, token_mask
+from attn_flow.nn.module import FlowModule, default_beta
+from attn_flow.nn.options import BetaKeywords, FlowKeywords
+
+Norm = Literal["post", "pre", "peri"]
+NORMS: dict[str, Callable[[Field], Field]] = {"post": lambda field: field, "pre": pre_norm, "peri": peri_norm}
 
 
-class ContinuousAttentionLayer(nn.Module):
-    """x(horizon) of x' = P_x sum_h O_h V_h m_beta[x](K_h^T Q_h x), in `steps` equal steps; deterministic, no dropout.
+class ContinuousAttentionLayer(FlowModule):
+    """x(horizon) of the flow x' = P_x F(x) of multi-head attention F, from x(0) = x.
 
-    The residual is inside: the layer returns x(horizon), not a displacement to be added (for that, in the place of an
-    nn.MultiheadAttention, see `ContinuousMultiheadAttention`).
+    The residual connection is inside: the layer returns x(horizon) and not a displacement to be added. (In place of an
+    nn.MultiheadAttention, use `ContinuousMultiheadAttention`, which returns the displacement.)
 
     Args:
-        dim: width d of the tokens.
-        heads: number of heads.
-        head_dim: width of a head, dim / heads by default.
-        beta: inverse temperature of the scores <Q x, K y>, one number or (heads,); 1/sqrt(head_dim) by default. It is
-            part of the state under the key `log_beta` (heads,), learned or not: `load_state_dict` sets it. `layer.beta`
-            reads it and `layer.beta = 8.0` sets it.
-        learn_beta: make `log_beta` a parameter.
-        beta_schedule: a function of s = t/horizon in [0, 1] that multiplies beta along the depth, such as those of
-            `attn_flow.nn.schedules`, which pickle.
-        horizon: how long tokens flow.
-        steps, step: in how many equal steps, by which stepper: "euler", "rk4", "dopri5" or a function. A step costs 1,
-            4 or 7 attentions: the default, one RK4 step, about 4 times an nn.MultiheadAttention.
-        geometry: where tokens live, the unit sphere by default; inputs are retracted to it. Its tensors are buffers.
-        kind, causal, self_attention: as in `Attention`.
-        bias: a query bias and a constant drift.
-        checkpoint: recompute each step in the backward pass: memory of one step instead of all of them.
-        validate: look at the input once per forward, for finite entries and for logits that need float64 (one read
-            from an accelerator); False looks at nothing. Compiled code, which cannot look, keeps the precision of the
-            last forward pass that did: run the layer once before compiling it at a large beta.
+        dim: the width d of the tokens.
+        heads: the number of heads.
+        head_dim: the width of a head, by default dim / heads.
+        beta: the inverse temperature of the scores <Q x, K y>, a number or one per head. The default,
+            dim / (2 sqrt(head_dim) r^2) for tokens of length r, gives logits at initialisation the same spread, 1/2, as
+            an nn.MultiheadAttention has on layer-normalised tokens. `layer.beta` reads it and `layer.beta = 8.0` sets
+            it. The state dict has it as `log_beta`. Weight decay would pull a learned beta to 1, which
+            `parameter_groups` avoids.
+        learn_beta: train beta.
+        beta_schedule: a factor of beta as a function of s = t / horizon in [0, 1], such as `lambda s: 1 + s`.
+        horizon, steps, step, geometry, checkpoint: see `FlowOptions`. By default one RK4 step on the unit sphere, which
+            costs about 4 times an nn.MultiheadAttention. Inputs are first retracted to the geometry.
 
-    Gradients differentiate the discrete steps. The continuous adjoint is not offered: this flow contracts, its
-    reversal expands, and the adjoint's gradients are wrong by per cents at T = 5 and useless at T = 10.
+    Other arguments:
+        kind, causal, self_attention: see `Attention`.
+        norm: "post" normalises by the geometry; "pre" and "peri" (in flat space only) let the length of tokens change
+            and normalise what the attention sees.
+        bias: with a bias of the queries and a constant drift.
+        noise: sigma of random displacements sqrt(h) sigma xi after each step of size h, in training mode only.
+        validate: check the values of the input and whether logits need float64, with one read from the device per
+            forward pass. Compiled code does neither.
+
+    Gradients are those of the discrete steps. The continuous adjoint is not offered: the flow contracts, its reversal
+    expands, and the adjoint's gradients are off by several per cent at T = 5 and useless at T = 10.
 
     Example:
         >>> layer = ContinuousAttentionLayer(dim=64, heads=4, beta=4.0, learn_beta=True)
-        >>> layer(torch.randn(8, 32, 64)).norm(dim=-1).shape  # tokens of length 1
-        torch.Size([8, 32])
-        >>> layer.evaluations
+        >>> layer(torch.randn(8, 32, 64)).norm(dim=-1).mean()  # tokens of length 1
+        tensor(1., grad_fn=<MeanBackward0>)
+        >>> layer.options.evaluations
         4
     """
-
-    log_beta: Tensor
 
     def __init__(
         self,
@@ -68,442 +70,193 @@ class ContinuousAttentionLayer(nn.Module):
         head_dim: int | None = None,
         *,
         beta: float | Tensor | None = None,
-        learn_beta: bool = False,
-        beta_schedule: Callable[[float], float] | None = None,
-        horizon: float = 1.0,
-        steps: int = 1,
-        step: str | Step = rk4,
-        geometry: Geometry | None = None,
         kind: Kind = "softmax",
         causal: bool = False,
         self_attention: bool = True,
+        norm: Norm = "post",
         bias: bool = False,
-        checkpoint: bool = False,
-        validate: bool = True,
+        noise: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[FlowKeywords],
     ) -> None:
-        super().__init__()
-        sizes = {"dim": dim, "heads": heads, "head_dim": 1 if head_dim is None else head_dim, "steps": steps}
-        for name, size in sizes.items():
-            checks.whole(name, size)
-        flags = {"learn_beta": learn_beta, "causal": causal, "self_attention": self_attention, "bias": bias}
-        checks.flags(**flags, checkpoint=checkpoint, validate=validate)
-        if beta_schedule is not None:
-            checks.function("beta_schedule", beta_schedule, "of s = t/horizon that multiplies beta")
+        checks.require_count(dim=dim, heads=heads, head_dim=1 if head_dim is None else head_dim)
+        checks.require_nonnegative(noise=noise)
+        checks.require_choice("norm", norm, get_args(Norm))
         if head_dim is None and dim % heads:
-            raise ValueError(f"dim = {dim} is no multiple of heads = {heads}; give head_dim.")
-        if not isinstance(horizon, int | float) or not 0 < horizon < math.inf:
-            raise ValueError(f"horizon = {horizon}, expected a positive, finite number.")
-        checks.one_of("kind", kind, get_args(Kind))
-        checks.made_with(dtype, device)
-        chosen = named_step(step)
-        if isinstance(chosen, Adaptive):
-            raise ValueError(f"step = {step}, expected a step function such as rk4: a layer takes equal steps.")
-        k = head_dim or dim // heads
-        memory.require_tensor(4, heads, k, dim, dtype=dtype, device=device)
-        make: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.dim, self.heads, self.head_dim, self.learn_beta = dim, heads, k, learn_beta
-        self.horizon, self.steps, self.step = horizon, int(steps), chosen
-        self.kind, self.causal, self.self_attention, self.checkpoint = kind, causal, self_attention, checkpoint
-        self.beta_schedule, self.validate, self._precise = beta_schedule, validate, False
-        self._keep_geometry(known_geometry(geometry))
-        self.Q = nn.Parameter(torch.empty(heads, k, dim, **make))
-        self.K = nn.Parameter(torch.empty(heads, k, dim, **make))
-        self.V = nn.Parameter(torch.empty(heads, k, dim, **make))
-        self.O = nn.Parameter(torch.empty(heads, dim, k, **make))
-        self.query_bias = nn.Parameter(torch.empty(heads, k, **make)) if bias else None
-        self.value_bias = nn.Parameter(torch.empty(dim, **make)) if bias else None
-        log_beta = torch.empty(heads, device=device, dtype=dtype or torch.float32)
-        if learn_beta:
-            self.log_beta = nn.Parameter(log_beta)
-        else:
-            self.register_buffer("log_beta", log_beta)
-        self.beta = 1 / math.sqrt(k) if beta is None else beta
+            raise ValueError(f"dim = {dim} is not a multiple of heads = {heads}; pass head_dim.")
+        geometry = options.get("geometry") or (Sphere() if norm == "post" else Euclidean())
+        options["geometry"] = geometry
+        if norm != "post" and not isinstance(geometry, Euclidean):
+            raise ValueError(f"norm = {norm!r} changes the length of tokens; expected geometry=Euclidean().")
+        k = dim // heads if head_dim is None else head_dim
+        if beta is None:
+            beta = default_beta(dim, k, geometry) / 2
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(heads, math.inf if kind == "hardmax" else beta, factory, **options)
+        self.dim, self.heads, self.head_dim, self.norm, self.noise = dim, heads, k, norm, noise
+        # The weights are put in at every evaluation, because modules may exchange them.
+        self._attention = Attention(dim=dim, kind=kind, causal=causal, self_attention=self_attention, kernel="dense")
+        self.Q = nn.Parameter(torch.empty(heads, k, dim, **factory))
+        self.K = nn.Parameter(torch.empty(heads, k, dim, **factory))
+        self.V = nn.Parameter(torch.empty(heads, k, dim, **factory))
+        self.O = nn.Parameter(torch.empty(heads, dim, k, **factory))
+        self.query_bias = nn.Parameter(torch.empty(heads, k, **factory)) if bias else None
+        self.value_bias = nn.Parameter(torch.empty(dim, **factory)) if bias else None
+        if self._is_hardmax and self._attention.kind != "softmax":
+            raise ValueError(f"beta = inf with kind = {kind!r}; only softmax attention has a limit (hardmax).")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Q, K, V, O with entries of variance 1/dim, so that |Q x|, ... are of order |x|; biases zero."""
+        """Draw Q, K, V, O with |Q x|, ... of order |x|; set biases to zero and beta to its initial value."""
         for weight in (self.Q, self.K, self.V):
             nn.init.normal_(weight, std=1 / math.sqrt(self.dim))
         nn.init.normal_(self.O, std=1 / math.sqrt(self.heads * self.head_dim))
         for bias in (self.query_bias, self.value_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
+        self.beta = self._initial_beta
 
     @classmethod
-    def from_attention(
-        cls,
-        attention: Attention,
-        *,
-        beta: float | Tensor | None = None,
-        learn_beta: bool = False,
-        beta_schedule: Callable[[float], float] | None = None,
-        horizon: float = 1.0,
-        steps: int = 1,
-        step: str | Step = rk4,
-        geometry: Geometry | None = None,
-        checkpoint: bool = False,
-        validate: bool = True,
-    ) -> ContinuousAttentionLayer:
-        """The layer with an `Attention`'s weights and its beta, unless another is given; the rest as in `__init__`.
+    def from_attention(cls, attention: Attention, **options: Unpack[BetaKeywords]) -> ContinuousAttentionLayer:
+        """The layer with the weights of an `Attention`, and with its beta unless another one is passed.
+
+        Args:
+            attention: one attention to its own cloud, without batch axes.
+            options: beta, learn_beta, beta_schedule, validate and the fields of `FlowOptions`.
+
+        Returns:
+            A layer of the same heads, kind, mask and biases.
 
         Example:
             >>> ContinuousAttentionLayer.from_attention(Attention.identity(3, beta=2.0), steps=4).beta
             tensor([2.])
         """
-        if not isinstance(attention, Attention):
-            raise ValueError(f"a layer takes an Attention alone, got {attention!r}; put other fields between layers.")
-        if attention.Q.ndim != 3:
-            raise ValueError(
-                f"Q has shape {tuple(attention.Q.shape)}; a layer takes one attention, not a batch of them."
-            )
-        eye = torch.eye(attention.dim, dtype=attention.Q.dtype, device=attention.Q.device)
-        weights = {name: eye.expand(attention.heads, -1, -1) for name in "QKVO"} | attention.tensors
-        own = weights.pop("beta")
-        if beta is None:
-            beta = own if attention.common_beta is None else attention.common_beta
+        if not isinstance(attention, Attention) or attention.context is not None or attention.batch_shape:
+            raise ValueError(f"a layer takes one Attention without context and batch axes, got {attention!r}.")
+        weights = {name: z for name, z in attention.tensors.items() if name != "beta"}
+        like = next(iter(weights.values()), torch.empty(0))
+        eye = torch.eye(attention.dim, dtype=like.dtype, device=like.device).expand(attention.heads, -1, -1)
+        weights = dict.fromkeys("QKVO", eye) | weights
+        Q, V = (weights[name] for name in "QV")
+        if Q.shape[-2] != V.shape[-2] or len({z.shape[0] for name, z in weights.items() if name in "QKVO"}) > 1:
+            shapes = {name: tuple(weights[name].shape) for name in "QKVO"}
+            raise ValueError(f"weights have shapes {shapes}, expected one number of heads and one width of them.")
+        if options.get("beta") is None:
+            options["beta"] = attention.beta
+        has_bias = attention.query_bias is not None or attention.value_bias is not None
         layer = cls(
             attention.dim,
             attention.heads,
-            attention.Q.shape[-2],
-            beta=beta,
-            learn_beta=learn_beta,
-            beta_schedule=beta_schedule,
-            horizon=horizon,
-            steps=steps,
-            step=step,
-            geometry=geometry,
+            Q.shape[-2],
             kind=attention.kind,
             causal=attention.causal,
             self_attention=attention.self_attention,
-            bias=attention.query_bias is not None or attention.value_bias is not None,
-            checkpoint=checkpoint,
-            validate=validate,
-            dtype=attention.Q.dtype,
-            device=attention.Q.device,
+            bias=has_bias,
+            device=like.device,
+            dtype=like.dtype,
+            **options,
         )
-        for name, weight in weights.items():
-            setattr(layer, name, nn.Parameter(weight.detach().clone()))
+        with torch.no_grad():
+            for name, weight in weights.items():
+                getattr(layer, name).copy_(weight)
         return layer
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        model: nn.Module,
-        layer: int,
-        *,
-        beta: float | Tensor | None = None,
-        learn_beta: bool = False,
-        beta_schedule: Callable[[float], float] | None = None,
-        horizon: float = 1.0,
-        steps: int = 1,
-        step: str | Step = euler,
-        geometry: Geometry | None = None,
-        checkpoint: bool = False,
-        validate: bool = True,
-    ) -> ContinuousAttentionLayer:
-        """The flow of one layer's own weights, read from a pretrained encoder (see `attn_flow.hooks`).
-
-        By default it is that layer's attention with its residual, x + attention(x): one Euler step of size one in
-        flat space at the trained beta, of tokens as attention sees them. Arguments as in the constructor.
-        """
-        # By name: encoders stand above layers, and wrap them.
-        found = importlib.import_module("attn_flow.hooks").attentions(model)
-        if not -len(found) <= layer < len(found):
-            raise ValueError(f"layer = {layer}, expected an index into the model's {len(found)} layers.")
-        return cls.from_attention(
-            found[layer],
-            beta=beta,
-            learn_beta=learn_beta,
-            beta_schedule=beta_schedule,
-            horizon=horizon,
-            steps=steps,
-            step=step,
-            geometry=Euclidean() if geometry is None else geometry,
-            checkpoint=checkpoint,
-            validate=validate,
-        )
-
-    # --- temperature and geometry ---------------------------------------------------------------------------------
-
-    @property
-    def beta(self) -> Tensor:
-        """The inverse temperature, (heads,)."""
-        return self.log_beta.exp()
-
-    @beta.setter
-    def beta(self, beta: float | Tensor) -> None:
-        if not isinstance(beta, Tensor):
-            try:
-                beta = torch.tensor(beta, dtype=torch.float64)  # a float has its digits, whatever torch's default dtype
-            except (TypeError, ValueError, RuntimeError):
-                raise ValueError(f"beta is a {type(beta).__name__}, expected a number or one per head.") from None
-        checks.inverse_temperature(beta)
-        if beta.ndim > 1 or (beta.ndim == 1 and beta.shape[0] not in (1, self.heads)):
-            raise ValueError(f"beta has shape {tuple(beta.shape)}, expected () or (heads,) = ({self.heads},).")
-        if self.learn_beta and checks.can_look(beta) and not bool((beta > 0).all() & torch.isfinite(beta).all()):
-            raise ValueError(f"beta = {beta.tolist()} cannot be learned; expected positive and finite.")
-        with torch.no_grad():
-            self.log_beta.copy_(beta.detach().double().log().expand(self.heads))
-        self._note_cold()
-
-    def _note_cold(self) -> None:
-        """Whether beta = inf, known without a look at a device."""
-        infinite = self.log_beta.detach() == math.inf if checks.can_look(self.log_beta) else None
-        if infinite is not None and bool(infinite.any()) and not bool(infinite.all()):
-            raise ValueError("beta mixes finite and infinite entries; expected one or the other for all heads.")
-        self._cold = infinite is not None and bool(infinite.all())
-        if self._cold and self.kind not in ("softmax", "hardmax"):
-            raise ValueError(f"beta = inf with kind = {self.kind!r}; only softmax has a zero-temperature limit.")
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._note_cold()
-
-    def _keep_geometry(self, geometry: Geometry) -> None:
-        """The geometry, with its tensors as buffers, so that they move and are saved with the layer."""
-        self._geometry = geometry
-        self._geometry_from: dict[str, Tensor] = {}
-        fields: tuple[Any, ...] = dataclasses.fields(geometry) if dataclasses.is_dataclass(geometry) else ()
-        for field in fields:
-            value = getattr(geometry, field.name)
-            if field.init and isinstance(value, Tensor):
-                self.register_buffer(f"geometry_{field.name}", value)
-                self._geometry_from[field.name] = value
-
-    @property
-    def geometry(self) -> Geometry:
-        now = {name: getattr(self, f"geometry_{name}") for name in self._geometry_from}
-        if any(now[name] is not before for name, before in self._geometry_from.items()):  # moved, cast or loaded
-            self._geometry = replace(self._geometry, **now)  # type: ignore[type-var]
-            self._geometry_from = now
-        return self._geometry
-
-    @geometry.setter
-    def geometry(self, geometry: Geometry) -> None:
-        for name in self._geometry_from:
-            delattr(self, f"geometry_{name}")
-        self._keep_geometry(geometry)
-
-    @property
-    def evaluations(self) -> int | None:
-        """Attentions computed in one forward pass; None for a stepper of your own."""
-        return self.steps * (1 + len(self.step.a)) if isinstance(self.step, RungeKutta) else None
-
     def attention(self, s: float = 0.0) -> Attention:
-        """The attention at the depth s = t/horizon."""
-        beta = self._beta_at(s)
-        weights = (self.Q, self.K, self.V, self.O, beta, self.query_bias, self.value_bias)
-        return Attention(*weights, self.kind, self.causal, self.self_attention)
+        """The attention at depth s = t / horizon, without the checks of a new `Attention`."""
+        names = ("Q", "K", "V", "O", "query_bias", "value_bias")
+        return self._attention.copy_with(beta=self._beta_at(s), **{name: getattr(self, name) for name in names})
 
-    def _beta_at(self, s: float) -> float | Tensor:
-        if self._cold or self.kind == "hardmax":
-            return math.inf
-        return self.beta if self.beta_schedule is None else self.beta * self.beta_schedule(s)
+    def field(self, t: float) -> Field:
+        """The vector field at time t: the attention, with pre- or peri-norm."""
+        return NORMS[self.norm](self.attention(t / self.options.horizon))
 
-    def _prepared(self, s: float) -> Projections:
-        """What `attention(s).prepared()` is, unchecked: the weights are the layer's own."""
-        return Projections.of(
-            self.Q,
-            self.K,
-            self.V,
-            self.O,
-            self._beta_at(s),
-            self.query_bias,
-            self.value_bias,
-            kind="softmax" if self.kind == "hardmax" else self.kind,
-            causal=self.causal,
-            self_attention=self.self_attention,
-        )
-
-    # --- the flow -------------------------------------------------------------------------------------------------
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, return_path: bool = False) -> Tensor:
-        """x (..., n, dim) after the horizon; with return_path all steps + 1 clouds, (steps + 1, ..., n, dim).
-
-        mask: padding in any of HuggingFace's forms (see `token_mask`). Padding comes out as it went in.
-        """
-        self._check(x)
-        tokens = None if mask is None else token_mask(mask, x, self.causal)
-        log_weights = None if tokens is None else uniform_log_weights(tokens, x.dtype)
-
-        def field(p: Projections, x: Tensor) -> Tensor:
-            F = drift.against_cloud(p, x, x, log_weights, at_once=True)
-            return F if tokens is None else F.masked_fill(~tokens[..., None], 0.0)
-
-        return self.evolve(x, field, tokens, return_path)
-
-    def evolve(
+    def forward(
         self,
         x: Tensor,
-        field: Callable[[Projections, Tensor], Tensor],
-        tokens: Tensor | None = None,
+        mask: Tensor | None = None,
         return_path: bool = False,
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """x after the horizon under the drift field(weights, x), with the layer's weights as they are at that depth.
+        """The tokens after the horizon.
 
-        tokens: (..., n), True for tokens; the others come out as they went in.
+        Args:
+            x: tokens (..., n, dim).
+            mask: padding, True (or 1) for tokens, (..., n); or one of HuggingFace's extended masks, see `token_mask`.
+            return_path: return all states.
+            attention_mask: HuggingFace's name for `mask`.
+
+        Returns:
+            A tensor like x, or (steps + 1, ..., n, dim) with return_path. Padding comes out as it went in.
         """
-        h = self.horizon / self.steps
-        now = placed("x", x, tokens, self.geometry, look=False)
-        prepared = self._prepared(0.0)
-        looks = self.validate and checks.can_look(x, *prepared.tensors)
-        precise = self._looked(x, now, prepared) if looks else self.validate and self._precise
-        prepared = replace(prepared, precise=precise)
+        self._check_shape(x)
+        mask = choose_mask(mask, attention_mask)
+        tokens = is_padding = log_weights = None
+        start = x
+        if mask is not None:
+            tokens, is_padding = token_mask(mask, x, self._attention.causal)
+            count = tokens.sum(-1, keepdim=True).clamp_min(1).to(x.dtype)
+            log_weights = torch.where(tokens, -count.log(), -torch.inf)
+            start = fill_padding(x, tokens)
+        fixed = self.field(0.0)
+        dtype, geometry = x.dtype, self.options.geometry
+        if self.validate and checks.can_read(x, self.Q, self.log_beta):
+            dtype = self._check_values(start, tokens, is_padding, fixed)
 
-        def velocity(t: float, x: Tensor) -> Tensor:
-            scheduled = self.beta_schedule is not None
-            p = replace(self._prepared(t / self.horizon), precise=precise) if scheduled else prepared
-            return self.geometry.tangent(x, field(p, x).to(x.dtype))
+        def velocity(t: float, y: Tensor) -> Tensor:
+            field = fixed if self.beta_schedule is None else self.field(t)
+            drift = (field if dtype == x.dtype else field.in_float64())(t, y, log_weights).to(y.dtype)
+            return geometry.tangent(y, drift if tokens is None else torch.where(tokens[..., None], drift, 0.0))
 
-        def outside(now: Tensor) -> Tensor:
-            return now if tokens is None else torch.where(tokens[..., None], now, x)
+        def output(y: Tensor) -> Tensor:
+            return y.to(x.dtype) if tokens is None else torch.where(tokens[..., None], y.to(x.dtype), x)
 
-        path, start = [outside(now)] if return_path else [], now
-        for i in range(self.steps):
-            if self.checkpoint and torch.is_grad_enabled():
-                now = checkpoint(self.step, velocity, i * h, now, h, self.geometry, use_reentrant=False)
-            else:
-                now = self.step(velocity, i * h, now, h, self.geometry)
-            if i == 0 and looks:
-                self._precise = precise.found(prepared, start) if isinstance(precise, FirstLook) else precise
-            # An accelerator would have to wait for every step.
-            if looks and now.device.type == "cpu" and not checks.all_finite(now):
-                raise FloatingPointError(
-                    f"tokens left the range of {now.dtype} at t = {(i + 1) * h:.6g} of {self.horizon:.6g}; use more "
-                    "steps, a shorter horizon, or a wider dtype."
-                )
+        start = geometry.retract(start.to(dtype))
+        path = [start] if return_path else []
+        state = start
+        for state in self.options.states(velocity, start, self.noise if self.training else 0.0):
             if return_path:
-                path.append(outside(now))
-        return torch.stack(path) if return_path else outside(now)
+                path.append(state)
+        return torch.stack([output(y) for y in path]) if return_path else output(state)
 
-    def _check(self, x: Tensor) -> None:
-        checks.floating("x", x, "(..., n, dim)")
-        if x.ndim < 2 or x.shape[-1] != self.dim or x.shape[-2] == 0:
+    def _check_shape(self, x: Tensor) -> None:
+        checks.require_floating("x", x)
+        if x.ndim < 2 or x.shape[-1] != self.dim or 0 in x.shape:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., n, dim) = (..., n, {self.dim}), n >= 1.")
+        checks.require_same_device("x", x, "the layer", self.Q)
         if x.dtype != self.Q.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x has dtype {x.dtype} and the layer {self.Q.dtype}; use x.to({self.Q.dtype}).")
-        checks.same_device("x", x, "the layer", self.Q)
-        if not self.self_attention and x.shape[-2] < 2:
+        if not self._attention.self_attention and x.shape[-2] < 2:
+            raise ValueError("self_attention=False requires at least two tokens per cloud.")
+
+    @torch.no_grad()
+    def _check_values(self, x: Tensor, tokens: Tensor | None, is_padding: Tensor | None, field: Field) -> torch.dtype:
+        """Check finite tokens and the mask, and choose the precision, with one read from the device."""
+        start = self.options.geometry.retract(x)
+        no = torch.zeros((), device=x.device, dtype=torch.float64)
+        is_empty = no if tokens is None else (~tokens.any(-1)).any()
+        is_wrong = no if is_padding is None else ~is_padding
+        bound = no
+        if x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type):
+            radius = self.options.geometry.max_norm
+            # In flat space tokens may grow: room for twice their length.
+            longest: float | Tensor = 2 * x.norm(dim=-1).amax() if radius is None else radius
+            bound = field.logit_bound(longest).to(x.device) * self._largest_factor()
+        numbers = torch.stack([start.sum().double(), bound.double(), is_empty.double(), is_wrong.double()]).tolist()
+        if not math.isfinite(numbers[0]):
+            checks.require_finite("x", x)
+            place("x", x, self.options.geometry)
+        if numbers[3]:
             raise ValueError(
-                "self_attention=False leaves a cloud of one token nobody to attend to; expected two or more."
+                "the mask hides tokens from some queries and not from others, or has positive numbers in a mask that "
+                "is added to logits; expected padding. For the causal mask build the layer with causal=True."
             )
-
-    def _looked(self, x: Tensor, start: Tensor, p: Projections) -> bool | FirstLook:
-        """Whether logits need float64, or who will tell; ValueError for tokens x not finite or without a place.
-
-        On a bounded geometry the logits have a bound for all times. One read of a device, now or at the first drift.
-        """
-
-        def check(total: float) -> None:
-            if not math.isfinite(total):
-                checks.finite("x", x)
-                check_placed("x", start, self.geometry)
-
-        with torch.no_grad():
-            total = start.sum()
-            coarse = start.dtype == torch.float32 and not torch.is_autocast_enabled(start.device.type) and not p.cold
-            bound, longest = torch.zeros_like(total), self.geometry.longest
-            if coarse and longest is None:
-                return FirstLook(total, check, 4 * self._colder())
-            if coarse and longest is not None:
-                bound = self._colder() * p.logit_bound(longest)
-            seen, size = checks.read(total, bound)
-        check(seen)
-        return not size <= dense.LOGIT_RANGE
-
-    def _colder(self) -> float:
-        """The largest beta of the schedule, over the first: at the ends and the middle of every step."""
-        if self.beta_schedule is None:
-            return 1.0
-        betas = [float(self.beta_schedule(i / (2 * self.steps))) for i in range(2 * self.steps + 1)]
-        return max(betas) / betas[0] if betas[0] > 0 else math.inf
+        if numbers[2]:
+            warnings.warn("the mask hides every token of a cloud, which comes out as it went in.", stacklevel=6)
+        return checks.working_dtype(x.dtype, torch.tensor(numbers[1]))
 
     def extra_repr(self) -> str:
-        step = getattr(self.step, "name", getattr(self.step, "__name__", "custom"))
-        n = self.evaluations
-        cost = "" if n is None else f" ({n} attention{'s' * (n > 1)} a forward pass)"
-        return (
-            f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, horizon={self.horizon}, "
-            f"steps={self.steps}, step={step}{cost}, geometry={self.geometry}, kind={self.kind}, "
-            f"learn_beta={self.learn_beta}"
-        )
-
-
-class FirstLook:
-    """Whether a flow in flat space needs float64 for its logits, told by the queries and keys of its first drift.
-
-    total: the sum of all tokens; `check` is handed it in the same read of a device. room: logits may grow so many
-    times later; 4 is for tokens twice as long.
-    """
-
-    precise: bool | None = None
-
-    def __init__(self, total: Tensor, check: Callable[[float], None], room: float) -> None:
-        self.total, self.check, self.room = total, check, room
-
-    def __call__(self, q: Tensor, k: Tensor, scale: float) -> bool:
-        if self.precise is None and checks.can_look(q, k):
-            with torch.no_grad():
-                # Heads last but one: as they lie in memory, which is faster.
-                lengths = (torch.linalg.vector_norm(z.transpose(-2, -3), dim=-1).amax() for z in (q, k))
-                total, size = checks.read(self.total, self.room * scale * math.prod(lengths))
-            self.check(total)
-            self.precise = not size <= dense.LOGIT_RANGE
-        return bool(self.precise)
-
-    def found(self, p: Projections, start: Tensor) -> bool:
-        """The same after that drift, which looks at nothing where a few near keys are enough."""
-        return self(p.queries(start), p.keys(start), p.scale) if self.precise is None else self.precise
-
-
-def uniform_log_weights(tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """log(1/n) over the n tokens of a cloud, -inf for padding, (..., n)."""
-    count = tokens.sum(-1, keepdim=True).to(dtype)
-    return (-count.log()).expand(tokens.shape).masked_fill(~tokens, -torch.inf)
-
-
-def token_mask(mask: Tensor, x: Tensor, causal: bool = False) -> Tensor:
-    """Any HuggingFace padding mask as bool (..., n), True for tokens.
-
-    Known forms: (batch, n), (batch, n, n), (batch, 1, 1, n) and (batch, 1, n, n); bool or numbers with 1 = attend, or
-    additive with 0 = attend and a large negative number = hide. A mask that hides a token from some queries only says
-    more than padding and is refused, but for the causal one with `causal`.
-    """
-    checks.tensor("mask", mask, "(batch, n), (batch, n, n), (batch, 1, 1, n) or (batch, 1, n, n)")
-    if mask.is_complex():
-        raise ValueError(f"mask has dtype {mask.dtype}, expected bool, or real numbers with 1 = attend.")
-    additive = (
-        mask.is_floating_point() and mask.ndim >= x.ndim and not (checks.can_look(mask) and bool((mask > 0).any()))
-    )
-    keep = mask if mask.dtype == torch.bool else mask >= 0 if additive else mask > 0
-    if keep.ndim == x.ndim + 1 and keep.shape[-3] == 1:
-        keep = keep[..., 0, :, :]
-    queries = keep if keep.ndim == x.ndim else None  # (batch, 1 or n, n)
-    keep = keep if queries is None else queries.any(-2)  # a token is what some query may attend to
-    rows = 1 if queries is None else queries.shape[-2]
-    if (
-        rows not in (1, x.shape[-2])
-        or keep.ndim != x.ndim - 1
-        or keep.shape[-1] != x.shape[-2]
-        or not checks.broadcasts(keep.shape, x.shape[:-1])
-    ):
-        raise ValueError(
-            f"mask has shape {tuple(mask.shape)}, expected (batch, n), (batch, n, n), (batch, 1, 1, n) or "
-            f"(batch, 1, n, n) with (batch, n) = {tuple(x.shape[:-1])}."
-        )
-    if queries is not None and checks.can_look(queries):
-        n, real = x.shape[-2], keep[..., None] if queries.shape[-2] > 1 else keep.any(-1)[..., None, None]
-        seen = keep[..., None, :].expand_as(queries)
-        later = torch.ones(n, n, dtype=torch.bool, device=mask.device).triu(1)
-        if bool(((queries != seen) & real).any()) and not (
-            causal and queries.shape[-2] == n and bool(((queries == seen & ~later) | ~real).all())
-        ):
-            raise ValueError(
-                f"mask of shape {tuple(mask.shape)} hides tokens from some queries and not from others; expected "
-                "padding. For the causal mask build the layer with causal=True."
-            )
-    keep = keep.expand(x.shape[:-1])
-    checks.token_mask(keep, x)
-    return keep
+        words = [self._attention.kind] + ["causal"] * self._attention.causal + [f"{self.norm}-norm"]
+        beta = "learned" if self.learn_beta else "fixed"
+        sizes = f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, beta {beta}"
+        return f"{sizes}, {', '.join(words)}, {self.options}"

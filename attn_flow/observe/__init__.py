@@ -1,1 +1,1 @@
-"""Numbers of a cloud, events of a path."""
+"""Numbers of a cloud of tokens, and events of its clusters along a trajectory."""

@@ -234,7 +234,11 @@ function predict({G, V}, d) {
     .reduce((sum, upper) => sum + upper.k * (upper.re - level.re), 0) / speed(M, G, level));
   found.tail = Math.min(...decays);
   found.rate = kind === "jordan" ? 0 : Math.min(found.g, found.tail / 2);
-  if (kind === "fixed" && atoms && first.re > TOL * size(V) * size(G)) found.exit = exitRate(first, V, G, d);
+  if (kind === "fixed" && !atoms) found.exitUnknown = "it is derived for limits at two points only";
+  else if (kind === "fixed" && first.re <= TOL * size(V) * size(G)) found.exitUnknown = "the leading eigenvalue of M is not positive";
+  else if (kind === "fixed") found.exit = exitRate(first, V, G, d);
+  if (kind === "fixed" && !found.exitUnknown && found.exit === undefined)
+    found.exitUnknown = "V turns the limit direction e, and it is derived for V e along e only";
   return found;
 }
 
@@ -249,13 +253,13 @@ function exitRate({basis: [e]}, V, G, d) {
   return Math.max(0, sees ? Math.max(...real) - v : v + Math.max(...real.map(Math.abs)));
 }
 
-// The time of smallest W2 and the end of the rest, to leading order in log(beta); undefined where not derived.
+// The time of least W2, to leading order in log(beta), and when clusters leave; undefined where they are not derived.
 function moments(found, beta) {
-  if (!(beta > 1) || beta === Infinity || !found.g || found.case === "jordan") return {};
-  if (found.exit === undefined && found.rate < found.g) return {};
-  const x = found.exit || 0, tMin = Math.log(beta) / (2 * found.g) * (found.g + x) / (found.rate + x);
-  // The offset of the clusters is of order beta^{-1/2} at t_min and grows at the exit rate.
-  return {tMin, tExit: x > 0 ? tMin + Math.log(beta) / (2 * x) : undefined};
+  if (!(beta > 1) || beta === Infinity || !found.g || found.case !== "fixed" || !(found.exit > 0)) return {};
+  const x = found.exit, tMin = Math.log(beta) / (2 * found.g) * (found.g + x) / (found.rate + x);
+  // W2 rests if it stays within 25% for at least two e-folding times of its fall, as in attn_flow.phases.
+  const rest = Math.log(1.25) / x;
+  return {tMin, tExit: rest >= 2 / found.rate ? tMin + rest : tMin};
 }
 
 // The distance of a cloud to the predicted law, and what it is.

@@ -106,9 +106,9 @@ function colours() {
 function draw() {
   drawCloud(at("cloud"), view, settings.d, cloud, colours(), found.basis || []);
   const {tMin, tExit} = predictedMoments(), end = Math.max(10, t * 1.05, tMin ? tMin * 1.5 : 0);
-  const spans = tMin ? [{from: 0, to: tMin, name: "falls", tone: "falling"},
-                        {from: tMin, to: tExit ?? Infinity, name: "rests", tone: "resting"}] : [];
-  if (tExit) spans.push({from: tExit, to: Infinity, name: "leaves", tone: "leaving"});
+  const spans = tMin ? [{from: 0, to: tMin, name: "falls", tone: "falling"}] : [];
+  if (tExit > tMin) spans.push({from: tMin, to: tExit, name: "rests", tone: "resting"});
+  if (tMin) spans.push({from: tExit, to: Infinity, name: "leaves", tone: "leaving"});
   const curves = [{t: history.t, y: history.order, stroke: colour("faint"), name: "|mean token|"}];
   if (against) curves.unshift({t: history.t, y: history.distance, stroke: colour("accent"), name: against.name});
   drawCurves(at("curve"), {curves, end, spans, marks: tMin ? [{t: tMin, name: "predicted t_min"}] : []});
@@ -130,7 +130,9 @@ function told() {
   if (sure === "jordan") words.push("M has a Jordan block: the law concentrates on the two red points slowly, like a power of t.");
   if (against && against.side) words.push(`Predicted masses: ${shown(against.up / cloud.n)} (blue) and ${shown(1 - against.up / cloud.n)} (orange); a token's colour is where it should go.`);
   else if (sure !== "jordan") words.push(against && against.limits ? "A token's colour is the place where it should go." : "A token's colour is the place where it started.");
-  if (tMin) words.push(`It is nearest at about t = ${shown(tMin)}` + (tExit ? `, and V takes over at about t = ${shown(tExit)} (to leading order in log β).` : found.exit === 0 ? " and stays there." : "."));
+  if (tMin) words.push(`It is nearest at about t = ${shown(tMin)} (to leading order in log β)` + (tExit > tMin ? ` and rests there until about t = ${shown(tExit)}` : "") + `; then clusters leave at rate ${shown(found.exit)}, taken over by V.`);
+  if (sure === "fixed" && found.exit === 0) words.push("Clusters stay there, so that no time of least distance is predicted.");
+  if (sure === "fixed" && found.exitUnknown) words.push(`When clusters leave is not predicted: ${found.exitUnknown}.`);
   if (tMin && settings.law !== "even") words.push("Tokens drawn at random leave earlier, by chance.");
   if (settings.kind === "hardmax") words.push("Hardmax of finitely many tokens is not the zero-temperature limit of a law: a token that is its own best match stops.");
   if (settings.noise > 0) words.push("Predictions are for the flow without noise.");

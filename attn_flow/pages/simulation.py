@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from attn_flow.base.files import plain, write_bytes
-from attn_flow.dynamics.trajectory import Trajectory
+from attn_flow.base.files import to_plain, write_bytes
+from attn_flow.dynamics import Trajectory
 from attn_flow.pages.playground import assembled
 
 TOKENS, TIMES = 500, 100  # shown at most; the numbers are of all of them
 
 
-def clouds_shown(path: Trajectory) -> dict[str, Any] | None:
+def page_clouds(path: Trajectory) -> dict[str, Any] | None:
     """Times t and clouds x of a path, few enough for a page; None in dimensions that are not drawn."""
     if path.x.shape[-1] not in (2, 3):
         return None
@@ -29,11 +29,11 @@ def clouds_shown(path: Trajectory) -> dict[str, Any] | None:
 
 
 def write_simulation(path: str | Path, numbers: Mapping[str, Any], clouds: Sequence[dict[str, Any] | None]) -> Path:
-    """Write the page of what `attn-flow simulate` found, with the `clouds_shown` of every run, to the file `path`."""
+    """Write the page of what `attn-flow simulate` found, with the `page_clouds` of every run, to the file `path`."""
     limit = numbers["limit"]
     d = len(limit["terminal_basis"])
     runs = [_run(run, shown) for run, shown in zip(numbers["runs"], clouds)]
-    basis = limit["basis"] if limit["basis"] is not None and len(limit["basis"][0]) <= 2 and d <= 3 else []
+    basis = limit["basis"] if limit["basis"] is not None and limit["dimension"] <= 2 and d <= 3 else []
     page = {
         "d": d,
         "basis": [[*column, 0.0][:3] for column in zip(*basis)],
@@ -42,9 +42,9 @@ def write_simulation(path: str | Path, numbers: Mapping[str, Any], clouds: Seque
         "runs": runs,
         "columns": ["beta", "least W2", "at t", "predicted t_min", "W2 at the end", "tokens resolve it", "phases"],
         "rows": [_row(run) for run in numbers["runs"]],
-        "doubts": sorted({doubt for run in numbers["runs"] for doubt in run["doubts"]}),
+        "doubts": sorted({doubt for run in numbers["runs"] for doubt in _doubts(run, limit)}),
     }
-    data = json.dumps(plain(page), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(to_plain(page), allow_nan=False).replace("<", "\\u003c")
     path = Path(path)
     write_bytes(assembled("simulation.html", "simulation.js").replace("/* data */", data).encode(), path)
     return path
@@ -58,9 +58,17 @@ def _run(run: Mapping[str, Any], clouds: dict[str, Any] | None) -> dict[str, Any
 
 def _row(run: Mapping[str, Any]) -> list[Any]:
     phases = ", ".join(f"{p['phase']} {p['start']:.3g} to {p['end']:.3g}" for p in run["phases"])
-    predicted = "" if run["t_min_predicted"] is None else run["t_min_predicted"]
+    predicted = "none" if run["t_min_predicted"] is None else run["t_min_predicted"]
     verdict = run["resolution"]["verdict"]
     return [_beta(run["beta"]), run["min_w2"], run["t_min"], predicted, run["w2"][-1], verdict, phases]
+
+
+def _doubts(run: Mapping[str, Any], limit: Mapping[str, Any]) -> list[str]:
+    """What the cloud does not meet, why nothing rests, and why no t_min is predicted."""
+    words = [*run["doubts"], f"β = {_beta(run['beta'])}: {run['note']}"]
+    if run["t_min_predicted"] is None and 1 < run["beta"] < math.inf:
+        words += [f"No t_min is predicted. {need['text']}" for need in limit["requires"] if need["met"] is False]
+    return words
 
 
 def _beta(beta: float) -> str:
@@ -69,7 +77,7 @@ def _beta(beta: float) -> str:
 
 def _told(limit: Mapping[str, Any], n: int, d: int) -> str:
     """What was predicted, in words."""
-    known = f"{n} tokens in d = {d}; the limit is {limit['case']}: {limit['evidence']['because']}."
+    known = f"{n} tokens in d = {d}; the limit is {limit['case']}: {limit['reason']}."
     if d > 3:
         return f"{known} Clouds are drawn in two and three dimensions only."
     where = {1: " The red rings are the two points of the predicted limit.", 2: " The red circle is the set E."}

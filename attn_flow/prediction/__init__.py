@@ -1,43 +1,42 @@
-"""Where it ends: the limit map, the flow at zero temperature, rates, certificates, what n tokens resolve, phases."""
+"""Where a flow ends: the limit map, zero-temperature flows, rates, certificates, what n tokens resolve, phases."""
 
+from attn_flow.prediction.bound import Bound, fit_bound
 from attn_flow.prediction.certificate import Settled, settle
 from attn_flow.prediction.finite_n import Resolution, ResolutionWarning, resolution
 from attn_flow.prediction.limit_map import LimitMap, limit
-from attn_flow.prediction.requirements import Requirement
-from attn_flow.prediction.statistics import (
-    Bound,
-    Chaos,
-    OverSeeds,
-    PhasesOverSeeds,
-    certified_over_seeds,
-    fit_bound,
-    over_seeds,
-    phases_over_seeds,
-    propagation_of_chaos,
-)
-from attn_flow.prediction.timeline import Phase, Phases, phases
+from attn_flow.prediction.phases import Phase, Phases, phases, split, w2_curve
+from attn_flow.prediction.rates import Rates
+from attn_flow.prediction.requirements import PredictionWarning, Requirement
+from attn_flow.prediction.spectrum import Spectrum, spectrum
+from attn_flow.prediction.statistics import OverSeeds, PhasesOverSeeds, over_seeds, phases_over_seeds
+from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase
 from attn_flow.prediction.zero_temperature import zero_temperature_flow
 
 __all__ = [
     "Bound",
-    "Chaos",
+    "ClusterWidth",
     "LimitMap",
     "OverSeeds",
     "Phase",
     "Phases",
     "PhasesOverSeeds",
+    "PredictionWarning",
+    "Rates",
     "Requirement",
     "Resolution",
     "ResolutionWarning",
     "Settled",
-    "certified_over_seeds",
+    "Spectrum",
+    "TerminalPhase",
     "fit_bound",
     "limit",
     "over_seeds",
     "phases",
     "phases_over_seeds",
-    "propagation_of_chaos",
     "resolution",
     "settle",
+    "spectrum",
+    "split",
+    "w2_curve",
     "zero_temperature_flow",
 ]

@@ -1,4 +1,4 @@
-"""Can n tokens follow the mean-field prediction? It takes an argmax over the whole support; a cloud over n points."""
+"""Whether n tokens can follow the mean-field prediction, which takes an argmax over the whole support."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.attention.multihead import attention_alone
 from attn_flow.base import checks
+from attn_flow.measures import Cloud, as_cloud
 
 
 class ResolutionWarning(UserWarning):
@@ -20,46 +20,45 @@ class ResolutionWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Resolution:
-    """Whether n tokens resolve the argmax that the mean-field prediction takes over the whole support."""
+    """How well n tokens resolve the argmax of the mean-field prediction.
 
-    self_argmax: Tensor  # (..., heads) fraction of tokens that are their own argmax of <G x, y>
-    number: Tensor  # (..., heads) beta |G x| n^{-2/(d-1)}, mean over tokens; <~ 1 is resolved
-    n: Tensor  # (...,) effective number of tokens 1 / sum w^2
-    noise: Tensor  # (..., heads) (beta |G x|)^{(d+1)/2} / n; above 1 chance outweighs temperature in a sample
-    verdict: str  # "resolved", "marginal", "noisy" (a sample) or "unresolved", of the worst cloud and head
+    Attributes:
+        self_argmax: (..., heads), the fraction of tokens that are their own argmax of <G x, y>.
+        number: (..., heads), beta |G x| n^{-2/(d-1)}, averaged over tokens; at most about 1 if resolved.
+        n: (...), the effective number of tokens 1 / sum w^2.
+        noise: (..., heads), (beta |G x|)^{(d+1)/2} / n; above 1 the sampling error exceeds the effect of temperature.
+        verdict: "resolved", "marginal", "noisy" (a random sample) or "unresolved", of the worst cloud and head.
+    """
+
+    self_argmax: Tensor
+    number: Tensor
+    n: Tensor
+    noise: Tensor
+    verdict: str
 
     def __repr__(self) -> str:
         return f"Resolution({self.verdict}, number up to {float(self.number.max()):.3g}, n {float(self.n.min()):.4g})"
 
 
 def resolution(
-    attention: Attention,
-    x: Tensor,
-    *,
-    weights: Tensor | None = None,
-    mask: Tensor | None = None,
-    beta: float | Tensor | None = None,
-    warn: bool = True,
+    attention: Attention, x: Tensor | Cloud, *, beta: float | Tensor | None = None, warn: bool = True
 ) -> Resolution:
-    """Whether n tokens can follow the mean-field prediction, in memory linear in n.
+    """Measure whether n tokens can follow the mean-field prediction, in memory linear in n.
 
-    The softmax sees logits within O(1) of the maximum, a cap of tokens of squared radius 1/(beta |G x|), while n tokens
-    on S^{d-1} are n^{-1/(d-1)} apart (THEORY 1, finite n).
-
-    That cap holds m ~ n (beta |G x|)^{-(d-1)/2} of n random tokens. Their mean is off by (beta |G x| m)^{-1/2}, which
-    exceeds what the temperature does, 1/(beta |G x|), unless n > (beta |G x|)^{(d+1)/2}: below, another sample of the
-    same law goes elsewhere ("noisy"). Tokens with weights are taken for nodes of a quadrature, without such noise.
+    The softmax sees logits within O(1) of the maximum, a cap of squared radius 1/(beta |G x|), while n tokens on the
+    sphere are n^{-1/(d-1)} apart. The cap holds about m = n (beta |G x|)^{-(d-1)/2} of n random tokens, whose mean is
+    off by (beta |G x| m)^{-1/2}. This exceeds the effect of the temperature, 1/(beta |G x|), unless
+    n > (beta |G x|)^{(d+1)/2}; otherwise another sample goes elsewhere ("noisy"). Tokens with weights are taken for
+    nodes of a quadrature, which have no such noise.
 
     Args:
-        attention: who attends to whom.
-        x: the cloud (..., n, d).
-        weights, mask: (..., n), as in `Cloud`.
-        beta: 0 <= beta <= inf in place of the attention's own; a number, or a tensor (..., heads).
-        warn: where unresolved (number > 1), warn by name (`ResolutionWarning`).
+        attention: an `Attention`.
+        x: tokens (..., n, d), or a `Cloud`.
+        beta: an inverse temperature in place of the attention's own: a number, or a tensor (..., heads).
+        warn: warn (`ResolutionWarning`) if the cloud is unresolved, number > 1.
 
     Returns:
-        A `Resolution`: the number beta |G x| n^{-2/(d-1)}, how many tokens are their own argmax, the noise of a
-        sample, and a verdict.
+        A `Resolution`.
 
     Example:
         >>> from attn_flow import Attention, Sphere
@@ -67,46 +66,37 @@ def resolution(
         >>> resolution(Attention.identity(3, beta=10.0), x)
         Resolution(resolved, number up to 0.01, n 1000)
     """
-    attention_alone("resolution", attention)
-    checks.tokens("x", x)
-    if attention.kind in ("linear", "relu", "sigmoid"):
-        raise ValueError(
-            f"attention of kind {attention.kind!r} sees every token at any beta; expected a softmax, whose caps shrink."
-        )
-    if beta is not None:
-        checks.inverse_temperature(beta)
-    cloud = attention.cloud(x, weights, mask)
-    p = cloud.probabilities
+    cloud = as_cloud(x)
+    checks.require_shape("x", cloud.x, (attention.dim,))
     beta = attention.beta if beta is None else beta
-    b = torch.as_tensor(beta, dtype=x.dtype, device=x.device)
-    d = x.shape[-1]
+    checks.require_beta(beta)
+    tokens, p = cloud.x, cloud.probabilities
+    attention, d = attention.to(tokens.dtype), tokens.shape[-1]
     n = p.square().sum(-1).reciprocal()
-    shown = p > 0
-    own, number, noise = [], [], []
-    for h in range(attention.heads):
-        g = x @ attention.G[..., h, :, :].mT
-        if attention.G_bias is not None:
-            g = g + attention.G_bias[..., h, None, :]
-        top = cloud.log_partition(g, math.inf)
-        slack = 16 * torch.finfo(x.dtype).eps * g.norm(dim=-1) * x.norm(dim=-1).amax(-1, keepdim=True)
-        own.append((p * ((g * x).sum(-1) >= top - slack)).sum(-1))
-        reach = (p * torch.where(shown, g.norm(dim=-1) * x.norm(dim=-1), 0.0)).sum(-1)
-        spacing = n ** (-2 / (d - 1)) if d > 1 else torch.zeros_like(n)
-        cold = (b[..., h] if b.ndim and b.shape[-1] > 1 else b[..., 0] if b.ndim else b) * reach
-        number.append(cold * spacing)
-        noise.append(cold ** ((d + 1) / 2) / n)
-    numbers, noises = torch.stack(number, dim=-1), torch.stack(noise, dim=-1)
-    worst, chance = float(numbers.detach().max()), float(noises.detach().max())
+    g = torch.einsum("...hij,...nj->...hni", attention.G.to(tokens), tokens)  # (..., heads, n, d)
+    if attention.G_bias is not None:
+        g = g + attention.G_bias[..., None, :]
+    size, radius = g.norm(dim=-1), tokens.norm(dim=-1)[..., None, :]
+    top = torch.stack([cloud.log_partition(head, math.inf) for head in g.unbind(-3)], dim=-2)
+    rounding = 16 * torch.finfo(tokens.dtype).eps * size * radius.amax(-1, keepdim=True)
+    own = (g * tokens[..., None, :, :]).sum(-1) >= top - rounding
+    mass = p[..., None, :]
+    cold = torch.as_tensor(beta, dtype=tokens.dtype, device=tokens.device) * torch.where(
+        mass > 0, mass * size * radius, 0.0
+    ).sum(-1)  # (..., heads)
+    number = cold * (n[..., None] ** (-2 / (d - 1)) if d > 1 else 0.0)
+    noise = cold ** ((d + 1) / 2) / n[..., None]
+    worst, chance = float(number.detach().max()), float(noise.detach().max())
     verdict = "resolved" if worst <= 0.1 else "marginal" if worst <= 1 else "unresolved"
-    if weights is None and d > 1 and worst <= 1 < chance:
+    if cloud.weights is None and d > 1 and worst <= 1 < chance:
         verdict = "noisy"
-    found = Resolution(torch.stack(own, dim=-1), numbers, n, noises, verdict)
+    result = Resolution((mass * own).sum(-1), number, n, noise, verdict)
     if warn and verdict == "unresolved":
         warnings.warn(
             f"beta |Gx| n^(-2/(d-1)) = {worst:.3g} > 1 with n = {float(n.min()):.0f}, d = {d}: "
-            f"{float(found.self_argmax.max()):.0%} of tokens are their own argmax; the mean-field limit need not hold. "
-            "Use more tokens, a smaller beta, or a weighted quadrature cloud (d = 2, 3).",
+            f"{float(result.self_argmax.max()):.0%} of tokens are their own argmax; the mean-field limit need not "
+            "hold. Use more tokens, a smaller beta, or a weighted quadrature cloud (d = 2, 3).",
             ResolutionWarning,
             stacklevel=2,
         )
-    return found
+    return result

@@ -1,407 +1,336 @@
-"""Where the flow goes: the limit map of low-temperature attention, its rates, and whether n tokens can follow it.
+"""Where low-temperature attention concentrates: the limit map, its rates and what follows it.
 
-For large beta the law mu_t concentrates on P_# mu_0, W(mu_t, P_# mu_0) <= K (sqrt(log(beta+1)/beta) e^{Ct} + e^{-ct})
-(Alcalde, Bungert, Riedl, Roith, arXiv 2605.10931), where P(x) = Pi x / |Pi x| and Pi is the spectral projector of
-M = V G for the eigenvalues of largest real part. THEORY 1 derives what is computed here.
+For large beta the distribution mu_t of the tokens concentrates on P_# mu_0,
+W(mu_t, P_# mu_0) <= K (sqrt(log(beta+1)/beta) e^{Ct} + e^{-ct})   (Alcalde, Bungert, Riedl, Roith, arXiv 2605.10931),
+where P(x) = Pi x / |Pi x| and Pi is the spectral projector of M = V G for the eigenvalues of largest real part.
+THEORY 1, 12 and 14 derive what is computed here.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.attention.multihead import attention_alone
-from attn_flow.averages import dense
 from attn_flow.base import checks
-from attn_flow.measures import Cloud, Measure, UniformSphere
+from attn_flow.base.files import to_plain
+from attn_flow.measures import Cloud, UniformSphere, as_cloud
+from attn_flow.prediction import batches
+from attn_flow.prediction.cases import case_outside_kernel, reason, why_nonlinear
 from attn_flow.prediction.certificate import Settled, settle
-from attn_flow.prediction.rates import Stay, algebraic, exponential_rates, stay, terminal
-from attn_flow.prediction.requirements import Requirement, assumed, examined
-from attn_flow.prediction.spectral import Array, Spectrum, spectrum
-from attn_flow.prediction.zero_temperature import known_support, linear_part, zero_temperature_flow
+from attn_flow.prediction.rates import Rates, concentration_rates, jordan_power
+from attn_flow.prediction.requirements import Requirement, check_requirements, requirements
+from attn_flow.prediction.spectrum import Spectrum, spectrum
+from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase, exit_of_clusters, terminal_phase
+from attn_flow.prediction.zero_temperature import Support, check_support, is_nonzero, linear_part, zero_temperature_flow
+
+Times = float | Sequence[float] | Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LimitMap:
-    """The predicted limit of an attention flow, and how it is known; made by `limit`. None: "does not apply".
+    """The predicted limit of an attention flow, as `limit` returns it. A record is None where it does not apply.
 
-    case: "fixed" (P(x) = Pi x/|Pi x|), "rotating" (concentrates on E and turns in it), "jordan" (rate 1/t),
-    "stationary" (M = c I), "undefined" (G singular; `off_kernel` is the case of tokens outside ker G) or
-    "nonlinear" (several heads, biases, other supports: established token by token by `settle`).
-    Rates are per unit of t, eigenvalues those of M. `requires` says what is assumed, `examine` checks it on a cloud.
+    Attributes:
+        case: "fixed": P(x) = Pi x/|Pi x|. "rotating": tokens concentrate on E and rotate in it. "jordan": they approach
+            algebraically. "stationary": M = c I, nothing moves. "nonlinear": several heads, biases or other supports,
+            where limits are certified token by token. "undefined": no limit is established. "batch": the weights are a
+            batch, and `limit(attention)[i]` is one of its limits.
+        reason: how the case is known, in words.
+        attention, support, tol: the arguments of `limit`.
+        spectrum: the leading spectral subspace E of M, its projector and gap.
+        kernel: (d, m), an orthonormal basis of ker G, where the drift is undefined; None if G is invertible.
+        rates: the exponential rates of concentration.
+        power: the exponent a of W_2 ~ t^{-a} at a Jordan block.
+        terminal: what clusters do once they have formed.
+        width: the width that clusters keep at finite beta.
+        elements, shape: the limits of a batch, and its shape.
 
     Example:
-        >>> from attn_flow import Attention, Sphere, limit
+        >>> from attn_flow import Attention, limit
         >>> G, V = torch.tensor([[2.0, 0.5], [0.0, 1.0]]), torch.eye(2)
-        >>> found = limit(Attention.from_matrices(G, V))
-        >>> found
-        LimitMap(fixed, dim E = 1, leading 2, gap 1, rate_w2 0.5)
-        >>> found.push_forward(torch.tensor([[-0.2, 1.0]]) / 1.04**0.5)  # the projector is oblique
+        >>> target = limit(Attention.from_matrices(G, V))
+        >>> target
+        LimitMap(fixed, dim E = 1, leading 2, gap 1, decay of W2 0.5)
+        >>> target.push_forward(torch.tensor([[-0.2, 1.0]]) / 1.04**0.5)  # the projector is oblique
         tensor([[1., 0.]])
-        >>> [need.name for need in found.requires]
-        ['large n', 'little noise', 'off the border', 'simple leading eigenvalue', 'bounded density']
+        >>> [need.name for need in target.requires if need.met is False]
+        ['clusters leave']
     """
 
-    case: Literal["fixed", "rotating", "jordan", "stationary", "undefined", "nonlinear"]
-    attention: Attention = field(repr=False)
-    support: Measure | str | None = field(repr=False)
-    tol: float
-    off_kernel: str | None = None
-    leading: float | None = None  # largest real part of the spectrum of M
-    gap: float | None = None  # to the next real part; inf if E is everything
-    gap_error: float | None = None  # what rounding can do to the gap
-    frequencies: tuple[float, ...] = ()
-    basis: Tensor | None = field(default=None, repr=False)  # (d, k), orthonormal, spans E
-    projector: Tensor | None = field(default=None, repr=False)  # Pi (d, d), oblique unless M is normal
-    direction: Tensor | None = field(default=None, repr=False)  # the limit is along direction @ x: Pi, or N^{q-1} Pi
-    kernel: Tensor | None = field(default=None, repr=False)  # (d, m) orthonormal, spans ker G
-    g: float | None = None  # rate at which a typical token approaches E: gap / |G e_1|
-    kappa: float | None = None  # rate at which tokens leave the next level: gap / |G e_2|
-    tail: float | None = None  # rate at which the mass of the tokens that have not left vanishes
-    rate_w1: float | None = None
-    rate_w2: float | None = None
-    C: float | None = None  # admissible growth rate |W| (cond N + 2) of the temperature error
-    terminal_case: str | None = None
-    terminal_basis: Tensor | None = field(default=None, repr=False)  # leading subspace of V
-    terminal_rate: float | None = None  # v_top - v_next
-    exit_rate: float | None = None  # how fast clusters leave E, v_top - <e, V e> in the plain case; 0: they stay;
-    # inf: no layer forms, since its modes grow ever faster with their degree
-    layer: float | None = None  # beta W2^2 of the Gaussian layer that clusters keep where M has a negative leading part
-    evidence: dict[str, Any] = field(default_factory=dict)
+    case: str
+    reason: str
+    attention: Attention
+    support: Support = None
+    tol: float = 1e-6
+    spectrum: Spectrum | None = None
+    kernel: Tensor | None = None
+    rates: Rates | None = None
+    power: float | None = None
+    terminal: TerminalPhase | None = None
+    width: ClusterWidth | None = None
+    elements: tuple[LimitMap, ...] = ()
+    shape: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        words = [self.case if self.off_kernel is None else f"{self.case}, off ker G {self.off_kernel}"]
-        words += [] if self.dimension is None else [f"dim E = {self.dimension}"]
-        numbers = ("leading", "gap", "rate_w2", "exit_rate")
-        words += [f"{name} {value:.6g}" for name in numbers if (value := getattr(self, name))]
+        words = [self.case + " outside ker G" * (self.kernel is not None) + f" {self.shape}" * bool(self.elements)]
+        if self.spectrum is not None:
+            words += [
+                f"dim E = {self.dimension}",
+                f"leading {self.spectrum.leading:.6g}",
+                f"gap {self.spectrum.gap:.6g}",
+            ]
+        if self.rates is not None:
+            words.append(f"decay of W2 {self.rates.decay():.6g}")
+        if self.terminal is not None and self.terminal.exit_rate:
+            words.append(f"exit rate {self.terminal.exit_rate:.6g}")
         return f"LimitMap({', '.join(words)})"
+
+    def __iter__(self) -> Iterator[LimitMap]:
+        return iter(self.elements)
+
+    def __getitem__(self, index: int) -> LimitMap:
+        return self.elements[index]
+
+    @property
+    def dimension(self) -> int | None:
+        """The dimension of E; None if the limit is not linear."""
+        return None if self.spectrum is None else self.spectrum.dimension
+
+    @property
+    def basis(self) -> Tensor | None:
+        """An orthonormal basis (d, k) of E; None if the limit is not linear."""
+        return None if self.spectrum is None else self.spectrum.basis
+
+    @property
+    def rotates(self) -> bool:
+        """Whether tokens rotate in E for ever, so that a limit exists only at a given time."""
+        return self.spectrum is not None and bool(self.spectrum.frequencies)
 
     @property
     def requires(self) -> tuple[Requirement, ...]:
-        """What the prediction assumes, as far as the weights can tell."""
-        return assumed(self)
+        """What the prediction assumes, and whether this attention meets it; `examine` also looks at a cloud."""
+        return requirements(self.case, self.spectrum, self.kernel is not None, self.rates, self.terminal)
 
-    def examine(
-        self,
-        x: Tensor,
-        *,
-        weights: Tensor | None = None,
-        mask: Tensor | None = None,
-        beta: float | None = None,
-    ) -> tuple[Requirement, ...]:
-        """`requires`, checked against the initial cloud x (n, d) with its weights and mask (n,), and beta if given.
+    def examine(self, x: Tensor | Cloud, beta: float | None = None) -> tuple[Requirement, ...]:
+        """Check `requires` against one initial cloud (n, d), and its number of tokens against beta if that is given.
 
         Example:
             >>> from attn_flow import Attention, limit
             >>> from attn_flow.measures.quadrature import circle
             >>> G, V = torch.diag(torch.tensor([4.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0]))
-            >>> for need in limit(Attention.from_matrices(G, V)).examine(circle(100).x):
-            ...     if need.met is False:
-            ...         print(need.name)
-            asymmetric law
+            >>> needs = limit(Attention.from_matrices(G, V)).examine(circle(100))
+            >>> [need.name for need in needs if need.met is False]
+            ['asymmetric distribution']
         """
-        checks.tokens("x", x)
-        if x.ndim != 2 or x.shape[-1] != self.attention.dim:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected one cloud (n, {self.attention.dim}).")
-        checks.held("x", x)
-        if Cloud(x, weights, mask).x.ndim != 2:
-            raise ValueError("weights or mask are a batch, expected (n,): those of one cloud.")
-        if beta is not None:
-            checks.inverse_temperature(beta)
-        return examined(self, x, weights, mask, beta)
+        cloud = as_cloud(x)
+        if cloud.x.ndim != 2 or cloud.x.shape[-1] != self.attention.dim:
+            raise ValueError(f"x has shape {tuple(cloud.x.shape)}, expected one cloud (n, {self.attention.dim}).")
+        return check_requirements(self.requires, cloud, beta, self.attention, self.spectrum)
 
-    @property
-    def dimension(self) -> int | None:
-        """dim E."""
-        return None if self.basis is None else self.basis.shape[1]
-
-    def rate(self, p: float = 2.0) -> float | None:
-        """c_p = min(g, tail/p): W_p(mu_t, P_# mu_0) ~ e^{-c_p t} at beta = inf, for bounded densities; p >= 1."""
-        checks.number("p", p)
-        if not 1 <= p < math.inf:
-            raise ValueError(f"p = {p}, expected a number with 1 <= p < inf.")
-        if self.g is None or self.tail is None:
+    def t_beta(self, beta: float) -> float | None:
+        """log(beta / log(beta+1)) / (2 (c_2 + C)), where the two terms of the bound balance; None without rates."""
+        _require_cold(beta)
+        if self.rates is None:
             return None
-        return 0.0 if self.case == "jordan" else min(self.g, self.tail / p)
+        return math.log(beta / math.log(beta + 1)) / (2 * (self.rates.decay() + self.rates.C))
 
-    def t_beta(self, beta: float, p: float = 2.0) -> float:
-        """log(beta / log(beta+1)) / (2 (c_p + C)): where the two terms of the bound balance."""
-        c = self.rate(p)
-        if c is None or self.C is None:
-            raise ValueError(f"case {self.case!r} has no rates, so no t_beta; expected a linear limit with a gap.")
-        _check_cold(beta)
-        return math.log(beta / math.log(beta + 1)) / (2 * (c + self.C))
+    def t_min(self, beta: float) -> float | None:
+        """The time of least W2, to leading order in log(beta): log(beta)/(2g) (g + x)/(c_2 + x), with exit rate x.
 
-    def t_min(self, beta: float) -> float:
-        """The time of smallest W2, to leading order in log(beta): log(beta)/(2g) times (g + x)/(c_2 + x).
+        Clusters are as narrow as the temperature resolves, e^{-gt} = beta^{-1/2}, at t = log(beta)/(2g). From then on
+        their offset, beta^{-1/2}, grows at the exit rate, while the W2 of tokens that linger falls like e^{-c_2 t}.
+        min W2 ~ beta^{-1/2} is claimed for kappa >= 4 g; near kappa = 2 g the relative correction is
+        beta^{-|kappa/2g - 1|}, and for kappa < 2 g the exponent is smaller.
 
-        The clusters are as narrow as the temperature resolves, e^{-gt} = beta^{-1/2}, at t = log(beta)/(2g). From then
-        on their offset, beta^{-1/2}, grows at the exit rate x, while tokens that linger still arrive: W2 of those falls
-        like e^{-c_2 t}. Where the tail is no slower than g, c_2 = g, this is log(beta)/(2g) and W2 ~ beta^{-1/2} there;
-        where it is (c_2 < g), the two meet later, and corrections fall slowly with beta (docs/theory.md, section 1).
-        Needs an asymmetric law (`requires`).
+        None where this does not apply: dim E > 1, V does not map E into itself, or clusters do not leave at a known,
+        finite rate. `requires` names the condition, and the distribution must not be symmetric.
         """
-        if self.g is None or self.rate_w2 is None or self.case == "jordan":
-            raise ValueError(f"case {self.case!r} has no rate g, so no t_min; expected a linear limit with a gap.")
-        _check_cold(beta)
-        leaves = self.exit_rate or 0.0
-        later = 1.0 if math.isinf(leaves) else (self.g + leaves) / (self.rate_w2 + leaves)
-        return math.log(beta) / (2 * self.g) * later
+        _require_cold(beta)
+        exit_rate = None if self.terminal is None else self.terminal.exit_rate
+        if self.rates is None or not exit_rate or math.isinf(exit_rate):
+            return None
+        g = self.rates.g
+        return math.log(beta) / (2 * g) * (g + exit_rate) / (self.rates.decay() + exit_rate)
 
-    def width(self, beta: float) -> float:
-        """sqrt(sum_i |v_1| / (beta (lambda_1 - lambda_i))): W2 of the Gaussian layer around E."""
-        if self.layer is None:
-            raise ValueError(f"no Gaussian layer: {self.evidence.get('layer', 'the limit is not linear')}.")
-        _check_cold(beta)
-        return math.sqrt(self.layer / beta)
-
-    def push_forward(self, x: Tensor, t: float | None = None) -> Tensor:
-        """P(x), where each token goes; with t the moving push-forward e^{tau(t) M} Pi x on the sphere of E.
+    @overload
+    def push_forward(self, x: Tensor, t: Times | None = None) -> Tensor: ...
+    @overload
+    def push_forward(self, x: Cloud, t: Times | None = None) -> Cloud: ...
+    def push_forward(self, x: Tensor | Cloud, t: Times | None = None) -> Tensor | Cloud:
+        """P(x), where each token goes; with t, the moving push-forward e^{tau(t) M} Pi x on the sphere of E.
 
         Args:
-            x: tokens (..., n, d); they are not changed, and keep their norm.
-            t: a time >= 0, for a limit that rotates: it exists only at a time.
+            x: tokens (..., n, d) or a `Cloud`; tokens keep their norms.
+            t: a time >= 0, or increasing times (T,). A limit that rotates exists only at a time.
 
         Returns:
-            Tokens (..., n, d), differentiable in x where the limit is linear. Tokens without an established limit
-            (Pi x = 0, x in ker G, not certified) raise; `settle` reports a nonlinear case token by token.
+            The type it was given; for times (T,) with a first axis T. Differentiable in x where the limit is linear.
+            Tokens without an established limit (Pi x = 0, x in ker G, not certified) raise ValueError; `settle` reports
+            a nonlinear case token by token.
+
+        Example:
+            >>> from attn_flow import Attention, Cloud, limit
+            >>> attention = Attention.from_matrices(torch.eye(2), torch.diag(torch.tensor([2.0, 1.0])))
+            >>> limit(attention).push_forward(Cloud(torch.tensor([[0.6, 0.8], [-0.6, 0.8]]))).x
+            tensor([[ 1.,  0.],
+                    [-1.,  0.]])
         """
-        checks.tokens("x", x)
-        checks.width("x", x, self.attention.dim)
-        if t is not None:
-            checks.nonnegative("t", t, "time", "; push_forward(x) without one is the limit itself")
+        cloud = as_cloud(x)
+        checks.require_shape("x", cloud.x, (self.attention.dim,))
+        times = None if t is None else torch.as_tensor(t, dtype=torch.float64).reshape(-1).tolist()
+        if times is not None and not (
+            times and min(times) >= 0 and times == sorted(set(times)) and max(times) < math.inf
+        ):
+            raise ValueError(f"t = {t}, expected a finite time of at least 0, or increasing times.")
+        y = self._push_forward(cloud.filled(), times)
+        y = y[0] if times is not None and torch.as_tensor(t).ndim == 0 else y
+        return Cloud(y, cloud.weights, cloud.mask) if isinstance(x, Cloud) else y
+
+    def _push_forward(self, x: Tensor, times: list[float] | None) -> Tensor:
+        """The push-forward (..., n, d), or (T, ..., n, d) at given times, of tokens (..., n, d)."""
+        if self.elements:
+            x = x.expand(*torch.broadcast_shapes(x.shape[:-2], self.shape), *x.shape[-2:])
+            parts = x.flatten(-2 - len(self.shape), -3).unbind(-3)
+            each = [limit._push_forward(part, times) for limit, part in zip(self.elements, parts)]
+            return torch.stack(each, dim=-3).unflatten(-3, self.shape)
         if self.case == "nonlinear":
-            return self._settled(x)
-        x = self._outside_kernel(x)
-        if t is None and self.frequencies:
-            raise ValueError(
-                f"the leading eigenvalues {self.leading:.4g} +- {self.frequencies[0]:.4g}i rotate: no limit. "
-                "Give the time: push_forward(x, t)."
-            )
-        if t is not None:
-            return self.moving_push_forward(x, torch.tensor([t], dtype=torch.float64))[0]
-        assert self.direction is not None  # every linear case has one
-        return self._projected(x, self.direction)
-
-    def moving_push_forward(self, x: Tensor, t: Tensor) -> Tensor:
-        """push_forward(x, t) at every time of t (T,), increasing from 0 or later, in one go: (T, ..., n, d)."""
-        checks.times(t)
-        checks.tokens("x", x)
-        checks.width("x", x, self.attention.dim)
-        for name, z in (("x", x), ("t", t)):
-            checks.held(name, z)
-        start = self._outside_kernel(x)
-        assert self.projector is not None
-        if bool((t > 0).any()):
-            times = t if float(t[0]) == 0 else torch.cat([torch.zeros_like(t[:1]), t])
-            start = zero_temperature_flow(self.attention, start, times, self.support).x[-len(t) :]
-        else:
-            start = start.expand(len(t), *start.shape)
-        return self._projected(start, self.projector)
-
-    def _outside_kernel(self, x: Tensor) -> Tensor:
-        """The tokens x, having raised where nothing is established for them."""
-        if (self.off_kernel if self.case == "undefined" else self.case) == "undefined":
-            raise ValueError(f"no limit is established: {self.evidence['because']}.")
+            if times is not None:
+                raise ValueError("a nonlinear limit has no moving push-forward; leave out the time t.")
+            settled = self.settle(x)
+            if not bool(settled.certified.all()):
+                count, n = int((~settled.certified).sum()), settled.certified.numel()
+                raise ValueError(
+                    f"{count} of {n} tokens have no certified limit (speeds up to {float(settled.speed.max()):.2g}). "
+                    "See settle(x) for the evidence of each, or give it a longer horizon."
+                )
+            return settled.x
+        if self.case == "undefined" or self.spectrum is None:
+            raise ValueError(f"no limit is established: {self.reason}.")
         if self.kernel is not None:
-            self._refuse(x, self.attention.to(x).G[0], "lie in ker G, where the drift is undefined")
-        return x
-
-    def _projected(self, x: Tensor, A: Tensor) -> Tensor:
-        """A x at the norm of x."""
-        y = self._refuse(x, A.to(x), "have Pi x = 0 to rounding: they lie on the border between two limits")
-        return y * (dense.lengths(x) / y.norm(dim=-1))[..., None]
-
-    def _refuse(self, x: Tensor, A: Tensor, why: str) -> Tensor:
-        """A x up to a factor, having raised if some of it is nothing but rounding: |A x| <= eps | |A| |x| |."""
-        u = x / dense.largest_entry(x)
-        y = u @ A.mT
-        if checks.can_look(x):
-            rounding = torch.finfo(x.dtype).eps * (u.abs() @ A.abs().mT).norm(dim=-1)
-            if bad := int((y.norm(dim=-1) <= rounding).sum()):
-                raise ValueError(f"{bad} of {y[..., 0].numel()} tokens {why}; remove or perturb them.")
-        return y
+            _project(x, self.attention.G[0], "lie in ker G, where the drift is undefined")
+        if times is None and self.rotates:
+            pair = f"{self.spectrum.leading:.4g} +- {self.spectrum.frequencies[0]:.4g}i"
+            raise ValueError(f"the leading eigenvalues {pair} rotate: no limit. Give a time: push_forward(x, t).")
+        if times is None:
+            return _project(x, self.spectrum.direction)
+        if times[-1] > 0:
+            grid = times if times[0] == 0 else [0.0, *times]
+            x = zero_temperature_flow(self.attention, x, grid, self.support).x[-len(times) :]
+        return _project(x if times[-1] > 0 else x[None], self.spectrum.projector)
 
     def settle(self, x: Tensor, horizon: float = 100.0) -> Settled:
-        """The zero-temperature flow of x (..., n, d) until every token is certified or t reaches the horizon.
-
-        Returns `Settled`: positions, and for every token whether it is certified, its speed and its rate.
-        """
+        """The zero-temperature flow of tokens (..., n, d) until each is certified, or up to the horizon."""
         return settle(self.attention, x, self.support, horizon=horizon)
 
-    def _settled(self, x: Tensor) -> Tensor:
-        settled = self.settle(x)
-        if not bool(settled.certified.all()):
-            bad, n = int((~settled.certified).sum()), settled.certified.numel()
-            raise ValueError(
-                f"{bad} of {n} tokens have no certified limit (speeds up to {float(settled.speed.max()):.2g}). "
-                "See settle(x) for the evidence of each, or give it a longer horizon."
-            )
-        return settled.x
-
     def as_dict(self) -> dict[str, Any]:
-        """Everything that is a number or a word, ready for JSON (inf and None become None)."""
-        names = [
-            "case off_kernel tol leading gap gap_error frequencies dimension basis projector g kappa tail rate_w1",
-            "rate_w2 C terminal_case terminal_basis terminal_rate exit_rate layer evidence",
-        ]
-        found = {name: _plain(getattr(self, name)) for name in " ".join(names).split()}
-        return {**found, "requires": [asdict(need) for need in self.requires]}
+        """All numbers and words, ready for JSON; infinities are strings."""
+        if self.elements:
+            return {
+                "case": self.case,
+                "shape": list(self.shape),
+                "elements": [each.as_dict() for each in self.elements],
+            }
+        names = {
+            "spectrum": ("leading", "gap", "gap_error", "index", "frequencies", "basis", "projector"),
+            "rates": ("g", "kappa", "tail", "C"),
+            "terminal": ("exit_rate", "keeps_E"),
+        }
+        values = {name: getattr(self, name) for name in ("case", "reason", "tol", "dimension", "kernel", "power")}
+        for record, fields in names.items():
+            values |= {name: getattr(getattr(self, record), name, None) for name in fields}
+        for p in (1, 2):
+            values[f"rate_w{p}"] = None if self.rates is None else self.rates.decay(p)
+        for name in ("case", "basis", "rate", "reason"):
+            values[f"terminal_{name}"] = getattr(self.terminal, name, None)
+        values["width"] = None if self.width is None else self.width.coefficient
+        return to_plain(values | {"requires": [asdict(need) for need in self.requires]})
 
 
-def _check_cold(beta: float) -> None:
-    checks.number("beta", beta)
+def _require_cold(beta: float) -> None:
     if not 1 < beta < math.inf:
-        raise ValueError(f"beta = {beta}, expected 1 < beta < inf: times and widths are estimates for low temperature.")
+        raise ValueError(f"beta = {beta}, expected 1 < beta < inf: these times are estimates for low temperature.")
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (tuple, list)) else value
+def _project(x: Tensor, A: Tensor, problem: str = "have Pi x = 0 to rounding: they lie between two limits") -> Tensor:
+    """A x at the norm of x; raises if it is only rounding for some token, |A x| <= eps | |A| |x| |."""
+    A = A.to(x)
+    y = x @ A.mT
+    if checks.can_read(x):
+        rounding = torch.finfo(x.dtype).eps * (x.abs() @ A.abs().mT).norm(dim=-1)
+        if count := int((y.norm(dim=-1) <= rounding).sum()):
+            raise ValueError(f"{count} of {y[..., 0].numel()} tokens {problem}; remove or perturb them.")
+    return y * (x.norm(dim=-1) / y.norm(dim=-1))[..., None]
 
 
-def limit(attention: Attention, support: Measure | str | None = None, tol: float = 1e-6) -> LimitMap:
+def limit(attention: Attention, support: Support = None, tol: float = 1e-6) -> LimitMap:
     """The limit map of an attention flow on the sphere at low temperature: where the tokens concentrate.
 
     Args:
-        attention: softmax without a causal mask; beta is not used. A linear flow x' = P_x M x of your own is
-            `Attention.from_matrices(I, M)`.
-        support: what tokens attend to. None: they fill the sphere, M = V G; a centred EllipsoidSupport (or capped
-            Gaussian) of covariance S: M = V S G; any other measure, a frozen Cloud, or "tokens" (the moving cloud
-            itself, hardmax): nonlinear.
+        attention: softmax attention without a causal mask; its beta is not used. Leading axes of the weights are a
+            batch. A linear flow x' = P_x M x of your own is `Attention.from_matrices(I, M)`.
+        support: what tokens attend to. None: they fill the sphere, and M = V G. A centred EllipsoidSupport (or capped
+            Gaussian) with covariance S: M = V S G. Any other measure, a fixed Cloud, or "tokens" (the moving cloud
+            itself, hardmax attention): the limit is not linear.
         tol: gaps below tol |M|, parts of M below it, and singular values of G below tol |G| count as zero.
 
     Returns:
-        A `LimitMap`: its case, the subspace E and projector Pi, rates, what follows, `requires` and `evidence`.
+        A `LimitMap`.
 
     Example:
         >>> from attn_flow import Attention
         >>> G, V = torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0]))
-        >>> found = limit(Attention.from_matrices(G, V))
-        >>> found.case, round(found.g, 4), round(found.t_min(1000.0), 2)
+        >>> target = limit(Attention.from_matrices(G, V))
+        >>> target.case, round(target.rates.g, 4), round(target.t_min(1000.0), 2)
         ('fixed', 0.3333, 10.36)
     """
-    attention_alone("limit", attention)
-    if attention.kind != "softmax" or attention.causal:
+    check_support(attention, support)
+    if attention.kind not in ("softmax", "hardmax") or attention.causal:
         raise ValueError(
-            f"attention of kind {attention.kind!r}, causal={attention.causal}; the limit map is for softmax without a "
-            "causal mask."
+            f"attention of kind {attention.kind!r}, causal={attention.causal}: the limit map is known for softmax "
+            "attention without a causal mask."
         )
-    checks.number("tol", tol)
     if not 0 < tol < 1:
         raise ValueError(f"tol = {tol}, expected a relative tolerance between 0 and 1.")
-    known_support(attention, support)
-    linear = None if isinstance(support, str) else linear_part(attention, support, tol)
-    values = attention.to(torch.float64).values.detach().sum(-3).cpu().numpy()
-    common: dict[str, Any] = {"attention": attention, "support": support, "tol": tol}
+    shape, attentions = batches.elements(attention)
+    each = tuple(_limit(one, support, tol) for one in attentions)
+    if not shape:
+        return each[0]
+    return LimitMap("batch", f"{len(each)} limits", attention, support, tol, elements=each, shape=tuple(shape))
+
+
+def _limit(attention: Attention, support: Support, tol: float) -> LimitMap:
+    """The limit map of one attention."""
+    linear = linear_part(attention, support, tol)
+    values = attention.to(torch.float64).OV.detach().sum(-3)
+    phase, width = terminal_phase(values, tol), None
     if linear is None:
-        because = _why_nonlinear(attention, support)
-        return LimitMap(
-            case="nonlinear",
-            **common,
-            **(terminal(values, tol, attention.Q.device) if attention.value_bias is None else {}),
-            evidence=because,
-        )
-    place = lambda A: torch.tensor(np.ascontiguousarray(A), device=attention.Q.device)
-    W, N = (A.cpu().numpy() for A in linear)  # LAPACK's ordered Schur form lives on the CPU
+        terminal = None if is_nonzero(attention.value_bias) else phase
+        return LimitMap("nonlinear", why_nonlinear(attention, support), attention, support, tol, terminal=terminal)
+    W, N = (A.detach() for A in linear)
     M = W @ N
-    found = spectrum(M, tol)
-    singular = np.linalg.svd(N)[1:]
-    flat = singular[0] <= tol * singular[0].max()
-    case, off_kernel, kernel = found.case, None, None
-    if flat.any():
-        case, off_kernel = "undefined", _off_kernel(found, M, N, tol)
-        kernel = place(singular[1][flat].T)
-    cond = float(singular[0].max() / singular[0].min()) if singular[0].min() > 0 else math.inf
-    after = Stay(why="derived for tokens that fill the sphere")
+    main = spectrum(M, tol)
+    _, singular, rows = torch.linalg.svd(N)
+    kernel = rows[singular <= tol * singular[0]].mT if bool((singular <= tol * singular[0]).any()) else None
+    case = main.case if kernel is None else case_outside_kernel(main, M, N, tol)
     if support is None or isinstance(support, UniformSphere):
-        after = stay(found, values, N, tol)
+        phase, width = exit_of_clusters(phase, main, values, N, tol)
+    threshold = max(tol * float(torch.linalg.matrix_norm(M, 2)), main.gap_error)
     return LimitMap(
-        case=case,  # type: ignore[arg-type]
-        **common,
-        off_kernel=off_kernel,
-        leading=found.leading,
-        gap=found.gap,
-        gap_error=found.gap_error,
-        frequencies=found.frequencies,
-        basis=place(found.basis),
-        projector=place(found.projector),
-        direction=place(found.limit),
+        case=case,
+        reason=reason(main, case, kernel is not None, threshold),
+        attention=attention,
+        support=support,
+        tol=tol,
+        spectrum=main,
         kernel=kernel,
-        **exponential_rates(found, M, N, tol),
-        C=float(np.linalg.norm(W, 2)) * (cond + 2),
-        **terminal(values, tol, attention.Q.device),
-        exit_rate=after.exit_rate,
-        layer=after.layer,
-        evidence={
-            "because": _because(found, case, off_kernel, tol * float(np.linalg.norm(M, 2))),
-            "gap_threshold": max(tol * float(np.linalg.norm(M, 2)), found.gap_error),
-            "projector_norm": found.condition,
-            "condition_of_G": cond,
-            "nilpotency_index": found.index,
-            "layer": after.why,
-            "layer_modes": list(after.modes),
-            **algebraic(found, tol),
-        },
+        rates=concentration_rates(main, W, N, tol),
+        power=jordan_power(main, tol),
+        terminal=phase,
+        width=width,
     )
-
-
-def _off_kernel(found: Spectrum, M: Array, N: Array, tol: float) -> str:
-    """The case of tokens outside ker G, for singular G: "undefined" where they run into ker G in finite time.
-
-    Time is t = int |N x|/|x| dtau along x = e^{tau M} x_0, and 0 is an eigenvalue of M. A positive leading part keeps
-    |N x|/|x| away from 0. With leading part 0 the direction x tends to lies in E; semisimple: |N Pi x| decides, a
-    rotation on the line keeps it. Jordan block of index q: M^{q-1} Pi = V (N M^{q-2} Pi) is not 0, so that |N x|/|x|
-    falls no faster than 1/tau: t ~ log tau goes on, and tokens approach exponentially in t.
-    """
-    size = float(np.linalg.norm(M, 2))
-    if found.leading > tol * size:
-        return found.case
-    if found.case == "jordan":
-        return "undefined" if found.frequencies else "jordan"
-    rests = np.linalg.norm(N @ found.projector, 2) > tol * np.linalg.norm(N, 2) * found.condition
-    return found.case if rests else "undefined"
-
-
-def _because(found: Spectrum, case: str, off_kernel: str | None, threshold: float) -> str:
-    k, turns = found.dimension, ", ".join(f"{b:.6g}i" for b in found.frequencies)
-    words = {
-        "fixed": f"{k} leading eigenvalue(s) {found.leading:.6g}, semisimple, gap {found.gap:.3g} > {threshold:.1g}",
-        "rotating": f"leading eigenvalues {found.leading:.6g} +- {turns}, semisimple: no pointwise limit",
-        "jordan": f"Jordan block of index {found.index} at {found.leading:.6g}: approach like 1/t",
-        "stationary": f"M = {found.leading:.6g} I to {threshold:.1g}: every direction is stationary",
-    }[found.case]
-    if case != "undefined":
-        return words
-    if off_kernel == "undefined":
-        if found.case == "jordan" and found.frequencies:
-            return "G is singular and a rotating Jordan block leads at 0: nothing is derived for it"
-        return f"G is singular and the leading real part {found.leading:.3g} <= 0: tokens run into ker G in finite time"
-    if found.case == "jordan" and abs(found.leading) <= threshold:
-        words = words.replace("approach like 1/t", "towards ker G, exponentially in t, or like 1/t where |G x| stays")
-    return f"G is singular: undefined on ker G; off it, {words}"
-
-
-def _why_nonlinear(attention: Attention, support: Measure | str | None) -> dict[str, Any]:
-    reasons = {
-        "several heads": attention.heads > 1,
-        "a query bias": attention.G_bias is not None and bool((attention.G_bias != 0).any()),
-        "a value bias": attention.value_bias is not None and bool((attention.value_bias != 0).any()),
-    }
-    found = [why for why, here in reasons.items() if here]
-    if support is not None and not found:
-        found.append(
-            "tokens attend to themselves" if isinstance(support, str) else "the support is no centred ellipsoid"
-        )
-    return {"because": " and ".join(found) + ": x' = P_x F(x) is not linear; limits are certified token by token"}

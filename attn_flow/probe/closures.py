@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_flow.measures import Cloud, Gaussian, LogitLaw, Measure, Mixture, OwnTokens, SeenGaussian
+from attn_flow.measures import Cloud, Gaussian, Measure, Mixture, PerQueryCloud, PerQueryGaussian
 from attn_flow.probe.head_space import HeadSpace
 from attn_flow.probe.quantised import k_means, neighbours, quantise
 
@@ -43,7 +43,7 @@ class Closure:
         >>> cost = LADDER["gaussian_closure"].cost
         >>> mean = Closure("mean_closure", "one atom", lambda space: Cloud(space.y.mean(-2, keepdim=True)), cost)
         >>> mean.name, len(LADDER)
-        ('mean_closure', 8)
+        ('mean_closure', 7)
     """
 
     name: str
@@ -57,7 +57,7 @@ class Closure:
 def gaussian(space: HeadSpace) -> Measure:
     """Mean and covariance of the tokens, saturating at CAP standard deviations of the logits."""
     if space.sees is not None:
-        return SeenGaussian(space.y, space.sees.to(space.y), CAP)
+        return PerQueryGaussian(space.y, space.sees.to(space.y), CAP)
     return Gaussian.fit(Cloud(space.y), shrinkage=0.0, cap=CAP)
 
 
@@ -85,22 +85,22 @@ def atoms_and_bulk(
         if bool(atoms.any()):
             add(Cloud(y, mask=atoms), atoms.sum(-1))
     else:
-        add(SeenGaussian(y, (seen & rest[:, None]).to(y), CAP), one)
+        add(PerQueryGaussian(y, (seen & rest[:, None]).to(y), CAP), one)
         if bool(atoms.any()):
             add(_own(y, atoms, seen), one)
     if window:
         own = neighbours(space, window)
-        add(OwnTokens(y[:, own.place], (own.inside & rest[:, own.place]).to(y)), one)
+        add(PerQueryCloud(y[:, own.place], (own.inside & rest[:, own.place]).to(y)), one)
     return Mixture(parts, torch.stack(masses, dim=-1))
 
 
-def _own(y: Tensor, atoms: Tensor, seen: Tensor) -> OwnTokens:
+def _own(y: Tensor, atoms: Tensor, seen: Tensor) -> PerQueryCloud:
     """Atoms as every query sees them: those that it may not see have no mass."""
     most = int(atoms.sum(-1).max())
     index = atoms.to(torch.uint8).topk(most, dim=-1).indices  # (heads, w); where a head has fewer, of mass zero
     there = atoms.gather(-1, index)
     x = y.gather(-2, index[..., None].expand(-1, -1, y.shape[-1]))[:, None].expand(-1, len(seen), -1, -1)
-    return OwnTokens(x, (seen.T[index].mT & there[:, None]).to(y))
+    return PerQueryCloud(x, (seen.T[index].mT & there[:, None]).to(y))
 
 
 def sinks(space: HeadSpace, number: int = SINKS) -> Tensor:
@@ -116,26 +116,6 @@ def sinks(space: HeadSpace, number: int = SINKS) -> Tensor:
         score = (space.g.mean(-2, keepdim=True) @ space.y.mT)[:, 0]
         atoms.scatter_(1, score.masked_fill(atoms, -torch.inf).topk(free).indices, True)
     return atoms
-
-
-def logit_law(space: HeadSpace) -> Mixture:
-    """Special tokens and sinks, and for the rest two moments and one law of the standardised logits in place of a cap.
-
-    That law is the mean over queries of the sorted logits of the bulk, each query's less their mean over their standard
-    deviation: of all laws on the line the nearest to the queries' own in mean squared W2.
-    """
-    atoms = sinks(space)
-
-    def bulk(rest: Tensor) -> Measure:
-        mean, cov = Cloud(space.y, mask=rest).moments()
-        some = int(rest[0].sum())  # every head has as many sinks
-        logits = space.logits.transpose(-1, -2)[rest].reshape(len(rest), some, space.n)
-        centred = logits - logits.mean(-2, keepdim=True)
-        deviation = centred.square().mean(-2, keepdim=True).sqrt()
-        t = torch.where(deviation > 0, centred / torch.where(deviation > 0, deviation, 1.0), 0.0)
-        return LogitLaw(mean, cov, t.sort(-2).values.mean(-1))
-
-    return atoms_and_bulk(space, atoms, bulk=bulk)
 
 
 def number_of_clusters(x: Tensor) -> tuple[Tensor, int]:
@@ -188,7 +168,7 @@ def quantised_and_window(space: HeadSpace) -> Measure:
     return quantise(space, window=WINDOW).law(space)
 
 
-def oracle(space: HeadSpace, number: int = ORACLE) -> OwnTokens:
+def oracle(space: HeadSpace, number: int = ORACLE) -> PerQueryCloud:
     """What no closure knows: each query's keys of largest true weight, and all the weight left at the tokens' mean.
 
     With s the logits and m the mean of the tokens that a query sees, that atom has the mass sum_rest e^{s_j - <q, m>}.
@@ -202,7 +182,7 @@ def oracle(space: HeadSpace, number: int = ORACLE) -> OwnTokens:
     log_mass = left - space.beta[..., None] * (space.g * mean).sum(-1, keepdim=True)
     top = log_mass.clamp_min(0)  # masses count up to a factor: none overflows
     weights = torch.cat([largest.values.isfinite() * (-top).exp(), (log_mass - top).exp()], dim=-1)
-    return OwnTokens(torch.cat([exact, mean[..., None, :]], dim=-2), weights)
+    return PerQueryCloud(torch.cat([exact, mean[..., None, :]], dim=-2), weights)
 
 
 def _moments(space: HeadSpace) -> int:
@@ -247,14 +227,6 @@ LADDER: dict[str, Closure] = {
             "+ window (version 0.1)",
             lambda s: atoms_and_bulk(s, sinks(s), WINDOW),
             lambda s: Cost(_moments(s) + _atoms(s, _few(s, SINKS)), len(WINDOW)),
-            after="sinks_closure",
-        ),
-        Closure(
-            "logits_closure",
-            "+ sinks, law of the logits",
-            logit_law,
-            lambda s: Cost(_moments(s) + _atoms(s, _few(s, SINKS)) + s.n - _few(s, SINKS), 0),
-            partial=False,
             after="sinks_closure",
         ),
         Closure(

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.attention import Attention
-from attn_flow.dynamics.distributed import ALONE, Processes
+from attn_flow.base.processes import ALONE, Processes
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.capture import record
-from attn_flow.hooks.layout import Block, blocks
-from attn_flow.hooks.places import Places, read_places
+from attn_flow.hooks.layout import blocks
+from attn_flow.hooks.positions import Positions, read_positions
 from attn_flow.hooks.temperature import scale_beta
 from attn_flow.hooks.weights import attentions
 from attn_flow.probe.closures import SINKS, WINDOW
@@ -31,7 +31,7 @@ class Clouds:
 
     attentions: list[Attention]
     windows: list[int | None]  # by layer: tokens farther apart than this do not see each other; None: all do
-    places: list[Places | None]  # by layer: how the places of tokens enter its scores; None: they do not
+    places: list[Positions | None]  # by layer: how the places of tokens enter its scores; None: they do not
     z: list[list[Tensor]]  # [layer][text] (n, d): what attention sees; one more layer: what leaves the encoder
     out: list[list[Tensor]]  # [layer][text] (n, d): what it adds
     special: list[Tensor]  # [text] (n,)
@@ -101,7 +101,7 @@ def record_clouds(
 ) -> Clouds:
     """Record a model run at `beta_factor` times its trained inverse temperature; see `record` for the rest."""
     found = [A.with_beta(beta_factor * A.beta) for A in attentions(model)]
-    points = ("attn_in", "attn_out", f"resid_post.{len(found) - 1}")
+    points = ("attn.hook_in", "attn.hook_out", f"blocks.{len(found) - 1}.hook_out")
     with torch.no_grad(), nullcontext() if beta_factor == 1 else scale_beta(model, beta_factor):
         path = record(
             model,
@@ -114,20 +114,12 @@ def record_clouds(
             world=world,
         )
     length, here = path.x.shape[-2], blocks(model)
-    return by_text(path, found, [reach(block) for block in here], read_places(here, length))
+    return by_text(path, found, [block.window for block in here], read_positions(here, length))
 
 
-def reach(block: Block) -> int | None:
-    """How far a token of this layer sees, in tokens to each side; None if without limit."""
-    core: Any = block.core
-    window = getattr(core, "sliding_window", None)
-    if isinstance(window, int):  # both conventions count the token itself
-        return window - 1
-    both = getattr(core, "local_attention", None)
-    return max(both) if isinstance(both, tuple) and max(both) >= 0 else None
-
-
-def by_text(path: Trajectory, found: list[Attention], windows: list[int | None], placed: list[Places | None]) -> Clouds:
+def by_text(
+    path: Trajectory, found: list[Attention], windows: list[int | None], placed: list[Positions | None]
+) -> Clouds:
     """The recorded path text by text, without padding and without texts too short to have a bulk."""
     assert path.mask is not None  # recorded paths have one
     L, x, mask = len(found), path.x, path.mask

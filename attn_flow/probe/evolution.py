@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_flow.dynamics.distributed import ALONE, Processes
+from attn_flow.base.processes import ALONE, Processes
+from attn_flow.base.threads import limit_threads
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.observe import quantities
 from attn_flow.observe.tracking import track
@@ -61,7 +62,8 @@ def cloud_evolution(clouds: Clouds, world: Processes = ALONE) -> Evolution:
         masses, edges = quantities.pairwise_cosines(x, BINS)
         histogram += masses.cpu() / T
         cosine[:, t] = (x.sum(1).square().sum(-1) - n).cpu() / (n * (n - 1))  # i != j
-        rank[:, t] = quantities.effective_rank(x).cpu()
+        with limit_threads(1):
+            rank[:, t] = quantities.effective_rank(x).cpu()
         count[:, t] = quantities.clusters(x, CLUSTER).counts.double().cpu()
         for i, beta in enumerate(BETAS):
             energy[i, :, t] = quantities.log_energy(x, beta).cpu()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attn_flow.base.figures import NULL, PREDICTION, TRUTH, caption, style
+from attn_flow.base.figures import BASELINE, PREDICTION, TRUTH, caption, style
 from attn_flow.probe.evolution import BETAS
 from attn_flow.probe.findings import Interval
 
@@ -21,7 +21,6 @@ COLOURS = {
     "special_closure": "#e0a458",
     "sinks_closure": "#dd8452",
     "window_closure": "#937860",
-    "logits_closure": "#64b5cd",
     "clusters_closure": "#55a868",
     "quantised_closure": "#c44e52",
     "quantised_window_closure": "#8172b3",
@@ -120,12 +119,12 @@ def limit_figure(result: Any) -> Figure:
         layers = range(len(limits.real))
         _band(a, layers, result.interval(limits.real), TRUTH, "the layer")
         _band(a, layers, result.interval(limits.if_held), PREDICTION, "if theory held", dashed=True)
-        _band(a, layers, result.interval(limits.real_rotated), NULL, "to the limit of a rotated G", dashed=True)
+        _band(a, layers, result.interval(limits.real_rotated), BASELINE, "to the limit of a rotated G", dashed=True)
         a.axhline(1, color="0.7", lw=0.8, zorder=0)
         a.set(ylabel=r"$W_2$ to the limiting law, after / before", title="nearer to the limit?")
         way = result.fraction_of_the_way()
         _band(b, layers, way, TRUTH, "the layer")
-        _band(b, layers, result.fraction_of_the_way(rotated=True), NULL, "to the limit of a rotated G", dashed=True)
+        _band(b, layers, result.fraction_of_the_way(rotated=True), BASELINE, "to the limit of a rotated G", dashed=True)
         for y in (0, 1):
             b.axhline(y, color="0.7", lw=0.8, zorder=0)
         b.set(ylabel="fraction of the way", title="1: as theory says, 0: not at all", ylim=_robust(way.mean, (-1, 1.5)))
@@ -159,7 +158,7 @@ def _title(result: Any, name: str) -> str:
 
 def _line(axes: Axes, xs: Sequence[int], seen: Interval, name: str, label: str) -> None:
     if name in NULL_MARKS:
-        _band(axes, xs, seen, NULL, label, dashed=True, mark=NULL_MARKS[name])
+        _band(axes, xs, seen, BASELINE, label, dashed=True, mark=NULL_MARKS[name])
     else:
         _band(axes, xs, seen, COLOURS[name], label, dashed=name == "oracle")
 
@@ -169,7 +168,7 @@ def _dots(axes: Axes, result: Any, found: dict[str, Interval], least: float = -n
     order = sorted(found, key=lambda name: float(found[name].mean))
     for row, name in enumerate(order):
         seen = found[name]
-        colour, mark = COLOURS.get(name, NULL), NULL_MARKS.get(name, "o")
+        colour, mark = COLOURS.get(name, BASELINE), NULL_MARKS.get(name, "o")
         low, mean, high = (max(least, float(v)) for v in (seen.low, seen.mean, seen.high))
         if seen.known:
             axes.plot([low, high], [row, row], "-", color=colour, lw=2, alpha=0.6)

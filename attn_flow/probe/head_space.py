@@ -2,7 +2,7 @@
 
 A head sees tokens only through (K y, V y), so every law of tokens lives on that joint space R^{k+v}, tilted along
 (Q x + b, 0); the prediction is the second half of its tilted mean. Where positions enter the scores, keys and queries
-hold the tokens' places (`hooks.places`), and laws are laws of contents and places.
+hold the tokens' places (`hooks.positions`), and laws are laws of contents and places.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.hooks.places import Places
+from attn_flow.hooks.positions import Positions
 from attn_flow.measures import Measure
 
 
@@ -27,7 +27,7 @@ class HeadSpace:
     x: Tensor
     special: Tensor  # (n,) True for [CLS], [SEP], ...
     sees: Tensor | None = None  # (n, n) True where token i may attend to token j; None: everywhere
-    places: Places | None = None  # what the places of tokens do to queries and keys; None: nothing
+    places: Positions | None = None  # what the places of tokens do to queries and keys; None: nothing
 
     @property
     def n(self) -> int:
@@ -36,7 +36,7 @@ class HeadSpace:
     @property
     def k(self) -> int:
         """Width of keys, the first part of y."""
-        return self.attention.Q.shape[-2] + (0 if self.places is None else self.places.width)
+        return self.attention.tensors["Q"].shape[-2] + (0 if self.places is None else self.places.width)
 
     @cached_property
     def y(self) -> Tensor:
@@ -55,7 +55,9 @@ class HeadSpace:
     @cached_property
     def beta(self) -> Tensor:
         """(heads, 1)."""
-        return torch.as_tensor(self.attention.beta).to(self.x).expand(self.attention.heads)[:, None]
+        return (
+            torch.as_tensor(self.attention.beta, dtype=torch.float64).to(self.x).expand(self.attention.heads)[:, None]
+        )
 
     @cached_property
     def logits(self) -> Tensor:
@@ -83,7 +85,7 @@ def as_heads_see(
     x: Tensor,
     special: Tensor | None = None,
     sees: Tensor | None = None,
-    places: Places | None = None,
+    places: Positions | None = None,
 ) -> HeadSpace:
     """One text x (n, d) through an attention; a causal attention sees no later token."""
     if x.ndim != 2 or x.shape[1] != attention.dim:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.observe.quantities import effective_beta
-from attn_flow.prediction.spectral import spectrum
+from attn_flow.prediction import spectrum
 from attn_flow.probe.agreement import compare
 from attn_flow.probe.clouds import Clouds
 from attn_flow.probe.head_space import HeadSpace
@@ -87,7 +87,7 @@ def _head_spectrum(A: Attention, h: int) -> tuple[float, float, int]:
     """Leading real part, gap and case of M_h = O V K^T Q, from V K^T Q O (k x k): the same but for 0."""
     part = A.to(torch.float64)
     small = _small(part, h)
-    found = spectrum(small.cpu().numpy())
+    found = spectrum(small)
     if small.shape[0] == part.dim:
         return found.leading, found.gap, CASES.index(found.case)
     if found.leading <= 0:
@@ -99,7 +99,7 @@ def _head_spectrum(A: Attention, h: int) -> tuple[float, float, int]:
 
 def _small(A: Attention, h: int) -> Tensor:
     """V K^T Q O (k x k) where the head has low rank, else M_h itself."""
-    if A.K is None or A.V is None or A.O is None or A.Q.shape[-2] >= A.dim:
+    if A.Q is None or A.K is None or A.V is None or A.O is None or A.Q.shape[-2] >= A.dim:
         return A.M[h]
     return A.V[h] @ A.K[h].T @ A.Q[h] @ A.O[h]
 
@@ -111,8 +111,8 @@ def head_spectra(found: list[Attention]) -> dict[str, Any]:
         part = A.to(torch.float64)
         for h in range(A.heads):
             leading, gap, case = _head_spectrum(A, h)
-            G, V = (torch.linalg.svdvals(matrix[h]) for matrix in (part.G, part.values))
-            rank = A.Q.shape[-2]
+            G, V = (torch.linalg.svdvals(matrix[h]) for matrix in (part.G, part.OV))
+            rank = A.tensors["Q"].shape[-2]
             eigenvalues = torch.linalg.eigvals(_small(part, h))
             heads.append(
                 {

@@ -9,16 +9,13 @@ no c, feed-forward part or norm gain; what they do shows as the distance between
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.measures import Cloud, Gaussian
-from attn_flow.prediction.limit_map import LimitMap
-from attn_flow.prediction.spectral import spectrum
+from attn_flow.prediction import Spectrum, spectrum
 from attn_flow.probe.clouds import Clouds, directions
 from attn_flow.probe.nulls import rotated
 from attn_flow.probe.transports import w2
@@ -59,8 +56,8 @@ class LimitLaw:
 def affine_drift(attention: Attention, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
     """M (d, d) and c (d,) of F(x) = M x + c, all heads together, under the Gaussian closure."""
     A = attention.to(torch.float64)
-    beta = torch.as_tensor(A.beta, dtype=torch.float64, device=A.Q.device).expand(A.heads)
-    M = torch.einsum("h,hab,bc,hcd->ad", beta, A.values, cov.double(), A.G)
+    beta = torch.as_tensor(A.beta, dtype=torch.float64, device=A.G.device).expand(A.heads)
+    M = torch.einsum("h,hab,bc,hcd->ad", beta, A.OV, cov.double(), A.G)
     mu = Gaussian(mean.double(), cov.double())
     c = Attention(A.Q, A.K, A.V, A.O, A.beta, query_bias=A.query_bias, value_bias=A.value_bias).drift(
         torch.zeros_like(mean.double())[None], mu
@@ -68,28 +65,8 @@ def affine_drift(attention: Attention, mean: Tensor, cov: Tensor) -> tuple[Tenso
     return M, c
 
 
-def linear_limit(M: Tensor) -> LimitMap:
-    """The limit map of x' = P_x M x: the theorem's, with G the identity and V = M."""
-    found = spectrum(M.detach().cpu().numpy())
-    place = lambda A: torch.from_numpy(np.ascontiguousarray(A)).to(M)
-    return LimitMap(
-        case=cast(Literal["fixed", "rotating", "jordan", "stationary"], found.case),
-        attention=Attention.from_matrices(torch.eye(len(M)).to(M), M),
-        support=None,
-        tol=found.tol,
-        leading=found.leading,
-        gap=found.gap,
-        frequencies=found.frequencies,
-        basis=place(found.basis),
-        projector=place(found.projector),
-        direction=place(found.limit),
-    )
-
-
-def limit_matrix(limit: LimitMap, M: Tensor) -> Tensor:
-    """The matrix (d, d) along whose images tokens end: Pi, or Pi e^M, at time 1, where the limit turns."""
-    assert limit.direction is not None  # every linear limit has both
-    assert limit.projector is not None
+def limit_matrix(limit: Spectrum, M: Tensor) -> Tensor:
+    """The matrix (d, d) along whose images tokens end under x' = P_x M x: Pi, or Pi e^M, at time 1, where it turns."""
     return limit.projector @ torch.linalg.matrix_exp(M) if limit.frequencies else limit.direction
 
 
@@ -103,8 +80,8 @@ def approach_to_limits(clouds: Clouds, generator: torch.Generator, method: str =
         moments = Cloud(torch.cat(z).double()).moments()
         M, c = affine_drift(A, *moments)
         M_rotated = affine_drift(rotated(A, generator), *moments)[0]
-        P = linear_limit(M)
-        ends = limit_matrix(P, M), limit_matrix(linear_limit(M_rotated), M_rotated)
+        P = spectrum(M)
+        ends = limit_matrix(P, M), limit_matrix(spectrum(M_rotated), M_rotated)
         rows = [
             _distances(z[t], clouds.z[layer + 1][t], M, *ends, method)
             | _displacements(z[t], clouds.out[layer][t], clouds.z[layer + 1][t], M, c)
@@ -113,11 +90,11 @@ def approach_to_limits(clouds: Clouds, generator: torch.Generator, method: str =
         for name in rows[0]:
             per_text.setdefault(name, []).append([row[name] for row in rows])
         halves = [torch.cat(z[i::2]).double() for i in range(2)] if clouds.texts > 1 else []
-        bases = [linear_limit(affine_drift(A, *Cloud(x).moments())[0]).basis for x in halves]
+        bases = [spectrum(affine_drift(A, *Cloud(x).moments())[0]).basis for x in halves]
         per_layer["stability"].append(_overlap(bases))
         per_layer["case"].append(CASES.index(P.case))
-        per_layer["dimension"].append(float(P.dimension or 0))
-        per_layer["gap"].append(float(P.gap or 0))
+        per_layer["dimension"].append(float(P.dimension))
+        per_layer["gap"].append(P.gap)
     found = {name: torch.tensor(v, dtype=torch.float64) for name, v in {**per_text, **per_layer}.items()}
     return LimitLaw(**found)
 
@@ -156,9 +133,9 @@ def _tangent(x: Tensor, v: Tensor) -> Tensor:
     return v - (v * x).sum(-1, keepdim=True) * x
 
 
-def _overlap(bases: list[Tensor | None]) -> float:
+def _overlap(bases: list[Tensor]) -> float:
     """|U^T W|^2 / max(dim): 1 where two subspaces are the same; NaN where there is only one text."""
-    if len(bases) < 2 or bases[0] is None or bases[1] is None:
+    if len(bases) < 2:
         return float("nan")
     U, W = bases[0], bases[1]
     return float((U.mT @ W).square().sum()) / max(U.shape[1], W.shape[1])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.attention import Attention
-from attn_flow.measures import Measure, Mixture, OwnTokens
+from attn_flow.measures import Measure, Mixture, PerQueryCloud
 from attn_flow.probe.agreement import Agreement, compare
 from attn_flow.probe.closures import LADDER, ORACLE, ORACLE_STEP, Closure, gaussian
 from attn_flow.probe.clouds import Clouds
@@ -193,7 +193,7 @@ def _random_tokens(space: HeadSpace, generator: torch.Generator) -> Measure:
     if space.sees is not None:
         draw = draw.masked_fill(~space.sees, -1.0)
     top = draw.topk(min(ORACLE, n), dim=-1)
-    own = OwnTokens(space.y[:, top.indices], (top.values >= 0).to(space.y).expand(len(space.y), -1, -1))
+    own = PerQueryCloud(space.y[:, top.indices], (top.values >= 0).to(space.y).expand(len(space.y), -1, -1))
     bulk = gaussian(space)
     if space.sees is not None:
         return Mixture([bulk, own], torch.ones(2).to(space.y))

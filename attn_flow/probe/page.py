@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attn_flow.base.files import plain, write_bytes
+from attn_flow.base.files import to_plain, write_bytes
 from attn_flow.probe import figures
 from attn_flow.probe.figures import HEAD_MAPS
 from attn_flow.probe.findings import span
@@ -211,7 +211,7 @@ def _scripts(result: Probe) -> str:
     otherwise end the script."""
     from plotly.offline import get_plotlyjs
 
-    data = json.dumps(plain(_data(result)), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(to_plain(_data(result)), allow_nan=False).replace("<", "\\u003c")
     drawing = _scene(result).replace("<", "\\u003c")
     code = files("attn_flow.probe").joinpath("page.js").read_text(encoding="utf-8")
     return (

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.hooks.attach import evaluating
+from attn_flow.hooks.attachment import evaluation_mode
 from attn_flow.hooks.layout import encoder_inside
-from attn_flow.hooks.places import read_places
-from attn_flow.hooks.tape import recording
+from attn_flow.hooks.positions import read_positions
+from attn_flow.hooks.recorder import recording
 from attn_flow.hooks.weights import attentions
-from attn_flow.probe.clouds import local, reach
+from attn_flow.probe.clouds import local
 from attn_flow.probe.head_space import as_heads_see
 
 
@@ -37,17 +37,17 @@ def omitted_shares(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[float
     if getattr(model, "config", None) is None:
         return [float("nan")] * len(found)
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    with torch.no_grad(), evaluating(model), _shown(model), recording(model, "attn_in") as tape:
+    with torch.no_grad(), evaluation_mode(model), _shown(model), recording(model, "attn.hook_in") as cache:
         out = model(**inputs, **options, output_attentions=True)
-        mask = tape.mask[0]
-        z = [tape.state(("attn_in", layer))[0][mask] for layer in range(len(found))]
+        mask = cache.mask[0]
+        z = [cache[f"blocks.{layer}.attn.hook_in"][0][mask] for layer in range(len(found))]
     weights = getattr(out, "attentions", None)
     if weights is None or len(weights) != len(found) or any(w is None for w in weights):
         return [float("nan")] * len(found)
     shares = []
-    placed = read_places(tape.blocks, len(z[0]))
-    for block, A, x, P, places in zip(tape.blocks, found, z, weights, placed):
-        space = as_heads_see(A, x, sees=local(len(x), reach(block), x.device), places=places)
+    placed = read_positions(cache.blocks, len(z[0]))
+    for block, A, x, P, places in zip(cache.blocks, found, z, weights, placed):
+        space = as_heads_see(A, x, sees=local(len(x), block.window, x.device), places=places)
         seen = (P[0][:, mask][..., mask] > 0) & space.logits.isfinite()
         logits, content = (_centred(v.double(), seen) for v in (P[0][:, mask][..., mask].log(), space.logits))
         shares.append(float((logits - content).square().sum() / logits.square().sum()))

@@ -18,10 +18,10 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
-from attn_flow.hooks.attach import evaluating, given, with_hidden
+from attn_flow.hooks.attachment import evaluation_mode, input_states, with_hidden_states
 from attn_flow.hooks.inputs import pieces
 from attn_flow.hooks.layout import Block, encoder_inside
-from attn_flow.hooks.tape import Tape, recording
+from attn_flow.hooks.recorder import ActivationCache, recording
 from attn_flow.hooks.temperature import scale_beta
 from attn_flow.nn.stack import DeepStack
 from attn_flow.probe.closures import LADDER, ORACLE_STEP, Closure
@@ -207,20 +207,25 @@ def _run(
     states: list[list[Tensor]] = []
     pooled = []
     tokenizer = source if texts is not None else None
-    with recording(model, "resid") as tape, evaluating(model), _temperature(model, beta_factor), ExitStack() as stack:
+    with (
+        recording(model, "resid") as cache,
+        evaluation_mode(model),
+        _temperature(model, beta_factor),
+        ExitStack() as stack,
+    ):
         now: dict[str, Any] = {"first": 0}
         if predict is not None:
-            stack.enter_context(_replaced(tape, clouds, predict, now))
+            stack.enter_context(_replaced(cache, clouds, predict, now))
         if start is not None:
-            stack.enter_context(_restarted(tape, start, now))
+            stack.enter_context(_restarted(cache, start, now))
         device = next(model.parameters()).device
         options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
         for piece in pieces(model, source, texts, batch, max_length):
             part = piece.make()
             now["batch"], now["tokenizer"] = part, tokenizer
             out = model(**{name: t.to(device) for name, t in part.inputs.items()}, **options)
-            mask = tape.mask
-            levels = [tape.state(("resid", i)) for i in range(clouds.layers + 1)]
+            mask = cache.mask
+            levels = [cache[name] for name in cache.points]
             last = getattr(out, "last_hidden_state", None)
             last = levels[-1] if last is None or last.shape != levels[-1].shape else last
             for b in range(len(mask)):
@@ -250,26 +255,26 @@ def _temperature(model: nn.Module, factor: float) -> Any:
 
 
 @contextmanager
-def _replaced(tape: Tape, clouds: Clouds, predict: Prediction, now: dict[str, Any]) -> Iterator[None]:
+def _replaced(cache: ActivationCache, clouds: Clouds, predict: Prediction, now: dict[str, Any]) -> Iterator[None]:
     """What every layer's attention adds to the residual stream is what `predict` says, text by text."""
     entered: dict[str, Tensor] = {}
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entered["z"] = given(args, kwargs)
+        entered["z"] = input_states(args, kwargs)
 
     def leave(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        if not tape.clock.awake:
+        if not cache.clock.is_running:
             return out
-        z, layer = tape.batch_first(entered["z"]), tape.clock.layer
-        mask, special = tape.kept(now["batch"], True, now["tokenizer"])
+        z, layer = cache.batch_first(entered["z"]), cache.clock.layer
+        mask, special = cache.kept_tokens(now["batch"], True, now["tokenizer"])
         drift = torch.zeros_like(z)
         for b in range(len(z)):
             space = clouds.seen_by(layer, z[b][mask[b]], special[b][mask[b]])
             drift[b, mask[b]] = predict(space, layer, now["first"] + b).to(z.dtype)
-        return with_hidden(out, tape.batch_first(drift))
+        return with_hidden_states(out, cache.batch_first(drift))
 
     with ExitStack() as stack:
-        for block in _distinct(tape.blocks):
+        for block in _distinct(cache.blocks):
             layout = block.architecture
             stack.callback(block.attn.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(block[layout.emit or layout.attn].register_forward_hook(leave).remove)
@@ -277,22 +282,22 @@ def _replaced(tape: Tape, clouds: Clouds, predict: Prediction, now: dict[str, An
 
 
 @contextmanager
-def _restarted(tape: Tape, start: Any, now: dict[str, Any]) -> Iterator[None]:
+def _restarted(cache: ActivationCache, start: Any, now: dict[str, Any]) -> Iterator[None]:
     """Other tokens at the input of the first block."""
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not tape.clock.awake or tape.clock.layer != 0:
+        if not cache.clock.is_running or cache.clock.layer != 0:
             return None
-        x = given(args, kwargs)
-        fresh, mask = tape.batch_first(x).clone(), tape.mask
+        x = input_states(args, kwargs)
+        fresh, mask = cache.batch_first(x).clone(), cache.mask
         for b in range(len(fresh)):
             fresh[b, mask[b]] = start(now["first"] + b).to(x.dtype)
-        fresh = tape.batch_first(fresh)
-        tape.states["resid_pre", 0] = fresh
+        fresh = cache.batch_first(fresh)
+        cache["blocks.0.hook_in"] = cache.batch_first(fresh)
         return tuple(fresh if a is x else a for a in args), {k: fresh if v is x else v for k, v in kwargs.items()}
 
     with ExitStack() as stack:
-        stack.callback(tape.blocks[0].module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        stack.callback(cache.blocks[0].module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         yield
 
 

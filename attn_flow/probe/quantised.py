@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attn_flow.measures import Cloud, Measure, OwnTokens
+from attn_flow.measures import Cloud, Measure, PerQueryCloud
 from attn_flow.probe.head_space import HeadSpace
 
 VALUE_SHARE = 0.5  # of the squared distance that keys' and values' spreads share: v against k
@@ -70,7 +70,7 @@ class Atoms:
         key = self.y[:, None, :, : space.k].expand(-1, space.n, -1, -1)
         atoms = torch.cat([key, value[..., space.k :]], dim=-1)
         top = self.log_mass.amax(-1)[:, None, None]
-        return OwnTokens(
+        return PerQueryCloud(
             torch.cat([atoms, near], dim=-2),
             torch.cat([weights[:, None] * rest, self.window.inside * (-top).exp()], dim=-1),
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.base.files import plain, read_tensors, write_json, write_tensors
+from attn_flow.base.files import read_tensors, to_plain, write_json, write_tensors
 from attn_flow.probe import findings
 from attn_flow.probe.agreement import Agreement
 from attn_flow.probe.closures import LADDER
@@ -190,7 +190,7 @@ class Probe:
                 "neighbour_agreement_error": _standard_error(p.neighbour_agreement),
                 "rank_correlation": float(p.rank_correlation),
             }
-        return plain(
+        return to_plain(
             {
                 "about": self.about,
                 "findings": [{"verdict": f.verdict, "text": f.text, "numbers": f.numbers} for f in self.findings()],
@@ -270,7 +270,7 @@ class Probe:
         )
         numbers = {"embedding_cosine": cosine.mean, "w2": w2.mean, "nulls": {n: o.mean for n, o in others.items()}}
         numbers["controls"] = {n: o.mean for n, o in controls.items()}
-        return Finding(verdict, _sentence(text), plain(numbers))
+        return Finding(verdict, _sentence(text), to_plain(numbers))
 
     def _layer_by_layer(self) -> Finding:
         explained = self.interval(self.closures[self.main].explained)
@@ -313,7 +313,7 @@ class Probe:
             text += f". Laws are of contents and places here: inside the closures are {self.inside_words}"
         reported = {n: self.nulls[n].explained.mean(-1) for n in DISREGARDED if n in self.nulls}
         numbers["nulls"] = {n: o.mean for n, o in nulls.items()} | reported
-        return Finding(verdict, _sentence(text + "."), plain(numbers))
+        return Finding(verdict, _sentence(text + "."), to_plain(numbers))
 
     def _theorem(self) -> Finding:
         explained = self.interval(self.closures["sphere"].explained)
@@ -324,7 +324,7 @@ class Probe:
             f"{by_layer(explained.mean)} of the variance (centred cosine {span(cosine)}): a few hundred tokens do not "
             f"fill the sphere of R^{self.about['encoder']['dim']}."
         )
-        return Finding(verdict, _sentence(text), plain({"explained": explained.mean, "layers": holds}))
+        return Finding(verdict, _sentence(text), to_plain({"explained": explained.mean, "layers": holds}))
 
     def _limit(self) -> Finding:
         way, null = self.fraction_of_the_way(), self.fraction_of_the_way(rotated=True)
@@ -339,7 +339,7 @@ class Probe:
             "by the theorem: several heads, changing weights, the feed-forward part."
         )
         numbers = {"fraction": way.mean, "low": way.low, "high": way.high, "if_held": self.limits.if_held.mean(-1)}
-        return Finding(verdict, _sentence(text), plain(numbers))
+        return Finding(verdict, _sentence(text), to_plain(numbers))
 
     def _from_the_law(self) -> Finding:
         law = self.law_alone
@@ -352,7 +352,7 @@ class Probe:
             f"text, and its covariance with cosine {_with_interval(cov)}, against {_with_interval(cov_other)}."
         )
         numbers = {"mean": mean.mean, "another_text": other.mean, "covariance": cov.mean}
-        return Finding(verdict, _sentence(text), plain(numbers))
+        return Finding(verdict, _sentence(text), to_plain(numbers))
 
     def _heads(self) -> Finding:
         heads = self.heads
@@ -365,7 +365,7 @@ class Probe:
             f"of {L * H} heads, best head {best[1]} of layer {best[0]} ({float(flat.max()):.2f}), worst head "
             f"{worst[1]} of layer {worst[0]} ({float(flat.min()):.2f})."
         )
-        return Finding(None, _sentence(text), plain({"explained": heads.explained}))
+        return Finding(None, _sentence(text), to_plain({"explained": heads.explained}))
 
     def _cloud(self) -> Finding:
         e = self.evolution
@@ -377,7 +377,7 @@ class Probe:
             f"{float(rank[-1]):.0f}; {float(e.merges.sum(0).mean()):.1f} merges and "
             f"{float(e.splits.sum(0).mean()):.1f} splits of clusters a text."
         )
-        return Finding(None, _sentence(text), plain({"pairwise_cosine": cosine, "effective_rank": rank}))
+        return Finding(None, _sentence(text), to_plain({"pairwise_cosine": cosine, "effective_rank": rank}))
 
     def _cost(self, name: str) -> str:
         cost = self.about["costs"][name]

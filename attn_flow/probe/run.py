@@ -24,12 +24,13 @@ from torch import nn
 
 from attn_flow.base import checks
 from attn_flow.base.files import read_tensors, versions, write_tensors
+from attn_flow.base.processes import ALONE, Processes
 from attn_flow.base.progress import progress_bar
-from attn_flow.base.threads import at_most
-from attn_flow.dynamics.distributed import ALONE, Processes
+from attn_flow.base.threads import limit_threads
+from attn_flow.hooks.fingerprints import fingerprint
 from attn_flow.hooks.inputs import length_limit, pieces, row_texts
 from attn_flow.hooks.layout import blocks, encoder_inside
-from attn_flow.hooks.trust import fingerprint, self_check
+from attn_flow.hooks.self_check import self_check
 from attn_flow.hooks.weights import encoder_facts
 from attn_flow.measures import UniformSphere
 from attn_flow.nn.stack import DeepStack
@@ -100,7 +101,7 @@ def probe(
     "geomloss" or "auto" (geomloss on CUDA). max_unknown: the share of tokens unknown to the tokenizer above which texts
     are refused.
     parts: a folder where finished stages are kept, so that the same call continues after a kill.
-    world: `attn_flow.dynamics.distributed.processes()`, which share the work; each returns the whole answer.
+    world: `attn_flow.base.processes.processes()`, which share the work; each returns the whole answer.
     Returns a `Probe`: `findings()`, `rows()`, `as_json()`, `plot()`, `save(folder)`.
 
     >>> from attn_flow.hooks.demo import minilm, topics
@@ -154,7 +155,7 @@ class Inquiry:
         own = {*whole[self.world.rank :: self.world.count], *SHARED}
         done: dict[str, Any] = {}
         stopped = threading.Event()
-        with progress_bar("probe", len(own), progress and self.world.first) as advance:
+        with progress_bar("probe", len(own), progress and self.world.is_first) as advance:
 
             def run(lane: Iterable[str]) -> None:
                 try:
@@ -174,7 +175,7 @@ class Inquiry:
             if self.about["device"] != "cpu" or threads < 2:
                 run(stages)
             else:
-                with at_most(threads // 2), ThreadPoolExecutor(1) as pool:
+                with limit_threads(threads // 2), ThreadPoolExecutor(1) as pool:
                     beside = pool.submit(run, runs_model)
                     run(others)
                     beside.result()
@@ -288,16 +289,14 @@ def inquire(
 
     Raises if the weights read do not give what a layer computes, or if too many tokens are unknown to the tokenizer.
     """
-    checks.instance("nulls", nulls, (list, tuple), f"some of {', '.join(NULLS)}, as a list")
     unknown_names = [name for name in nulls if name not in NULLS]
     if unknown_names:
         raise ValueError(f"nulls has {unknown_names}, expected some of {', '.join(NULLS)}.")
     if not isinstance(beta_factor, int | float) or not 0 < beta_factor < float("inf"):
         raise ValueError(f"beta_factor = {beta_factor}, expected a positive, finite number.")
-    checks.whole("seed", seed, 0)
+    checks.require_nonnegative(seed=seed)
     if max_length is not None:
-        checks.whole("max_length", max_length)
-    checks.instance("world", world, Processes, "processes()")
+        checks.require_count(max_length=max_length)
     model = encoder_inside(model)
     texts = None if texts is None else list(row_texts(texts))
     if isinstance(model, DeepStack):
@@ -360,7 +359,7 @@ def _checked(model: nn.Module, source: Any, texts: list[str] | None, max_length:
     shares = omitted_shares(model, inputs) if any(c.omits for c in found) else [0.0] * len(found)
     checked = []
     for c, share, block in zip(found, shares, blocks(model)):
-        known = bool(c.omits) and c.omits == block.positions and block.knows_places
+        known = bool(c.omits) and c.omits == block.positions and block.knows_positions
         if known and share > INSIDE:
             raise ValueError(
                 f"layer {c.layer} of {type(model).__name__}: its weights and places as read leave {share:.2g} of the "
@@ -397,7 +396,7 @@ def _cost(step: Closure, clouds: Clouds) -> Any:
 def _of_all(done: dict[str, Any], world: Processes) -> dict[str, Any]:
     """The stages of all processes; those of shared texts put together."""
     home = {stage: replace(part, **{k: z.cpu() for k, z in vars(part).items()}) for stage, part in done.items()}
-    shares = world.gathered_objects(home)
+    shares = world.gather_objects(home)
     together = {stage: part for share in shares for stage, part in share.items()}
     return together | {stage: join([share[stage] for share in shares]) for stage, join in SHARED.items()}
 

@@ -11,15 +11,15 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Attention
-from attn_flow.hooks.attach import replace_forward
-from attn_flow.hooks.weights import precision
+from attn_flow.attention import Attention, Transformed
+from attn_flow.attention import Drift as DriftField
+from attn_flow.hooks.weights import relative_rounding
+from attn_flow.nn.layer import NORMS
 from attn_flow.nn.stack import DeepStack
 from attn_flow.probe.clouds import SHORTEST, Clouds
 
@@ -84,17 +84,24 @@ def run_stack(stack: DeepStack, ids: Tensor, drift: Drift, text: int, start: Ten
 
     ids: of this text alone, without an axis of texts. start: other tokens (n, d) for the first layer to begin with.
     """
-    fired = count()
+    index = -1
 
-    def forward(layer: Any, x: Tensor, mask: Tensor | None = None, return_path: bool = False) -> Tensor:
-        l = next(fired)
-        field = lambda _, x: drift(l, text, x[0]).to(x.dtype)[None]
-        begin = x if start is None or l else start.to(x.dtype)[None]
-        return layer.evolve(begin, field, mask, return_path)
+    def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal index
+        index += 1
+        if start is None or index > 0:
+            return None
+        return (start.to(args[0].dtype)[None], *args[1:]), kwargs
+
+    def field(layer: Any, t: float) -> Any:
+        l = index
+        return NORMS[layer.norm](DriftField(lambda _, x: drift(l, text, x[0]).to(x.dtype)[None]))
 
     with ExitStack() as attached:
-        for layer in stack.layers:
-            replace_forward(attached, layer, partial(forward, layer))
+        for layer in set(stack.layers):
+            attached.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            layer.field = partial(field, layer)  # type: ignore[assignment]
+            attached.callback(delattr, layer, "field")
         found = stack.paths(ids[None])
     return [found[0][0][0, 0], *(x[0] for _, x in found)]
 
@@ -102,17 +109,17 @@ def run_stack(stack: DeepStack, ids: Tensor, drift: Drift, text: int, start: Ten
 def stack_facts(stack: DeepStack) -> dict[str, Any]:
     """As `encoder_facts`: what the stack is, and what its Attentions leave out."""
     first = stack.attentions()[0]
-    betas = [A.beta.flatten() for A in stack.attentions()]
+    betas = [torch.as_tensor(A.beta, dtype=torch.float64) for A in stack.attentions()]
     return {
         "architecture": "DeepStack",
         "model": type(stack).__name__,
         "layers": stack.depth,
         "shared": stack.shared,
         "heads": first.heads,
-        "head_dim": first.Q.shape[-2],
+        "head_dim": first.tensors["Q"].shape[-2],
         "dim": first.dim,
         "beta": [float(beta.mean()) for beta in betas],
-        "norm": stack.placement.name,
+        "norm": stack.norm,
         "causal": first.causal,
         "layer_scale": "none",
         "omits": ["feed-forward part"] if len(stack.ffns) else [],
@@ -128,27 +135,29 @@ def check_stack(stack: DeepStack, inputs: Any) -> list[dict[str, Any]]:
     twin = copy.deepcopy(stack).double()
     ids = stack_inputs(inputs)[:1]
     ids = ids.double() if ids.is_floating_point() else ids
-    found, fired = twin.attentions(), count()
+    found, index = twin.attentions(), -1
     errors: list[list[float]] = [[] for _ in found]
     allowed: list[list[float]] = [[] for _ in found]
 
-    def evolve(layer: Any, x: Tensor, field: Any, *rest: Any) -> Tensor:
-        l = next(fired)
+    def enter(module: Any, args: tuple[Any, ...]) -> None:
+        nonlocal index
+        index += 1
 
-        def watched(weights: Any, x: Tensor) -> Tensor:
-            computed = field(weights, x)
-            size = _size_of_terms(found[l], x[0])
-            difference = (found[l].drift(x[0]) - computed[0]).norm()
-            errors[l].append(float(torch.where(difference > 0, difference / size, 0.0)))
-            allowed[l].append(precision(x) * _length_of_sums(found[l], x[0]))
+    def field(layer: Any, t: float) -> Any:
+        l, expected = index, NORMS[layer.norm](found[index])
+
+        def watch(F: Any, s: float, x: Tensor) -> Tensor:
+            computed, y = F(s, x), x if layer.norm == "post" else x / x.norm(dim=-1, keepdim=True)
+            difference = (expected(s, x) - computed)[0].norm()
+            errors[l].append(float(torch.where(difference > 0, difference / _size_of_terms(found[l], y[0]), 0.0)))
+            allowed[l].append(relative_rounding(x) * _length_of_sums(found[l], y[0]))
             return computed
 
-        return type(layer).evolve(layer, x, watched, *rest)
+        return Transformed(type(layer).field(layer, t), watch, "watched")
 
-    layers: list[Any] = list(twin.layers)
-    for layer in layers:
-        if hasattr(layer, "evolve"):
-            layer.evolve = partial(evolve, layer)
+    for layer in set(twin.layers):
+        layer.register_forward_pre_hook(enter)
+        layer.field = partial(field, layer)  # type: ignore[assignment]
     with torch.no_grad():
         twin.paths(ids)
     for l in range(stack.depth):
@@ -179,7 +188,7 @@ def _length_of_sums(A: Attention, x: Tensor) -> float:
     exponential, and another e of the sum that this is divided by. Averages, V and O: 2 n + 2 d; then heads and biases.
     """
     n, d = x.shape
-    query = A.Q.norm(dim=(-2, -1)) * x.norm(dim=-1).max()
+    query = A.tensors["Q"].norm(dim=(-2, -1)) * x.norm(dim=-1).max()
     query = query if A.query_bias is None else query + A.query_bias.norm(dim=-1)
     L = float((A.beta * query * A.tensors["K"].norm(dim=(-2, -1)) * x.norm(dim=-1).max()).max())
     return 2 * (3 * d + 4) * L + 2 * n + 2 * d + A.heads + 4

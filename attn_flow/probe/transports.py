@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from attn_flow.probe.clouds import Clouds, directions
-from attn_flow.transport.distances import solve
-from attn_flow.transport.entropic import Unproved
+from attn_flow.transport import CertificateError, solve, wasserstein
 
 RTOL = 0.2  # what geomloss may leave unproved: in hundreds of dimensions its certificate is wide, its value good
-SOLVERS = {"exact": "auto", "geomloss": "geomloss"}  # the probe's word and the solver's
+SOLVERS = {"exact": "auto", "geomloss": "sinkhorn"}  # the probe's word and the solver's
 LEVELS = 3  # clouds compared: the first, a middle and the last
 
 
@@ -29,14 +28,14 @@ def solver(transport: str, device: torch.device) -> str:
 
 def w2(x: Tensor, y: Tensor, method: str) -> float:
     """W2 of two clouds by a solver of `attn_flow.transport`; exact where geomloss proves nothing."""
-    if method == "geomloss":
+    if method == "sinkhorn":
         try:
-            return float(solve(x, y, method=method, rtol=RTOL).distance)
-        except Unproved:  # clouds that are equal but for rounding
+            return float(wasserstein(x, y, method=method, rtol=RTOL))
+        except CertificateError:  # clouds that are equal but for rounding
             method = "auto"
     if method == "auto" and x.shape == y.shape:
         method = "assignment"  # the same number of tokens: exact, without looking for atoms first
-    return float(solve(x, y, method=method).distance)
+    return float(wasserstein(x, y, method=method))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +60,14 @@ def transport_check(clouds: Clouds) -> TransportCheck:
         for level in sorted({round(i * clouds.layers / (LEVELS - 1)) for i in range(LEVELS)}):
             x, y = (directions(clouds.z[level][t]) for t in (0, 1))
             started = time.perf_counter()
-            exact = float(solve(x, y).distance)
+            exact = float(wasserstein(x, y))
             between = time.perf_counter()
             try:
-                found = solve(x, y, method="geomloss", rtol=RTOL)
-            except Unproved:  # it proves nothing here, as for two equal texts: no row to show
+                found = solve(x, y, method="sinkhorn", rtol=RTOL)
+            except CertificateError:  # it proves nothing here, as for two equal texts: no row to show
                 continue
             if exact == 0:
                 continue
             seconds = (between - started, time.perf_counter() - between)
-            rows.append((float(level), exact, float(found.distance), float(found.error), *seconds))
+            rows.append((float(level), exact, float(found.value), float(found.error), *seconds))
     return TransportCheck(*(torch.tensor([row[i] for row in rows], dtype=torch.float64) for i in range(6)))

@@ -1,6 +1,6 @@
-"""A Gaussian law of tokens stays Gaussian under softmax attention in R^d (Castin et al., arXiv 2501.18322).
+"""Gaussian tokens stay Gaussian under softmax attention in R^d (Castin et al., arXiv 2501.18322).
 
-The tilted mean of N(m, S) is m + beta S g, so x' = V (m + beta S G x) is affine:
+The tilted mean of N(m, S) is m + beta S g, so the drift x' = V (m + beta S G x) is affine and
 m' = V (m + beta S G m),   S' = beta (V S G S + S G^T S V^T).
 """
 
@@ -11,88 +11,111 @@ from numpy.typing import ArrayLike
 from scipy.integrate import solve_ivp
 from scipy.linalg import eigh
 
-from attn_flow.theory.domain import Array, in_range, number, real, square, within
+from attn_flow.theory.domain import Array, reals
 
 
-def _law(m: ArrayLike, S: ArrayLike) -> tuple[Array, Array]:
-    m, S = real("mean", m), real("covariance", S)
+def _mean_and_covariance(m: ArrayLike, S: ArrayLike) -> tuple[Array, Array]:
+    m, S = reals("mean", m), reals("covariance", S)
     if m.ndim != 1 or S.shape != (len(m), len(m)):
         raise ValueError(f"mean has shape {m.shape} and covariance {S.shape}, expected (d,) and (d, d).")
-    if not np.allclose(S, S.T):
-        raise ValueError("covariance is not symmetric; expected a symmetric matrix, e.g. (S + S.T)/2.")
-    if (least := float(np.linalg.eigvalsh(S).min(initial=0.0))) < -1e-12 * float(np.abs(S).max(initial=0.0)):
-        raise ValueError(f"covariance has the eigenvalue {least:.3g} < 0, expected a nonnegative matrix.")
+    if not np.allclose(S, S.T) or np.linalg.eigvalsh(S).min() < -1e-12 * np.abs(S).max():
+        raise ValueError("covariance is not symmetric or not nonnegative; expected a covariance matrix.")
     return m, S
 
 
-def velocity(m: ArrayLike, S: ArrayLike, V: ArrayLike, G: ArrayLike, beta: float) -> tuple[Array, Array]:
-    """(m', S') of the mean and covariance. arXiv 2501.18322."""
-    m, S = _law(m, S)
-    V, G, beta = square("V", V, len(m)), square("G", G, len(m)), number("beta", beta)
-    growth = V @ S @ G @ S
-    return V @ (m + beta * S @ G @ m), beta * (growth + growth.T)
+def _matrix(name: str, value: ArrayLike, d: int) -> Array:
+    A = reals(name, value)
+    if A.shape != (d, d):
+        raise ValueError(f"{name} has shape {A.shape}, expected (d, d) = {(d, d)}.")
+    return A
 
 
 def solve(
     t: ArrayLike, m0: ArrayLike, S0: ArrayLike, V: ArrayLike, G: ArrayLike, beta: float, ceiling: float = 1e12
 ) -> tuple[Array, Array, Array]:
-    """Times reached (T,), means (T, d) and covariances (T, d, d); stops where ||S|| passes `ceiling` (blow-up)."""
-    m0, S0 = _law(m0, S0)
-    t, d = np.atleast_1d(within("t", t, 0.0)), len(m0)
-    ceiling = number("ceiling", ceiling, 0.0, open=True)
-    velocity(m0, S0, V, G, beta)  # of which some may be refused
+    """Mean and covariance over time by numerical integration, up to a blow-up. arXiv 2501.18322.
 
-    def packed(_: float, y: Array) -> Array:
-        S = y[d:].reshape(d, d)
-        dm, dS = velocity(y[:d], (S + S.T) / 2, V, G, beta)
-        return np.concatenate([dm, dS.ravel()])
+    Args:
+        t: increasing times (T,), at least 0.
+        m0, S0: mean (d,) and covariance (d, d) at time 0.
+        V, G: values and scores, (d, d).
+        ceiling: the integration stops when an entry of S reaches this size.
 
-    def too_large(_: float, y: Array) -> float:
+    Returns:
+        The times that were reached (T',), means (T', d) and covariances (T', d, d).
+
+    >>> t, m, S = solve([0.0, 0.25, 9.0], [1.0], [[1.0]], [[1.0]], [[1.0]], beta=1.0)  # blows up at t = 0.5
+    >>> t, S[-1].round(6)
+    (array([0.  , 0.25]), array([[2.]]))
+    """
+    m0, S0 = _mean_and_covariance(m0, S0)
+    t, d = np.atleast_1d(reals("t", t, 0)), len(m0)
+    V, G = _matrix("V", V, d), _matrix("G", G, d)
+
+    def velocity(_: float, y: Array) -> Array:
+        m, S = y[:d], y[d:].reshape(d, d)
+        growth = V @ S @ G @ S
+        return np.concatenate([V @ (m + beta * S @ G @ m), (beta * (growth + growth.T)).ravel()])
+
+    def room(_: float, y: Array) -> float:
         return ceiling - float(np.abs(y[d:]).max())
 
-    too_large.terminal = True  # type: ignore[attr-defined]
-    y0 = np.concatenate([m0, S0.ravel()])
-    span = (0.0, max(float(t[-1]), 1e-300))
-    path = solve_ivp(packed, span, y0, t_eval=t, method="DOP853", rtol=1e-11, atol=1e-13, events=too_large)
+    room.terminal = True  # type: ignore[attr-defined]
+    y0, span = np.concatenate([m0, S0.ravel()]), (0.0, max(float(t[-1]), 1e-300))
+    path = solve_ivp(velocity, span, y0, t_eval=t, method="DOP853", rtol=1e-11, atol=1e-13, events=room)
     if path.status == -1 or not len(path.t):
-        raise FloatingPointError(f"the law blows up, or moves too fast, before t = {t[0]:.6g}: {path.message}")
+        raise FloatingPointError(f"the covariance blows up before t = {t[0]:g} ({path.message}); use earlier times.")
     return path.t, path.y[:d].T, path.y[d:].T.reshape(-1, d, d)
 
 
 def blow_up_time(S0: ArrayLike, v: float, G: ArrayLike, beta: float) -> float:
-    """1 / max eigenvalue of beta v (G + G^T) relative to S0^{-1}; inf if none is positive. For V = v I, any G.
+    """Time at which the covariance becomes infinite for V = v I and any G; infinity if it stays bounded.
 
-    (S^{-1})' = -beta v (G + G^T), so S^{-1}(t) = S0^{-1} - beta v t (G + G^T) until it stops being positive.
-    Scalar case: 1/(2 beta v g s_0). arXiv 2501.18322.
+    (S^{-1})' = -beta v (G + G^T), so S^{-1} is linear in time. In one dimension the time is 1 / (2 beta v G S0).
+    arXiv 2501.18322.
+
+    Args:
+        S0: covariance (d, d) at time 0, positive definite.
+        v: the value matrix is v I.
+        G: scores (d, d).
+
+    >>> round(blow_up_time([[0.5]], v=1.0, G=[[1.0]], beta=2.0), 6)
+    0.5
     """
-    S0 = np.atleast_2d(real("S0", S0))
-    S0 = _law(np.zeros(len(S0)), S0)[1]
-    G, v, beta = square("G", G, len(S0)), number("v", v), number("beta", beta)
-    A = in_range("beta v (G + G^T)", np.float64(beta) * v * (G + G.T))
+    S0 = np.atleast_2d(reals("S0", S0))
+    S0 = _mean_and_covariance(np.zeros(len(S0)), S0)[1]
+    G = _matrix("G", G, len(S0))
+    A = beta * v * (G + G.T)
     top = float(eigh(A, np.linalg.inv(S0), eigvals_only=True)[-1])
-    # rounding must not turn a stable law (top = 0) into one that blows up at 1e16
+    # Rounding must not turn a bounded covariance (top = 0) into a blow-up at a time near 1e16.
     return 1 / top if top > 1e-13 * float(np.abs(A).max() * np.abs(S0).max()) else float("inf")
 
 
-def scalar_value(
+def solve_scalar_values(
     t: ArrayLike, m0: ArrayLike, S0: ArrayLike, v: float, G: ArrayLike, beta: float
 ) -> tuple[Array, Array]:
-    """Means (T, d) and covariances (T, d, d) in closed form for V = v I and symmetric G, t < `blow_up_time`.
+    """Means (T, d) and covariances (T, d, d) in closed form for V = v I and symmetric G. arXiv 2501.18322.
 
-    S(t) = (I - 2 beta v t S0 G)^{-1} S0,   m(t) = e^{vt} (I - 2 beta v t S0 G)^{-1/2} m0. arXiv 2501.18322.
+    S(t) = (I - 2 beta v t S0 G)^{-1} S0,   m(t) = e^{vt} (I - 2 beta v t S0 G)^{-1/2} m0.
+
+    Args:
+        t: times (T,), at least 0 and below `blow_up_time`.
+        m0, S0: mean (d,) and covariance (d, d) at time 0.
+        v, G: the value matrix is v I; scores (d, d), symmetric.
+
+    >>> m, S = solve_scalar_values([0.25], [1.0], [[1.0]], 1.0, [[1.0]], beta=1.0)
+    >>> S
+    array([[[2.]]])
     """
-    m0, S0 = _law(m0, S0)
-    G, v, beta = square("G", G, len(m0)), number("v", v), number("beta", beta)
+    m0, S0 = _mean_and_covariance(m0, S0)
+    t, G = np.atleast_1d(reals("t", t, 0)), _matrix("G", G, len(m0))
     if not np.allclose(G, G.T):
-        raise ValueError("G is not symmetric; the closed form of the mean needs it. Use `solve` for a general G.")
-    t = np.atleast_1d(within("t", t, 0.0))
+        raise ValueError("G is not symmetric, as the closed form of the mean requires; use `solve` for a general G.")
     end = blow_up_time(S0, v, G, beta)
     if t.max() >= end:
-        raise ValueError(f"t = {t.max():.6g}, expected t < {end:.6g}, the blow-up time.")
-    # S0 G = R diag(lam) R^{-1} with real lam, because it is similar to S0^{1/2} G S0^{1/2}
-    lam, W = eigh(G, np.linalg.inv(S0))  # G W = S0^{-1} W diag(lam), W^T S0^{-1} W = I
-    R_inverse = W.T @ np.linalg.inv(S0)
+        raise ValueError(f"t = {t.max():g}, expected t < {end:g}, the blow-up time.")
+    # G W = S0^{-1} W diag(lam) and W^T S0^{-1} W = I, so S0 G = W diag(lam) W^{-1} with real lam.
+    lam, W = eigh(G, np.linalg.inv(S0))
     shrink = 1 - 2 * beta * v * t[:, None] * lam  # (T, d)
-    m = np.exp(v * t)[:, None] * ((shrink**-0.5 * (R_inverse @ m0)) @ W.T)
-    S = np.einsum("ik,tk,jk->tij", W, 1 / shrink, W)
-    return m, S
+    m = np.exp(v * t)[:, None] * ((shrink**-0.5 * np.linalg.solve(W, m0)) @ W.T)
+    return m, np.einsum("ik,tk,jk->tij", W, 1 / shrink, W)

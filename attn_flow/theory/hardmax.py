@@ -1,9 +1,8 @@
 """Hardmax attention in R^d: leaders, cells and the Frank-Wolfe gap (arXiv 2407.01602, arXiv 2508.09628).
 
-Model: x_i <- (x_i + alpha mean{x_j : j in argmax_j <G x_i, x_j>}) / (1 + alpha). A token is a leader when it is its
-own only argmax; a leader never moves. A token that is the mean of all it attends to, through ties, stands still too.
-Tokens that follow a leader v stay in its cell {x : <Gx, v> >= <Gx, w>, all w}
-and reach it geometrically. Read as Frank-Wolfe: a step of size alpha/(1+alpha) towards the maximiser of a linear form.
+Model: x_i <- (x_i + alpha mean{x_j : j in argmax_j <G x_i, x_j>}) / (1 + alpha). A leader is a token at rest. A token
+that attends to one leader v stays in its cell {x : <G x, v> >= <G x, w> for all w} and approaches it like
+(1 + alpha)^{-k} after k steps. Each step is a Frank-Wolfe step of size alpha/(1+alpha) for a linear form.
 """
 
 from __future__ import annotations
@@ -11,75 +10,102 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attn_flow.theory.domain import Array, integers, number, real, within
+from attn_flow.theory.domain import Array, integers, reals
+
+ROUNDING = 1e-14  # relative differences of scores below this count as ties
 
 
-def _tokens(x: ArrayLike, G: ArrayLike | None) -> tuple[Array, Array]:
-    """x (n, d) and Gx (n, d)."""
-    x = real("x", x)
+def argmax_matrix(x: ArrayLike, G: ArrayLike | None = None) -> NDArray[np.bool_]:
+    """Whether token i attends to token j, (n, n): j in argmax_j <G x_i, x_j>; ties up to rounding are ties.
+
+    Args:
+        x: tokens (n, d).
+        G: score matrix (d, d); None is the identity.
+
+    >>> argmax_matrix([[1.0], [2.0]])  # both attend to the second
+    array([[False,  True],
+           [False,  True]])
+    """
+    x, g = _tokens_and_scores(x, G)
+    scores = g @ x.T
+    scale = np.linalg.norm(g, axis=1, keepdims=True) * np.linalg.norm(x, axis=1).max()
+    return scores >= scores.max(1, keepdims=True) - ROUNDING * scale
+
+
+def _tokens_and_scores(x: ArrayLike, G: ArrayLike | None) -> tuple[Array, Array]:
+    """x (n, d) and G x (n, d)."""
+    x = reals("x", x)
     if x.ndim != 2:
         raise ValueError(f"x has shape {x.shape}, expected (n, d): one cloud of n tokens.")
-    if G is None:
-        return x, x
-    G = real("G", G)
+    G = np.eye(x.shape[1]) if G is None else reals("G", G)
     if G.shape != (x.shape[1], x.shape[1]):
         raise ValueError(f"G has shape {G.shape}, expected (d, d) = {(x.shape[1], x.shape[1])} to match x.")
     return x, x @ G.T
 
 
-def followed(x: ArrayLike, G: ArrayLike | None = None) -> NDArray[np.bool_]:
-    """(n, n): whether token i attends to token j, j in argmax_j <G x_i, x_j>; ties to rounding are ties."""
-    x, g = _tokens(x, G)
-    scores = g @ x.T
-    scale = np.linalg.norm(g, axis=1, keepdims=True) * np.linalg.norm(x, axis=1).max()
-    return scores >= scores.max(1, keepdims=True) - 1e-14 * scale
-
-
 def leaders(x: ArrayLike, G: ArrayLike | None = None) -> NDArray[np.intp]:
-    """Indices of tokens at rest: those that are the mean of all they attend to. arXiv 2407.01602.
+    """Indices of the tokens at rest: each is the mean of the tokens it attends to. arXiv 2407.01602.
 
-    Most are their own only argmax, as every token on a sphere is for G = c I (for another G, few are); through ties a
-    token may stand still between others.
+    Most leaders are their own only argmax, as every token on a sphere is for G = c I. Through ties a token may also
+    rest between others. x (n, d) and G as in `argmax_matrix`.
 
-    >>> leaders([[-1.0], [0.0], [1.0]]).tolist()  # 0 attends to all three
-    [0, 1, 2]
+    >>> leaders([[-1.0], [0.0], [1.0]])  # the token at 0 attends to all three
+    array([0, 1, 2])
     """
-    attends = followed(x, G)
-    x = real("x", x)
-    mean = attends @ x / attends.sum(1, keepdims=True)
-    return np.flatnonzero(np.linalg.norm(mean - x, axis=1) <= 1e-14 * np.linalg.norm(x, axis=1).max())
+    x = np.asarray(x, dtype=np.float64)
+    motion = np.linalg.norm(_attention_mean(x, G) - x, axis=1)
+    return np.flatnonzero(motion <= ROUNDING * np.linalg.norm(x, axis=1).max())
+
+
+def _attention_mean(x: Array, G: ArrayLike | None) -> Array:
+    attends = argmax_matrix(x, G)
+    return attends @ x / attends.sum(1, keepdims=True)
 
 
 def step(x: ArrayLike, alpha: float, G: ArrayLike | None = None) -> Array:
-    """x_i <- (x_i + alpha mean_{argmax} x_j)/(1 + alpha). arXiv 2407.01602."""
-    alpha = number("alpha", alpha, 0.0, open=True)
-    x = real("x", x)
-    attends = followed(x, G)
-    return (x + alpha * (attends @ x) / attends.sum(1, keepdims=True)) / (1 + alpha)
+    """The tokens (n, d) after one step x_i <- (x_i + alpha mean_{argmax} x_j) / (1 + alpha), alpha > 0.
 
+    x (n, d) and G as in `argmax_matrix`. arXiv 2407.01602.
 
-def distance_to_leader(distance: ArrayLike, alpha: float, steps: ArrayLike) -> Array:
-    """|x_k - v| = |x_0 - v| (1+alpha)^{-k}: exact while a token follows the one leader v."""
-    alpha = number("alpha", alpha, 0.0, open=True)
-    return within("distance", distance, 0.0) * (1 + alpha) ** -integers("steps", steps, 0)
+    >>> step([[1.0], [2.0]], alpha=1.0)
+    array([[1.5],
+           [2. ]])
+    """
+    alpha, x = float(reals("alpha", alpha, 0, is_open=True)), np.asarray(x, dtype=np.float64)
+    return (x + alpha * _attention_mean(x, G)) / (1 + alpha)
 
 
 def frank_wolfe_gap(x: ArrayLike, vertices: ArrayLike, G: ArrayLike | None = None) -> Array:
-    """max_v <G x_i, v - x_i> >= 0 on the hull of `vertices` (k, d): zero iff hardmax no longer moves x_i uphill.
+    """max_v <G x_i, v - x_i> (n,) over the vertices v: zero if hardmax attention no longer moves x_i uphill.
 
-    The linear form is the gradient of f(x) = <x, G x>/2 for symmetric G. arXiv 2508.09628.
+    For symmetric G the linear form is the gradient of f(x) = <x, G x> / 2. arXiv 2508.09628.
+
+    Args:
+        x, G: tokens (n, d) and score matrix, as in `argmax_matrix`.
+        vertices: points (k, d) whose hull contains the tokens.
+
+    >>> frank_wolfe_gap([[0.5], [1.0]], [[-1.0], [1.0]])
+    array([0.25, 0.  ])
     """
-    x, g = _tokens(x, G)
-    vertices = real("vertices", vertices)
+    x, g = _tokens_and_scores(x, G)
+    vertices = reals("vertices", vertices)
     if vertices.ndim != 2 or vertices.shape[1] != x.shape[1]:
         raise ValueError(f"vertices have shape {vertices.shape}, expected (k, d) with d = {x.shape[1]} to match x.")
     return (g @ vertices.T).max(1) - (g * x).sum(1)
 
 
 def gap_bound(rise: ArrayLike, alpha: float, steps: ArrayLike) -> Array:
-    """min_{k<K} gap_k <= (max f - f(x_0)) (1+alpha)/(alpha K), `rise` = max f - f(x_0), G positive semidefinite.
+    """Bound rise (1+alpha) / (alpha K) (...) on the smallest Frank-Wolfe gap of the first K steps.
 
-    f is convex, so a step gamma = alpha/(1+alpha) gains at least gamma gap_k: no smoothness constant. arXiv 2508.09628.
+    For positive semidefinite G, f is convex, so a step of size gamma = alpha/(1+alpha) gains at least gamma times the
+    gap, and no smoothness constant is needed. arXiv 2508.09628.
+
+    Args:
+        rise: max f - f(x_0) (...), at least 0.
+        steps: K (...), at least 1.
+
+    >>> gap_bound(1.0, alpha=1.0, steps=[1, 4])
+    array([2. , 0.5])
     """
-    alpha = number("alpha", alpha, 0.0, open=True)
-    return within("rise", rise, 0.0) * (1 + alpha) / (alpha * integers("steps", steps, 1))
+    alpha = float(reals("alpha", alpha, 0, is_open=True))
+    return reals("rise", rise, 0) * (1 + alpha) / (alpha * integers("steps", steps, 1))

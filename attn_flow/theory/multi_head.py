@@ -1,4 +1,4 @@
-"""Several heads with V_h = G_h symmetric: a gradient flow (arXiv 2605.04279). Scalar heads G_h = m_h I in closed form.
+"""Several heads with V_h = G_h symmetric, a gradient flow (arXiv 2605.04279), for scalar heads G_h = m_h I.
 
 The energy sum_h (1/(2 beta n^2)) sum_ij e^{beta <x_i, G_h x_j>} never decreases along the unnormalised flow.
 """
@@ -8,40 +8,47 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attn_flow.theory.domain import Array, integers, real, within
+from attn_flow.theory.domain import Array, integers, reals
 
 
 def velocity(rho: ArrayLike, m: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
-    """rho' = (2/n) (1-rho) ((n-1)rho + 1) sum_h m_h e^{beta m_h rho}, unnormalised; m (..., heads). 2605.04279."""
-    rho, n, beta = within("rho", rho, -1.0, 1.0), integers("n", n, 2), within("beta", beta, 0.0)
-    m = np.atleast_1d(real("m", m))
-    pull = (m * np.exp((beta * rho)[..., None] * m)).sum(-1)
-    return 2 / n * (1 - rho) * ((n - 1) * rho + 1) * pull
+    """rho' = (2/n) (1-rho) ((n-1) rho + 1) sum_h m_h e^{beta m_h rho} (...) of equiangular tokens, unnormalised.
+
+    m (..., heads) are the strengths of the heads. arXiv 2605.04279.
+
+    >>> float(velocity(0.0, [1.0, 2.0], 1.0, 4))
+    1.5
+    """
+    rho, n, beta = reals("rho", rho, -1, 1), integers("n", n, 2), reals("beta", beta, 0)
+    m = np.atleast_1d(reals("m", m))
+    force = (m * np.exp((beta * rho)[..., None] * m)).sum(-1)
+    return 2 / n * (1 - rho) * ((n - 1) * rho + 1) * force
 
 
 def terminal_rate(m: ArrayLike, beta: ArrayLike) -> Array:
-    """2 sum_h m_h e^{beta m_h}: decay rate of 1 - rho near consensus, unnormalised; m (..., heads). 2605.04279."""
-    m, beta = np.atleast_1d(real("m", m)), within("beta", beta, 0.0)
+    """Decay rate 2 sum_h m_h e^{beta m_h} (...) of 1 - rho near consensus, unnormalised, for m (..., heads).
+
+    At least the rate of heads that all have the mean strength, if every m_h >= -2/beta: m e^{beta m} is convex there.
+    arXiv 2605.04279.
+
+    >>> terminal_rate([[0.5, 1.5], [1.0, 1.0]], 1.0).round(3)  # different heads are faster than equal ones
+    array([15.094, 10.873])
+    """
+    m, beta = np.atleast_1d(reals("m", m)), reals("beta", beta, 0)
     return 2 * (m * np.exp(beta[..., None] * m)).sum(-1)
 
 
-def averaged_rate(m: ArrayLike, beta: ArrayLike) -> Array:
-    """2 H mbar e^{beta mbar}: the terminal rate when every one of the H heads has the mean strength mbar.
-
-    `terminal_rate` is at least this for m >= -2/beta, by Jensen: m e^{beta m} is convex there. arXiv 2605.04279.
-    """
-    m, beta = np.atleast_1d(real("m", m)), within("beta", beta, 0.0)
-    mean = m.mean(-1)
-    return 2 * m.shape[-1] * mean * np.exp(beta * mean)
-
-
 def attention_entropy(rho: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
-    """Entropy (nats) of one row of the equiangular softmax: p = 1/(1 + (n-1) e^{-beta(1-rho)}) on itself.
+    """Entropy (...) in nats of an attention row of equiangular tokens; it increases to log n as rho tends to 1.
 
-    The rest is shared evenly: -p log p - (1-p) log((1-p)/(n-1)); increases to log n as rho -> 1. arXiv 2605.04279.
+    The token itself has the weight p = 1/(1 + (n-1) e^{-beta (1-rho)}) and the others share the rest equally.
+    arXiv 2605.04279.
+
+    >>> attention_entropy([0.0, 0.5, 1.0], 4.0, 8).round(3)
+    array([0.575, 1.639, 2.079])
     """
-    rho, beta, n = within("rho", rho, -1.0, 1.0), within("beta", beta, 0.0), integers("n", n, 2)
+    rho, beta, n = reals("rho", rho, -1, 1), reals("beta", beta, 0), integers("n", n, 2)
     s = beta * (1 - rho)
-    # log Z - mean logit, with logits s and 0: no p log p at p = 0
+    # log Z minus the mean logit, with logits s and 0. This avoids p log p at p = 0.
     log_z = np.logaddexp(s, np.log(n - 1))
     return log_z - s * np.exp(s - log_z)

@@ -1,238 +1,147 @@
-"""What a run leaves on disk so that it can be killed at any moment: one checkpoint, one log.
+"""The files of a run, which can be killed at any moment: a checkpoint and a log.
 
-checkpoint.safetensors holds the weights, AdamW's moments and the recipe at the start of some update; it is replaced
-in one step. log.jsonl has one line per update; lines the checkpoint does not know of are dropped on resuming, and
-then come out again the same.
+checkpoint.safetensors has the weights, the state of the optimiser and the recipe before some update, and is replaced
+atomically. log.jsonl has one line per update. A resumed run drops the lines after its checkpoint and writes them again.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
-from attn_flow.base.files import read_tensors, versions, write_tensors
+from attn_flow.base.files import read_tensors, versions, write_bytes, write_tensors
 from attn_flow.nn.stack import DeepStack
 from attn_flow.train.recipes import Recipe
+from attn_flow.train.stacks import TrainedStack, make_stack
 from attn_flow.train.tasks import Task
-from attn_flow.train.texts import HIDDEN, UNKNOWN, Vocabulary
+from attn_flow.train.texts import Vocabulary
 
 FORMAT = "attn_flow.train"
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
-HIDE = "_"  # a character to be filled in
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-PARTS = ("update", "recipe", "decided", "scaler", "reads", "versions")
 
 
-@dataclass(frozen=True, eq=False)
-class Saved:
-    """A checkpoint as read: the state before update number `update`."""
-
-    path: Path
-    update: int
-    recipe: dict[str, Any]
-    decided: dict[str, Any]  # what the task decided of the stack
-    digest: str
-    scaler: dict[str, Any]
-    reads: dict[str, Any] | None
-    versions: dict[str, str]
-    tensors: dict[str, Tensor]
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name[6:]: tensor for name, tensor in self.tensors.items() if name.startswith("stack.")}
-
-    def fill(self, stack: DeepStack) -> None:
-        """Weights into a stack."""
-        try:
-            stack.load_state_dict(self.weights())
-        except RuntimeError:
-            raise ValueError(f"{self.path} holds the weights of another stack; move it away to start over.") from None
-
-    def restore(self, stack: DeepStack, optimiser: torch.optim.Optimizer) -> None:
-        """Weights and moments into a stack and its optimiser."""
-        self.fill(stack)
-        names = {parameter: name for name, parameter in stack.named_parameters()}
-        for group in optimiser.param_groups:
-            for parameter in group["params"]:
-                held = {m: self.tensors.get(f"{m}.{names[parameter]}") for m in MOMENTS}
-                if held["step"] is not None:  # no moments before the first update
-                    optimiser.state[parameter] = {
-                        m: z.cpu() if m == "step" else z.to(parameter.device)  # type: ignore[union-attr]
-                        for m, z in held.items()
-                    }
-
-
-def save(
-    path: Path, recipe: Recipe, task: Task, update: int, stack: DeepStack, optimiser: torch.optim.Optimizer, scaler: Any
+def write_checkpoint(
+    folder: Path, recipe: Recipe, task: Task, update: int, stack: DeepStack, optimiser: Optimizer
 ) -> None:
-    """The state before `update`, in one step: a kill leaves the old checkpoint or the new one."""
-    tensors = {f"stack.{name}": tensor for name, tensor in stack.state_dict().items()}
-    for name, parameter in stack.named_parameters():
-        for moment, tensor in optimiser.state.get(parameter, {}).items():
-            tensors[f"{moment}.{name}"] = tensor
-    words = {
-        "format": FORMAT,
-        "update": str(update),
-        "recipe": json.dumps(recipe.as_dict()),
-        "decided": json.dumps(task.stack_options),
+    """Write the state before `update` atomically: a kill leaves the old checkpoint or the new one."""
+    tensors = {f"stack.{name}": z for name, z in stack.state_dict().items()}
+    for index, state in optimiser.state_dict()["state"].items():
+        tensors |= {f"optimiser.{index}.{name}": z for name, z in state.items()}
+    about = {
+        "update": update,
+        "recipe": recipe.as_dict(),
+        "stack": task.stack_options,
         "digest": task.digest,
-        "reads": json.dumps(None if task.reads is None else asdict(task.reads)),
-        "scaler": json.dumps(scaler.state_dict()),
-        "versions": json.dumps(versions()),
+        "vocabulary": None if task.vocabulary is None else asdict(task.vocabulary),
+        "versions": versions(),
     }
-    write_tensors(tensors, path, words)
+    write_tensors(tensors, folder / CHECKPOINT, {"format": FORMAT, "about": json.dumps(about)})
 
 
-def read(path: str | Path) -> Saved:
-    """A checkpoint file, or the folder of a run."""
+def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and description of a checkpoint file, or of the one in the folder of a run."""
     path = Path(path)
     path = path / CHECKPOINT if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"no checkpoint {path}; expected a run's folder or its {CHECKPOINT}.")
     tensors, words = read_tensors(path)
-    if words.get("format") != FORMAT:
-        raise ValueError(f"{path} is no checkpoint of attn-flow train; use another --out.")
+    if words.get("format") != FORMAT or "about" not in words:
+        raise ValueError(f"{path} is not a checkpoint of this version of attn-flow train; use another --out.")
+    return tensors, json.loads(words["about"])
+
+
+def resume(folder: Path, recipe: Recipe, task: Task, stack: DeepStack, optimiser: Optimizer) -> int:
+    """Load the checkpoint of the folder, if there is one, and return the number of the next update."""
+    if not (folder / CHECKPOINT).is_file():
+        return 0
+    tensors, about = read_checkpoint(folder)
+    _require_same_run(folder / CHECKPOINT, about, recipe, task)
+    _load_weights(stack, tensors, folder)
+    states: dict[int, dict[str, Tensor]] = {}
+    for name, z in tensors.items():
+        if name.startswith("optimiser."):
+            _, index, key = name.split(".")
+            states.setdefault(int(index), {})[key] = z
+    optimiser.load_state_dict(optimiser.state_dict() | {"state": states})
+    return int(about["update"])
+
+
+def _load_weights(stack: DeepStack, tensors: dict[str, Tensor], path: str | Path) -> None:
     try:
-        loaded = {name: json.loads(words[name]) for name in PARTS}
-        return Saved(path, digest=words["digest"], tensors=tensors, **loaded)
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{path} lacks a part of a checkpoint ({error}); move it away to start over.") from None
+        stack.load_state_dict({name[6:]: z for name, z in tensors.items() if name.startswith("stack.")})
+    except RuntimeError:
+        raise ValueError(f"{path} has the weights of another stack; move it away to start over.") from None
 
 
-def check_same(saved: Saved, recipe: Recipe, task: Task) -> None:
-    """A checkpoint continues only the run it came from."""
-    now = recipe.as_dict()
-    there = {**saved.recipe}
-    there["file"] = now["file"]  # where the file lies does not matter, what it says does
-    if saved.update == there["updates"] < now["updates"]:  # a finished run goes on
-        if recipe.beta_mode == "annealed":
-            raise ValueError(
-                f"{saved.path} has annealed its beta; more updates would heat it again. Use another --out."
-            )
-        there["updates"] = now["updates"]
-    changed = [
-        f"{name} {there.get(name, 'unknown')} (there) and {now.get(name, 'unknown')} (now)"
-        for name in sorted({*there, *now})
-        if there.get(name) != now.get(name)
-    ]
-    if changed:
-        raise ValueError(
-            f"{saved.path} was trained with other options: {'; '.join(changed)}. Resume with the same options, or use "
-            "another --out."
-        )
-    code = versions()
-    other = [name for name in code if saved.versions.get(name) != code[name]]
-    if other:
-        told = "; ".join(
-            f"{name} {saved.versions.get(name, 'unknown')} (there) and {code[name]} (now)" for name in other
-        )
-        raise ValueError(f"{saved.path} was written by other code: {told}. Use another --out, or move it away.")
-    if saved.digest != task.digest:
-        raise ValueError(f"the text of {recipe.file} has changed since {saved.path} was written; use another --out.")
+def _require_same_run(path: Path, about: dict[str, Any], recipe: Recipe, task: Task) -> None:
+    """ValueError unless the checkpoint belongs to this run. A finished run may get more updates."""
+    then, now = {**about["recipe"]}, recipe.as_dict()
+    then["file"] = now["file"]  # the content of the file matters and not its path
+    if about["update"] == then["updates"] < now["updates"]:
+        if recipe.beta_start is not None:
+            raise ValueError(f"{path} has annealed its beta; more updates would heat it. Use another --out.")
+        then["updates"] = now["updates"]
+    if changes := _differences(then, now):
+        raise ValueError(f"{path} was trained with other options: {changes}. Use them, or another --out.")
+    if changes := _differences(about["versions"], versions()):
+        raise ValueError(f"{path} was written by other code: {changes}. Use another --out, or move it away.")
+    if about["digest"] != task.digest:
+        raise ValueError(f"the data of {task.name!r} have changed since {path} was written; use another --out.")
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a stack says of a text: a label and its probability; of hidden characters, the text filled in.
-
-    Example:
-        >>> Answer("yes", 0.9).label
-        'yes'
-    """
-
-    label: str
-    probability: float
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> str:
+    names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+    return "; ".join(f"{name} {then.get(name)} (there) and {now.get(name)} (now)" for name in names)
 
 
-class TrainedStack(DeepStack):
-    """A DeepStack with what its run knew: the recipe, and the vocabulary and labels where it was trained on texts."""
+def read_log(path: str | Path, before: int | None = None) -> list[dict[str, Any]]:
+    """The complete lines of a log, for updates before `before`."""
+    entries = []
+    for line in Path(path).read_text(errors="replace").splitlines() if Path(path).is_file() else ():
+        try:
+            entry = json.loads(line)
+            if before is None or entry["update"] < before:
+                entries.append(entry)
+        except (json.JSONDecodeError, KeyError, TypeError):  # cut short by a kill
+            continue
+    return entries
 
-    recipe: Recipe
-    reads: Vocabulary | None = None
 
-    @torch.no_grad()
-    def predict(self, texts: Sequence[str]) -> list[Answer]:
-        """An Answer for each text. A stack of task "masked" fills in the characters written as `_`.
-
-        Texts without a word that the stack was trained on are told by a warning: their answers are guesses.
-        """
-        if isinstance(texts, str):
-            raise ValueError("texts is one string, expected a list of strings; pass [text].")
-        for i, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise ValueError(f"texts[{i}] is {text!r}, expected a string.")
-        if self.reads is None:
-            raise ValueError(f"this stack was trained on {self.recipe.task!r}, not on texts; call it with its inputs.")
-        if not texts:
-            return []
-        was = self.training
-        self.eval()
-        x, mask = self.reads.encode(texts)
-        strange = int((x <= UNKNOWN).all(-1).sum())
-        if self.reads.labels and strange:
-            message = f"{strange} of {len(texts)} texts hold no word that the stack was trained on; it guesses."
-            warnings.warn(message, stacklevel=3)  # no_grad stands between
-        if not self.reads.labels:
-            hidden = torch.tensor(
-                [[c == HIDE for c in text.ljust(self.reads.longest)[: self.reads.longest]] for text in texts]
-            )
-            x = x.masked_fill(hidden & mask, HIDDEN)
-        device = self.head.weight.device
-        best = self(x.to(device), mask.to(device)).softmax(-1).max(-1)
-        self.train(was)
-        if self.reads.labels:
-            return [Answer(self.reads.labels[int(i)], float(p)) for i, p in zip(best.indices, best.values)]
-        answers = []
-        for text, row, chance, asked in zip(texts, best.indices, best.values, hidden):
-            filled = [self.reads.words[int(row[j])] if j < len(asked) and asked[j] else c for j, c in enumerate(text)]
-            answers.append(Answer("".join(filled), float(chance[asked].prod())))
-        return answers
+@contextmanager
+def open_log(folder: Path | None, start: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that writes one line per update; without a folder it does nothing."""
+    if folder is None:
+        yield lambda line: None
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for temporary in folder.glob(f".{CHECKPOINT}.*"):  # left by a kill during a write
+        temporary.unlink(missing_ok=True)
+    path = folder / LOG
+    write_bytes("".join(json.dumps(entry) + "\n" for entry in read_log(path, start)).encode(), path)
+    with path.open("a", buffering=1) as log:  # line by line
+        yield lambda line: print(json.dumps(line, allow_nan=False), file=log)
 
 
 def load(path: str | Path) -> TrainedStack:
     """The trained stack of a run, in evaluation mode on the CPU: `load("runs/train/text").predict(["good day"])`.
 
-    path: the run's folder, or its checkpoint. Returns a TrainedStack, a DeepStack with `recipe` and `predict`.
+    Args:
+        path: the folder of the run, or its checkpoint.
+
+    Returns:
+        A `TrainedStack`, a `DeepStack` with `recipe` and `predict`.
     """
-    saved = read(path)
-    try:
-        stack = Recipe(**saved.recipe).make_stack(TrainedStack, **saved.decided)
-    except TypeError as error:
-        raise ValueError(f"{saved.path} is of another version ({error}).") from None
-    saved.fill(stack)
-    stack.recipe = Recipe(**saved.recipe)
-    if saved.reads is not None:
-        parts = saved.reads
-        stack.reads = Vocabulary(tuple(parts["words"]), tuple(parts["labels"]), parts["longest"])
+    tensors, about = read_checkpoint(path)
+    stack = make_stack(Recipe(**about["recipe"]), about["stack"])
+    _load_weights(stack, tensors, path)
+    if (words := about["vocabulary"]) is not None:
+        stack.vocabulary = Vocabulary(tuple(words["words"]), tuple(words["labels"]), words["longest"])
     stack.eval()
     return stack
-
-
-def tidy(out: Path) -> None:
-    """Remove what a kill in the middle of a write left beside the checkpoint."""
-    for left in out.glob(f".{CHECKPOINT}.*"):
-        left.unlink(missing_ok=True)
-
-
-def kept_lines(log: Path, before: int) -> list[str]:
-    """The log's whole lines of updates before `before`; a line a kill cut short is not whole."""
-    if not log.is_file():
-        return []
-    kept = []
-    for line in log.read_text(errors="replace").splitlines():
-        try:
-            if json.loads(line)["update"] < before:
-                kept.append(line)
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
-    return kept
-
-
-def count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,20 +1,17 @@
-"""The training loop: AdamW, warm-up and cosine, clipping; killed at any moment it resumes to the same loss curve.
+"""The training loop: AdamW, warm-up and cosine, clipping. A run that is killed resumes to the same loss curve.
 
-Nothing random has a state: batch k and kick k are functions of (seed, k). The checkpoint of update k is written
-when the loss of update k is known to be finite and before its step, so that the last one is always good.
+Nothing random has a state: batch k and the noise of update k are functions of (seed, k). The checkpoint before update k
+is written when the loss of update k is known to be finite, so that the last one is always good.
 
-The curve is the same to the last bit on one machine with the same versions, instruction set, and numbers of threads
-and processes. Where one of them differs sums round differently, and training makes that grow.
+The curve is the same to the last bit on one CPU with the same versions, instruction set, and numbers of threads and
+processes. Where one of them differs sums round differently, and training makes that grow.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,24 +20,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attn_flow.base.files import in_one_step, writing_alone
+from attn_flow.base import checks
+from attn_flow.base.files import lock_for_writing
+from attn_flow.base.processes import Processes, processes
 from attn_flow.base.progress import progress_bar
-from attn_flow.dynamics.distributed import Processes, processes
+from attn_flow.nn.module import parameter_groups
 from attn_flow.nn.stack import DeepStack
-from attn_flow.train import checkpoint
-from attn_flow.train.recipes import Recipe, generator_of, seed_of
-from attn_flow.train.tasks import NO_QUESTION, Batch, Task
+from attn_flow.train.checkpoint import CHECKPOINT, open_log, resume, write_checkpoint
+from attn_flow.train.recipes import Recipe
+from attn_flow.train.stacks import TrainedStack, make_stack
+from attn_flow.train.tasks import IGNORE, Batch, Task, generator_of, seed_of
 
 HELD_OUT = 1000  # inputs of an evaluation
-Metric = Callable[[Tensor, Tensor], float]
-DIVERGED = 10.0  # times log(classes), the loss of a guess
+DIVERGED = 10.0  # a loss above this many times log(classes), the loss of a guess
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A trained stack, its task, and the numbers of the run (plain JSON)."""
+    """A trained stack, its task, and the numbers of the run as plain JSON."""
 
-    stack: DeepStack
+    stack: TrainedStack
     task: Task
     summary: dict[str, Any]
 
@@ -50,274 +49,178 @@ def train_stack(
     out: str | Path | None = None,
     *,
     task: Task | None = None,
-    metrics: Mapping[str, Metric] | None = None,
     device: str | torch.device = "cpu",
     save_every: int = 100,
     evaluate_every: int = 100,
-    tensorboard: bool = True,
     progress: bool = False,
 ) -> Trained:
-    """Train a stack by the recipe; `out` is the folder of the checkpoint and the log, resumed if it holds them.
+    """Train a stack by a recipe.
 
-    task: data of your own, such as `text_task(texts, labels)` or `tensor_task(x, y, ...)`; the recipe's task is then
-    "own" (Recipe("own", updates=200)). metrics: name: function(logits, y) -> number, taken on held-out inputs along
-    with loss and accuracy. A finished run whose recipe has more updates now goes on, its learning rate from where the
-    longer cosine is. Under torchrun every process takes its share of each batch. Raises FloatingPointError if the loss
-    diverges.
+    Args:
+        recipe: see `Recipe`.
+        out: the folder of the checkpoint and the log. A run that is there already is resumed; a finished one goes on if
+            the recipe has more updates now. A run that is interrupted writes a checkpoint first.
+        task: data of your own, such as `text_task(texts, labels)` or `tensor_task(x, y, ...)`, with Recipe("own", ...).
+        device: "cpu" or "cuda". Under torchrun every process takes its share of each batch.
+        save_every, evaluate_every: updates between checkpoints and between evaluations.
+        progress: show a progress bar.
+
+    Returns:
+        `Trained`. FloatingPointError if the loss diverges.
     """
-    for name, value in (("save_every", save_every), ("evaluate_every", evaluate_every)):
-        if value < 1:
-            raise ValueError(f"{name} = {value}, expected at least 1 update.")
-    with ExitStack() as held:
-        world = processes(device)
-        held.enter_context(_deterministic(world.device))
-        if recipe.batch % world.count:
-            raise ValueError(f"batch = {recipe.batch}, expected a multiple of the {world.count} processes.")
-        if (task is None) == (recipe.task == "own"):
-            raise ValueError(f"task {recipe.task!r}: expected task=... with Recipe('own', ...), and only there.")
-        task = recipe.make_task() if task is None else task
-        measured = dict(metrics or {})
-        stack = recipe.make_stack(DeepStack, **task.stack_options).to(world.device)
-        optimiser = torch.optim.AdamW(stack.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
-        precision = _precision(recipe, world.device)
-        scaler = torch.amp.GradScaler(world.device.type, enabled=precision is torch.float16)
-        folder = None if out is None else Path(out)
-        if folder is not None and world.first:
-            held.enter_context(writing_alone(folder / checkpoint.CHECKPOINT))
-        start = 0 if folder is None else _resume(folder, recipe, task, stack, optimiser, scaler, world)
-        world.wait()  # everyone has read before anyone writes
-        log = held.enter_context(_log(folder if world.first else None, start, tensorboard))
-        advance = held.enter_context(progress_bar(f"train {task.name}", recipe.updates, progress and world.first))
+    checks.require_count(save_every=save_every, evaluate_every=evaluate_every)
+    if (task is None) == (recipe.task == "own"):
+        raise ValueError(f"task {recipe.task!r}: expected task=... with Recipe('own', ...), and only there.")
+    world = processes(device)
+    if recipe.batch % world.count:
+        raise ValueError(f"batch = {recipe.batch}, expected a multiple of the {world.count} processes.")
+    task, start_time = recipe.make_task() if task is None else task, time.perf_counter()
+    folder = None if out is None else Path(out)
+    is_writer = folder is not None and world.is_first
+    stack = make_stack(recipe, task.stack_options).to(world.device)
+    stack.vocabulary = task.vocabulary
+    model = world.wrap(stack)
+    groups = [group for group in parameter_groups(stack, recipe.weight_decay) if group["params"]]
+    optimiser = torch.optim.AdamW(groups, lr=recipe.lr)
+
+    def save(update: int) -> None:
+        if folder is not None and is_writer:
+            write_checkpoint(folder, recipe, task, update, stack, optimiser)
+
+    with ExitStack() as contexts:
+        if folder is not None and is_writer:
+            contexts.enter_context(lock_for_writing(folder / CHECKPOINT))
+        start = 0 if folder is None else resume(folder, recipe, task, stack, optimiser)
+        world.wait()  # all have read before one writes
+        log = contexts.enter_context(open_log(folder if is_writer else None, start))
+        advance = contexts.enter_context(
+            progress_bar(f"train {task.name}", recipe.updates, progress and world.is_first)
+        )
         advance(start)
-        run = _Run(recipe, task, stack, optimiser, scaler, precision, world, folder)
-        began, last = time.perf_counter(), {"loss": math.nan, "accuracy": math.nan}
-        for update in range(start, recipe.updates):
-            last = run.gradient(update)
-            if update % save_every == 0 and (update > start or start == 0):
-                run.save(update)
-            if update % evaluate_every == 0:
-                last |= evaluate(stack, task, recipe.seed, metrics=measured)
-            log({"update": update, **last, **_betas(recipe, stack)})
-            run.step()
-            advance(1, note=f"loss {last['loss']:.4f}  accuracy {last['accuracy']:.3f}")
-        recipe.set_beta_at(stack, recipe.updates)
-        final = evaluate(stack, task, recipe.seed, metrics=measured)
+        completed, is_stepping = start, False
+        try:
+            for update in range(start, recipe.updates):
+                numbers = _compute_gradient(recipe, task, world, model, stack, optimiser, update)
+                if not numbers["loss"] <= DIVERGED * math.log(max(2, task.outputs)):
+                    raise _diverged(recipe, folder, update, f"loss {numbers['loss']:.4g}")
+                if not math.isfinite(numbers["gradient"]):
+                    raise _diverged(recipe, folder, update, f"gradient norm {numbers['gradient']}")
+                if update % save_every == 0 and (update > start or start == 0):
+                    save(update)
+                if update % evaluate_every == 0:
+                    numbers |= evaluate(stack, task, recipe.seed)
+                log({"update": update, **numbers, **_betas(recipe, stack)})
+                is_stepping = True
+                optimiser.step()
+                completed, is_stepping = update + 1, False
+                advance(1, note=f"loss {numbers['loss']:.4f}  accuracy {numbers['accuracy']:.3f}")
+        except KeyboardInterrupt:
+            is_finite = all(bool(p.isfinite().all()) for p in stack.parameters())
+            if completed > start and not is_stepping and is_finite:
+                save(completed)
+            raise
+        _set_beta(recipe, stack, recipe.updates)
+        final = evaluate(stack, task, recipe.seed)
         if not math.isfinite(final["held_out_loss"]):
-            raise run.diverged(recipe.updates, f"held-out loss {final['held_out_loss']}")
-        run.save(recipe.updates)
+            raise _diverged(recipe, folder, recipe.updates, f"held-out loss {final['held_out_loss']}")
+        save(recipe.updates)
         log({"update": recipe.updates, **final, **_betas(recipe, stack)})
-        stack.eval()
-        summary = {
-            "task": task.name,
-            "updates": recipe.updates,
-            "resumed_at": start,
-            "loss": final["held_out_loss"],
-            "accuracy": final["held_out_accuracy"],
-            "chance": task.chance,
-            "metrics": {name: final[name] for name in measured},
-            "stated_accuracy": recipe.stated_accuracy,
-            "beta": [layer.beta.tolist() for layer in stack.layers],  # type: ignore[operator, union-attr]
-            "parameters": checkpoint.count(stack),
-            "processes": world.count,
-            "device": str(world.device),
-            "seconds": round(time.perf_counter() - began, 1),
-            "recipe": recipe.as_dict(),
-        }
+    summary = {
+        "task": task.name,
+        "updates": recipe.updates,
+        "resumed_at": start,
+        "loss": final["held_out_loss"],
+        "accuracy": final["held_out_accuracy"],
+        "chance": task.chance,
+        "stated_accuracy": recipe.stated_accuracy,
+        "beta": [stack.layer(l).beta.tolist() for l in range(len(stack.layers))],
+        "parameters": sum(parameter.numel() for parameter in stack.parameters() if parameter.requires_grad),
+        "processes": world.count,
+        "device": str(world.device),
+        "seconds": round(time.perf_counter() - start_time, 1),
+        "recipe": recipe.as_dict(),
+    }
+    stack.eval()
     return Trained(stack, task, summary)
 
 
-class _Run:
-    """The moving parts of one run."""
+def _compute_gradient(
+    recipe: Recipe,
+    task: Task,
+    world: Processes,
+    model: nn.Module,
+    stack: DeepStack,
+    optimiser: torch.optim.Optimizer,
+    update: int,
+) -> dict[str, float]:
+    """Compute the clipped gradient of batch number `update`; returns its loss and accuracy."""
+    _set_beta(recipe, stack, update)
+    stack.train()
+    for group in optimiser.param_groups:
+        group["lr"] = recipe.lr_at(update)
+    batch = task.draw(recipe.batch, generator_of(recipe.seed, "training", update))
+    count, size = max(1, int((batch.y != IGNORE).sum())), recipe.batch // world.count
+    share = batch.map(lambda z: z[world.rank * size : (world.rank + 1) * size]).to(world.device)
+    optimiser.zero_grad(set_to_none=True)
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        torch.manual_seed(seed_of(recipe.seed, "noise", update, world.rank))
+        loss, correct = _sums(model, share)
+    # Processes average their gradients: each contributes its share of the mean over all answers.
+    (loss * (world.count / count)).backward()
+    norm = float(nn.utils.clip_grad_norm_(stack.parameters(), recipe.clip))
+    mean = (world.sum(torch.stack([loss.detach().double(), correct.double()])) / count).tolist()
+    return {"loss": mean[0], "accuracy": mean[1], "gradient": norm, "lr": recipe.lr_at(update)}
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        task: Task,
-        stack: DeepStack,
-        optimiser: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        precision: torch.dtype | None,
-        world: Processes,
-        out: Path | None,
-    ) -> None:
-        self.recipe, self.task, self.stack, self.optimiser, self.scaler = recipe, task, stack, optimiser, scaler
-        self.precision, self.world, self.out = precision, world, out
-        self.model = world.shared(stack)
-        self.saved: int | None = None
 
-    def gradient(self, update: int) -> dict[str, float]:
-        """Loss, accuracy and clipped gradient of one batch."""
-        recipe, world = self.recipe, self.world
-        recipe.set_beta_at(self.stack, update)
-        self.stack.train()
-        for group in self.optimiser.param_groups:
-            group["lr"] = recipe.lr_at(update)
-        whole = self.task.draw(recipe.batch, generator_of(recipe.seed, "training", update))
-        asked = max(1, int((whole.y != NO_QUESTION).sum()))
-        part = whole.part(world.rank, world.count).to(world.device)
-        self.optimiser.zero_grad(set_to_none=True)
-        try:
-            with _kicks(recipe, update, world), _autocast(world.device, self.precision):
-                loss, right = _sums(self.model, part)
-            # Processes average their gradients: each brings its share of the mean over all that is asked.
-            self.scaler.scale(loss * (world.count / asked)).backward()
-        except FloatingPointError as error:
-            raise self.diverged(update, str(error)) from None
-        self.scaler.unscale_(self.optimiser)
-        norm = float(nn.utils.clip_grad_norm_(self.stack.parameters(), recipe.clip))
-        mean = world.total(torch.stack([loss.detach().double(), right.double()])) / asked
-        numbers = {"loss": float(mean[0]), "accuracy": float(mean[1]), "gradient": norm, "lr": recipe.lr_at(update)}
-        if not numbers["loss"] <= DIVERGED * math.log(max(2, self.task.outputs)):
-            raise self.diverged(update, f"loss {numbers['loss']:.4g}")
-        if not math.isfinite(norm) and not self.scaler.is_enabled():  # a scaler skips such a step and lowers its scale
-            raise self.diverged(update, f"gradient norm {norm}")
-        return numbers
+def _set_beta(recipe: Recipe, stack: DeepStack, update: int) -> None:
+    """Set an annealed beta."""
+    if (beta := recipe.beta_at(update)) is not None:
+        for layer in stack.layers:
+            layer.beta = beta  # type: ignore[assignment]
 
-    def step(self) -> None:
-        self.scaler.step(self.optimiser)
-        self.scaler.update()
 
-    def save(self, update: int) -> None:
-        if self.out is not None and self.world.first:
-            path = self.out / checkpoint.CHECKPOINT
-            checkpoint.save(path, self.recipe, self.task, update, self.stack, self.optimiser, self.scaler)
-        self.saved = update
+def _betas(recipe: Recipe, stack: DeepStack) -> dict[str, float]:
+    """The beta of every layer and head, if it changes."""
+    if not recipe.learn_beta and recipe.beta_start is None:
+        return {}
+    layers = range(len(stack.layers))
+    return {f"beta.{l}.{h}": b for l in layers for h, b in enumerate(stack.layer(l).beta.tolist())}
 
-    def diverged(self, update: int, what: str) -> FloatingPointError:
-        kept = ""
-        if self.out is not None and (self.out / checkpoint.CHECKPOINT).is_file():
-            kept = f" The last good checkpoint is kept: {self.out / checkpoint.CHECKPOINT}."
-        return FloatingPointError(
-            f"training diverged at update {update}: {what}. Use a lower --lr (now {self.recipe.lr:g}, try "
-            f"{self.recipe.lr / 5:g}), a longer --warmup or a shorter --horizon, and another --out.{kept}"
-        )
+
+def _diverged(recipe: Recipe, folder: Path | None, update: int, reason: str) -> FloatingPointError:
+    is_saved = folder is not None and (folder / CHECKPOINT).is_file()
+    hint = f" The last good checkpoint is in {folder}." if is_saved else ""
+    return FloatingPointError(
+        f"training diverged at update {update}: {reason}. Use a lower --lr (now {recipe.lr:g}, try "
+        f"{recipe.lr / 5:g}), a longer --warmup or a shorter --horizon, and another --out.{hint}"
+    )
 
 
 def _sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over what is asked, and how many answers are right."""
+    """The cross-entropy summed over the answers, and the number of correct ones."""
     logits = model(batch.x, batch.mask).float()
-    loss = F.cross_entropy(logits.flatten(0, -2), batch.y.flatten(), reduction="sum", ignore_index=NO_QUESTION)
+    loss = F.cross_entropy(logits.flatten(0, -2), batch.y.flatten(), reduction="sum", ignore_index=IGNORE)
     return loss, (logits.argmax(-1) == batch.y).sum()
 
 
 @torch.no_grad()
-def evaluate(
-    stack: DeepStack, task: Task, seed: int, size: int = HELD_OUT, metrics: Mapping[str, Metric] | None = None
-) -> dict[str, float]:
-    """Loss, accuracy and your metrics on held-out inputs, always the same for the same seed."""
+def evaluate(stack: DeepStack, task: Task, seed: int = 0, size: int = HELD_OUT) -> dict[str, float]:
+    """Loss and accuracy on held-out inputs, which are the same for the same seed.
+
+    Args:
+        stack, task: a stack and the task to evaluate it on.
+        seed: of generated inputs.
+        size: the number of inputs.
+
+    Returns:
+        {"held_out_loss": ..., "held_out_accuracy": ...}.
+    """
     stack.eval()
     device = stack.head.weight.device
     batch = task.held_out(size, generator_of(seed, "held out"))
-    loss, right = 0.0, 0.0
-    for first in range(0, batch.y.shape[0], 250):
-        sums = _sums(stack, batch.each(lambda z, i=first: z[i : i + 250].to(device)))  # type: ignore[misc]
-        loss, right = loss + float(sums[0]), right + float(sums[1])
-    asked = max(1, int((batch.y != NO_QUESTION).sum()))
-    numbers = {"held_out_loss": loss / asked, "held_out_accuracy": right / asked}
-    if metrics:
-        logits = stack(batch.x.to(device), None if batch.mask is None else batch.mask.to(device)).cpu()
-        numbers |= {name: float(metric(logits, batch.y)) for name, metric in metrics.items()}
-    return numbers
-
-
-def _betas(recipe: Recipe, stack: DeepStack) -> dict[str, float]:
-    """Every layer's and head's beta, where it moves."""
-    if recipe.beta_mode == "fixed":
-        return {}
-    return {
-        f"beta.{l}.{h}": float(b)
-        for l, layer in enumerate(stack.layers)
-        for h, b in enumerate(layer.beta.tolist())  # type: ignore[operator, union-attr]
-    }
-
-
-def _resume(
-    out: Path,
-    recipe: Recipe,
-    task: Task,
-    stack: DeepStack,
-    optimiser: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    world: Processes,
-) -> int:
-    """The update to begin with: that of the folder's checkpoint, or 0."""
-    if not (out / checkpoint.CHECKPOINT).is_file():
-        return 0
-    saved = checkpoint.read(out)
-    checkpoint.check_same(saved, recipe, task)
-    saved.restore(stack, optimiser)
-    scaler.load_state_dict(saved.scaler)
-    return saved.update
-
-
-@contextmanager
-def _log(out: Path | None, start: int, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that writes one line per update, and the same to TensorBoard where it is installed."""
-    if out is None:
-        yield lambda line: None
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    checkpoint.tidy(out)
-    path = out / checkpoint.LOG
-    kept = checkpoint.kept_lines(path, start)
-    in_one_step(path, lambda beside: Path(beside).write_text("".join(f"{line}\n" for line in kept)))
-    board = _tensorboard(out, start) if tensorboard else None
-    with path.open("a", buffering=1) as file:  # a whole line reaches the system at once
-
-        def write(line: dict[str, Any]) -> None:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-            if board is not None:
-                for name, value in line.items():
-                    if name != "update":
-                        board.add_scalar(name, value, line["update"])
-
-        try:
-            yield write
-        finally:
-            if board is not None:
-                board.close()
-
-
-def _tensorboard(out: Path, start: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(out / "tensorboard"), purge_step=start)
-
-
-def _precision(recipe: Recipe, device: torch.device) -> torch.dtype | None:
-    """bfloat16 on CUDA where it exists, float16 where not; None: full precision."""
-    if not recipe.amp or device.type != "cuda":
-        return None
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-
-
-@contextmanager
-def _autocast(device: torch.device, precision: torch.dtype | None) -> Iterator[None]:
-    with torch.autocast(device.type, dtype=precision or torch.bfloat16, enabled=precision is not None):
-        yield
-
-
-@contextmanager
-def _kicks(recipe: Recipe, update: int, world: Processes) -> Iterator[None]:
-    """The noise of one update: a function of seed, update and process."""
-    if not recipe.noise:
-        yield
-        return
-    devices = [world.device] if world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed_of(recipe.seed, "noise", update, world.rank))
-        yield
-
-
-@contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was)
+    sums = torch.zeros(2, dtype=torch.float64)
+    for rows in torch.arange(batch.y.shape[0]).split(100):
+        part = batch.map(lambda z, rows=rows: z[rows]).to(device)  # type: ignore[misc]
+        sums += torch.stack(_sums(stack, part)).double().cpu()
+    mean = (sums / max(1, int((batch.y != IGNORE).sum()))).tolist()
+    return {"held_out_loss": mean[0], "held_out_accuracy": mean[1]}

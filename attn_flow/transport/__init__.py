@@ -1,5 +1,8 @@
-"""How far two laws are: Wasserstein distances, exact or with a proved error."""
+"""How far two clouds of tokens are: Wasserstein distances that are exact or have a proved error."""
 
-from attn_flow.transport.distances import Limits, Transport, solve, wasserstein
+from attn_flow.transport.distances import Transport, solve, wasserstein
+from attn_flow.transport.pairs import CertificateError
+from attn_flow.transport.sinkhorn import Sinkhorn
+from attn_flow.transport.sliced import Sliced
 
-__all__ = ["Limits", "Transport", "solve", "wasserstein"]
+__all__ = ["CertificateError", "Sinkhorn", "Sliced", "Transport", "solve", "wasserstein"]

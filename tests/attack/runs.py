@@ -8,13 +8,13 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from attn_flow.base.files import read_tensors
-from attn_flow.cli.entry import app
+from attn_flow.cli.app import app
 
 TEXTS = [f"The {i}th token follows its own query to the nearest key, and rests there." for i in range(24)]
 COMMANDS = {
     "simulate": ["--G", "3,0;0,1", "--V", "1,0;0,2", "--beta", "5,20,50", "--tokens", "60", "--t", "3"],
     "reproduce": ["hardmax", "--quick"],
-    "train": ["majority", "--updates", "60", "--dim", "8", "--batch", "8", "--save-every", "7", "--no-tensorboard"],
+    "train": ["majority", "--updates", "60", "--dim", "8", "--batch", "8", "--save-every", "7"],
     "record": ["minilm", "--texts", "TEXTS", "--batch", "2"],
     "probe": ["minilm", "--texts", "TEXTS", "--max-length", "40", "--no-nulls"],
 }

@@ -16,7 +16,7 @@ import pytest
 from attack.runs import COMMANDS, complete, whole_files, words
 from typer.testing import CliRunner
 
-from attn_flow.cli.entry import app
+from attn_flow.cli.app import app
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def uninterrupted(tmp_path_factory):
 
 def kill(command: str, folder: Path, after: float) -> bool:
     """Start the command, wait for its folder and then so many seconds, and kill it; whether it was still running."""
-    code = "import torch; torch.set_num_threads(1); from attn_flow.cli.entry import app; app()"
+    code = "import torch; torch.set_num_threads(1); from attn_flow.cli.main import main; main()"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words(command, folder)],
@@ -84,11 +84,11 @@ def test_killed_at_any_moment_it_is_finished_by_the_next_run(command, seed, unin
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_second_writer_is_refused(command, tmp_path):
     """While one run holds the folder another says so; nothing of the first is touched."""
-    from attn_flow.base.files import writing_alone
+    from attn_flow.base.files import lock_for_writing
 
     held = {"train": "checkpoint.safetensors", "simulate": "simulate.json", "reproduce": "hardmax.json"}
     name = {**held, "record": "statistics.safetensors", "probe": "probe.json"}[command]
-    with writing_alone(tmp_path / "out" / name):
+    with lock_for_writing(tmp_path / "out" / name):
         done = CliRunner().invoke(app, words(command, tmp_path))
     assert done.exit_code == 2, done.stdout
     assert "another run is writing" in " ".join(done.stderr.split())

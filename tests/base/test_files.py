@@ -1,35 +1,21 @@
-"""Files on disk: whole or absent, and noticed when they are no longer what was written."""
+"""Files on disk: whole or absent, noticed when they are damaged, and locked while they are written."""
 
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from attn_flow.base.files import read_tensors, source_digest, versions, write_json, write_tensors
-from attn_flow.dynamics.trajectory import Trajectory
+from attn_flow.base.files import lock_for_writing, read_tensors, source_digest, versions, write_json, write_tensors
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor(True), "c": torch.zeros(0, 2, dtype=torch.bfloat16)}
-WORDS = {"format": "test", "about": "a word"}
+ABOUT = {"format": "test", "about": "a word"}
 
 
-@contextmanager
-def small_disk(size: int) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_what_was_written_is_read(tmp_path: Path) -> None:
-    write_tensors(TENSORS, tmp_path / "x.safetensors", WORDS)
-    tensors, words = read_tensors(tmp_path / "x.safetensors")
-    assert words == WORDS
+def test_tensors_are_read_as_they_were_written(tmp_path: Path) -> None:
+    write_tensors(TENSORS, tmp_path / "new" / "x.safetensors", ABOUT)
+    tensors, about = read_tensors(tmp_path / "new" / "x.safetensors")
+    assert about == ABOUT
     assert sorted(tensors) == sorted(TENSORS)
     for name, tensor in TENSORS.items():
         assert torch.equal(tensors[name], tensor)
@@ -38,71 +24,70 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    write_tensors(TENSORS, path, WORDS)
-    whole = path.read_bytes()
-    for place in range(len(whole)):
-        if whole[place : place + 1] in (b" ", b"\n"):
-            continue  # padding of the header says nothing
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(ValueError, match="damaged"):
-            read_tensors(path)
+    write_tensors(TENSORS, path, ABOUT)
+    content = path.read_bytes()
+    for i in range(len(content)):
+        if content[i : i + 1] != b" ":  # spaces pad the header
+            path.write_bytes(content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
+            with pytest.raises(ValueError, match="damaged"):
+                read_tensors(path)
 
 
-@pytest.mark.parametrize("kept", [0, 5, 100, -1])
-def test_a_file_cut_short_is_noticed(tmp_path: Path, kept: int) -> None:
-    path = tmp_path / "path.safetensors"
-    Trajectory(torch.arange(2.0), torch.randn(2, 3, 4)).save(path)
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"path\.safetensors is damaged .*move it away"):
-        Trajectory.load(path)
+@pytest.mark.parametrize("size", [0, 5, 100, -1])
+def test_a_file_cut_short_is_noticed(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "x.safetensors"
+    write_tensors(TENSORS, path, ABOUT)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"x\.safetensors is damaged .*move it away"):
+        read_tensors(path)
     with pytest.raises(ValueError, match="no file"):
-        Trajectory.load(tmp_path / "nowhere.safetensors")
+        read_tensors(tmp_path / "nowhere.safetensors")
 
 
 def test_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
-    tensors, words = tmp_path / "x.safetensors", tmp_path / "x.json"
-    write_tensors({"a": torch.zeros(3)}, tensors, WORDS)
-    write_json({"a": 1}, words)
-    before = tensors.read_bytes(), words.read_bytes()
-    with small_disk(1000):
+    tensors, json = tmp_path / "x.safetensors", tmp_path / "x.json"
+    write_tensors({"a": torch.zeros(3)}, tensors, ABOUT)
+    write_json({"a": 1}, json)
+    before = tensors.read_bytes(), json.read_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
         with pytest.raises(OSError, match=r"x\.safetensors could not be written .*too large.*unchanged"):
-            write_tensors({"a": torch.zeros(10_000)}, tensors, WORDS)
+            write_tensors({"a": torch.zeros(10_000)}, tensors, ABOUT)
         with pytest.raises(OSError, match=r"x\.json could not be written .*too large.*unchanged"):
-            write_json({"a": list(range(1000))}, words)
-    assert (tensors.read_bytes(), words.read_bytes()) == before
+            write_json({"a": list(range(1000))}, json)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert (tensors.read_bytes(), json.read_bytes()) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.json", "x.safetensors"]
 
 
-def test_code_that_changed_is_another_version(tmp_path: Path) -> None:
-    """What a run keeps for its successor was computed by some code: its content counts, and the names of its files."""
-    for name, text in {"one.py": "x = 1", "two/three.py": "y = 2", "two/kernel.cpp": "int z;"}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    with lock_for_writing(path), pytest.raises(ValueError, match="another run is writing"), lock_for_writing(path):
+        pass
+    with lock_for_writing(path):  # released
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_source_digest_changes_with_content_and_names(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "one.py").write_text("x = 1")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "link").symlink_to(tmp_path / "real")  # as hooks/ is inside the package
 
     def digest() -> str:
         source_digest.cache_clear()
-        return source_digest(tmp_path)
+        return source_digest(tmp_path / "package")
 
-    first = digest()
-    (tmp_path / "two" / "compiled.pyc").write_bytes(b"nothing")
-    assert digest() == first
-    seen = {first}
-    for change in (
-        lambda: (tmp_path / "one.py").write_text("x = 2"),
-        lambda: (tmp_path / "two" / "kernel.cpp").write_text("int w;"),
-        lambda: (tmp_path / "two" / "three.py").rename(tmp_path / "two" / "four.py"),
-        lambda: (tmp_path / "five.py").write_text(""),
-    ):
-        change()
-        seen.add(digest())
-    assert len(seen) == 5
-    linked = tmp_path / "linked"  # as hooks/ and experiments/ are inside the package
-    linked.mkdir()
-    (linked / "two").symlink_to(tmp_path / "two")
-    source_digest.cache_clear()
-    before = source_digest(linked)
-    (tmp_path / "two" / "four.py").write_text("y = 3")
-    source_digest.cache_clear()
-    assert source_digest(linked) != before
+    digests = [digest()]
+    (tmp_path / "real" / "compiled.pyc").write_bytes(b"")
+    assert digest() == digests[0]
+    (tmp_path / "real" / "one.py").write_text("x = 2")
+    digests.append(digest())
+    (tmp_path / "real" / "one.py").rename(tmp_path / "real" / "two.py")
+    digests.append(digest())
+    assert len(set(digests)) == 3
     source_digest.cache_clear()
     assert versions()["source"] == source_digest()

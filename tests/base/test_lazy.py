@@ -1,4 +1,4 @@
-"""Packages whose names are imported on demand: the three lists of names agree, and nothing else is found."""
+"""Packages whose names are imported on first use: the three lists of names agree, and nothing else is found."""
 
 import ast
 import importlib
@@ -12,7 +12,7 @@ PACKAGES = ("attn_flow", "attn_flow.train")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_what_is_read_is_what_is_run(package: str) -> None:
+def test_type_checkers_and_python_see_the_same_names(package: str) -> None:
     module = importlib.import_module(package)
     tree = ast.parse(Path(str(module.__file__)).read_text())
     choice = next(node for node in tree.body if isinstance(node, ast.If))
@@ -26,13 +26,13 @@ def test_what_is_read_is_what_is_run(package: str) -> None:
         assert name in dir(module)
 
 
-def test_a_star_takes_all_names_and_rooms_are_attributes() -> None:
+def test_a_star_imports_all_names_and_packages_are_attributes() -> None:
     code = "import attn_flow; from attn_flow import *; print(Attention.__name__, attn_flow.transport.solve.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "Attention solve\n"
 
 
-def test_other_names_are_refused_as_python_does() -> None:
+def test_other_names_are_attribute_errors() -> None:
     import attn_flow
 
     with pytest.raises(AttributeError, match="module 'attn_flow' has no attribute 'Atention'"):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from attn_flow.experiments import affine_rank, energy_by_layer, layer_jacobians, random_weights
+from attn_flow.experiments import affine_rank, energy_by_layer, layer_jacobians
+from attn_flow.experiments.papers import random_weights
 from attn_flow.experiments.twins import _turned, taken_out
 from attn_flow.hooks import attentions, blocks, record
 from attn_flow.hooks.demo import tiny_bert
@@ -79,20 +80,20 @@ def test_shuffled_weights_are_the_same_numbers(bert):
 
 def test_parts_are_taken_out_and_put_back(bert):
     before = record(bert, INPUTS).x
-    points = ["resid_pre", "attn_out", "resid_mid", "ffn_out", "resid_post"]
+    points = ["hook_in", "attn.hook_out", "hook_resid_mid", "mlp.hook_out", "hook_out"]
     block = blocks(bert)[1]
     norm1, norm2 = block["attention.output.LayerNorm"], block["output.LayerNorm"]
     with torch.no_grad():
         with taken_out(bert, "ffn"):
-            x, a, m, f, y = record(bert, INPUTS, points=[f"{p}.1" for p in points], check=False).x
+            x, a, m, f, y = record(bert, INPUTS, points=[f"blocks.1.{p}" for p in points], check=False).x
         torch.testing.assert_close(m, norm1(x + a))
         torch.testing.assert_close(y, norm2(m))
         with taken_out(bert, "residuals"):
-            x, a, m, f, y = record(bert, INPUTS, points=[f"{p}.1" for p in points], check=False).x
+            x, a, m, f, y = record(bert, INPUTS, points=[f"blocks.1.{p}" for p in points], check=False).x
         torch.testing.assert_close(m, norm1(a))
         torch.testing.assert_close(y, norm2(f))
         with taken_out(bert, "shuffled ffn"):
-            x, a, m, f, y = record(bert, INPUTS, points=[f"{p}.1" for p in points], check=False).x
+            x, a, m, f, y = record(bert, INPUTS, points=[f"blocks.1.{p}" for p in points], check=False).x
         own = block["output.dense"](block["intermediate"](m))[0]
         given = f[0]
         assert not torch.allclose(given, own)
@@ -122,7 +123,7 @@ def test_affine_rank_is_that_of_differences():
 
 
 def test_parts_are_those_of_the_encoder(bert):
-    points = ["resid_pre.1", "attn_out.1", "resid_mid.1", "ffn_out.1", "resid_post.1"]
+    points = [f"blocks.1.{p}" for p in ("hook_in", "attn.hook_out", "hook_resid_mid", "mlp.hook_out", "hook_out")]
     x, a, m, f, y = record(bert, INPUTS, points=points).x[:, 0]
     found = affine_rank.parts(blocks(bert)[1], x)
     for z, expected in zip(found, (x, a, x + a, m, f, m + f, y)):

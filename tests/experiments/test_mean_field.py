@@ -9,8 +9,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from attn_flow.base.files import plain
+from attn_flow.base.files import to_plain
 from attn_flow.experiments import mean_field
+from attn_flow.experiments.encoders import fetched
+from attn_flow.experiments.encoders.tables import TableEncoder
 from attn_flow.experiments.mean_field_chaos import (
     LAWS,
     exponent,
@@ -24,8 +26,6 @@ from attn_flow.experiments.mean_field_chaos import (
 )
 from attn_flow.experiments.mean_field_closures import atoms, carried, exact, gaussians
 from attn_flow.experiments.parts import kept_part
-from attn_flow.hooks.tables import TableEncoder
-from attn_flow.hooks.zoo import fetched
 
 
 @pytest.fixture
@@ -152,8 +152,8 @@ def test_without_the_weights_an_untrained_encoder_is_run_and_said_to_be(tmp_path
     assert numbers["claims"]
     assert all(c["holds"] for c in numbers["claims"])
     again = mean_field.compute(quick=True, parts=tmp_path / "parts")
-    assert plain(again) == plain(numbers)
-    figure = mean_field.plot(json.loads(json.dumps(plain(numbers), allow_nan=False)))
+    assert to_plain(again) == to_plain(numbers)
+    figure = mean_field.plot(json.loads(json.dumps(to_plain(numbers), allow_nan=False)))
     assert isinstance(figure, Figure)
     assert all(axis.get_xlabel() for axis in figure.axes)
 

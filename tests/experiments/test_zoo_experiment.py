@@ -7,11 +7,11 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from attn_flow.base.files import plain
+from attn_flow.base.files import to_plain
 from attn_flow.experiments import zoo
+from attn_flow.experiments.encoders import ZOO, fetched
 from attn_flow.experiments.zoo_figure import COLUMNS, best_null, table_rows
 from attn_flow.hooks.demo import tiny_bert
-from attn_flow.hooks.zoo import ZOO, fetched
 from attn_flow.probe.propagation import propagate
 
 
@@ -20,7 +20,7 @@ def numbers() -> dict:
     model, tokenizer = tiny_bert()
     generator = torch.Generator().manual_seed(0)
     texts = [" ".join("abcdefghij"[i] for i in torch.randint(10, (26,), generator=generator)) for _ in range(3)]
-    run = plain(zoo.one_model(model, tokenizer, texts, length=28, seed=0))
+    run = to_plain(zoo.one_model(model, tokenizer, texts, length=28, seed=0))
     carried = propagate(model, tokenizer, texts, max_length=28)
     assert run["depth"]["closure"]["embedding_cosine"] == pytest.approx(
         float(carried.embedding_cosine.mean()), abs=1e-6
@@ -62,7 +62,7 @@ def test_table_and_figure(numbers: dict) -> None:
     rows = table_rows(numbers)
     assert [row[0] for row in rows] == ["minilm", "sre"]
     assert all(len(row) == len(COLUMNS) for row in rows)
-    figure = zoo.plot(json.loads(json.dumps(plain(numbers), allow_nan=False)))
+    figure = zoo.plot(json.loads(json.dumps(to_plain(numbers), allow_nan=False)))
     assert isinstance(figure, Figure)
     assert "mpnet" in figure._supxlabel.get_text()
 

@@ -12,7 +12,7 @@ kind, folder = sys.argv[1:]
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, count = dist.get_rank(), dist.get_world_size()
-model = replace_attention(tiny("BERT"), [0, 2], steps=2, step="rk4", beta_factor=1.3, train_beta=True)
+model = replace_attention(tiny("BERT"), [0, 2], steps=2, step="rk4", beta_factor=1.3, learn_beta=True)
 if kind == "ddp":
     shared = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)  # no loss sees the pooler
 else:

@@ -18,7 +18,7 @@ from attn_flow.hooks import flows, load, replace_attention
 # One of each layout: the others of the zoo differ in nothing that a compiler sees.
 LAYOUTS = ["BERT", "DistilBERT", "ALBERT", "DeBERTa", "DeBERTa-v3", "MPNet", "ModernBERT", "torch", "T5 encoder"]
 LAYOUTS += ["ViT", "DINOv2", "CLIP vision", "GPT-2", "GPT-NeoX", "Llama"]
-OPTIONS = {"steps": 2, "step": "rk4", "beta_factor": 1.3, "train_beta": True}
+OPTIONS = {"steps": 2, "step": "rk4", "beta_factor": 1.3, "learn_beta": True}
 
 
 def replaced(name: str = "BERT", dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -3,23 +3,27 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
 
 import torch
 from encoder_zoo import tiny, tokenizer
 
 from attn_flow.hooks import record_corpus
 
-given = json.loads(sys.argv[1])
-torch.set_num_threads(given["threads"])
+arguments = json.loads(sys.argv[1])
+torch.set_num_threads(arguments["threads"])  # bits are promised for as many threads
+model, passes, pause = tiny("BERT"), 0, arguments["pause"]
 
 
-def slowly() -> Iterator[str]:
-    for text in given["texts"]:
-        time.sleep(given["pause"])
-        yield text
+def slow_down(*_: object) -> None:
+    """Wait in each pass; a long pause begins with the third one. The first pass is the self-check."""
+    global passes
+    passes += 1
+    if pause and passes > 1:
+        sys.stdout.write("pass\n" if pause > 1 else "")
+        sys.stdout.flush()
+        time.sleep(pause if pause < 1 or passes > 3 else 0.0)
 
 
-options = {**given["options"], "reservoir": 40, "every": 0, "states": given["states"]}
-found = record_corpus(tiny("BERT"), tokenizer(), slowly(), given["folder"], **options)
-sys.stdout.write(f"n {found.n}\n")  # in one piece: two processes write to one pipe
+model.register_forward_pre_hook(slow_down)
+statistics = record_corpus(model, tokenizer(), arguments["texts"], arguments["folder"], **arguments["options"])
+sys.stdout.write(f"n {statistics.n}\n")  # in one piece: two processes write to one pipe

@@ -1,4 +1,4 @@
-"""The page of a simulation: what it draws is what was measured, it moves through time, wide and on a phone."""
+"""The page and the figures of a simulation show what was measured and what was predicted."""
 
 import json
 
@@ -6,9 +6,10 @@ import browser
 import pytest
 import torch
 
-from attn_flow import Trajectory
-from attn_flow.cli.simulation import simulate, start
-from attn_flow.pages.simulation import TIMES, TOKENS, clouds_shown
+from attn_flow import Attention, Trajectory, flow, limit
+from attn_flow.cli.simulation import initial_cloud, run_simulation
+from attn_flow.pages.figures import clouds_figure, simulation_figure
+from attn_flow.pages.simulation import TIMES, TOKENS, page_clouds
 
 SCRIPT = """
     const canvas = data.runs[0].cloudCanvas, pictures = [];
@@ -36,7 +37,7 @@ SCRIPT = """
 @pytest.mark.parametrize(("d", "width"), [(3, 1200), (2, 390)])
 def test_the_page_shows_the_run(tmp_path, d, width):
     G, V = (torch.diag(torch.tensor(z[:d], dtype=torch.float64)) for z in ([3.0, 1.0, 1.0], [1.0, 2.0, 1.0]))
-    numbers = simulate(G, V, [10.0, float("inf")], start(d, 30), [2.0], 0.1, out=tmp_path)
+    numbers = run_simulation(G, V, [10.0, float("inf")], initial_cloud(d, 30), [2.0], 0.1, out=tmp_path)
     found = browser.look(tmp_path / "simulate.html", SCRIPT, tmp_path, width)
     assert (found["pictures"], found["runs"], found["rows"]) == (3, 2, 3)
     assert found["played"]
@@ -52,17 +53,48 @@ def test_the_page_shows_the_run(tmp_path, d, width):
 
 def test_a_page_holds_few_tokens_and_times_and_none_it_cannot_draw():
     many = Trajectory(torch.arange(300.0), torch.randn(300, TOKENS + 200, 3))
-    shown = clouds_shown(many)
+    shown = page_clouds(many)
     assert (len(shown["t"]), len(shown["x"]), len(shown["x"][0])) == (TIMES, TIMES, TOKENS)
     assert (shown["t"][0], shown["t"][-1]) == (0, 299)
-    assert clouds_shown(Trajectory(torch.arange(2.0), torch.randn(2, 5, 4))) is None
+    assert page_clouds(Trajectory(torch.arange(2.0), torch.randn(2, 5, 4))) is None
 
 
 def test_beyond_three_dimensions_the_page_has_curves_alone(tmp_path):
     eye = torch.eye(4, dtype=torch.float64)
-    simulate(eye * torch.tensor([3.0, 1, 1, 1]), eye, [10.0], start(4, 20), [1.0], 0.1, out=tmp_path)
+    run_simulation(eye * torch.tensor([3.0, 1, 1, 1]), eye, [10.0], initial_cloud(4, 20), [1.0], 0.1, out=tmp_path)
     page = (tmp_path / "simulate.html").read_text()
     data = json.loads(page.split("const data = ")[1].split(";</script>")[0])
     assert data["runs"][0]["clouds"] is None
     assert data["basis"] == []
     assert "two and three dimensions" in data["told"]
+
+
+CASES = {
+    "fixed": ([[3.0, 0], [0, 1]], [[1.0, 0], [0, 2]]),
+    "width": ([[1.0, 0], [0, 2]], [[-1.0, 0], [0, -3]]),
+    "jordan": ([[1.0, 0], [0, 1]], [[1.0, 1], [0, 1]]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_prediction_is_drawn(case) -> None:
+    G, V = (torch.tensor(A, dtype=torch.float64) for A in CASES[case])
+    numbers = run_simulation(G, V, [5.0, 50.0], initial_cloud(2, 60, use_quadrature=True), [8.0], 0.2)
+    first, *others = simulation_figure(numbers).axes
+    labels = " ".join(line.get_label() for line in first.lines)
+    assert ("c_2" in labels) == (case in ("fixed", "width"))
+    assert ("t^{-0.5}" in labels) == (case == "jordan")
+    assert ("min" in labels) == (case == "fixed")
+    if case == "width":  # the width that is predicted is the one that is drawn
+        width = limit(Attention.from_matrices(G, V)).width
+        assert list(others[0].lines[1].get_ydata()) == pytest.approx([width.w2(b) for b in (5.0, 50.0)])
+
+
+@pytest.mark.parametrize(("d", "k"), [(2, 1), (3, 2)])
+def test_clouds_lie_over_the_predicted_subspace(d, k) -> None:
+    V = torch.diag(torch.tensor([2.0] * k + [1.0] * (d - k))).double()
+    attention = Attention.from_matrices(torch.eye(d).double(), V, beta=5.0)
+    figure = clouds_figure(flow(attention, initial_cloud(d, 20), [0.0, 1.0]), [0, 1], limit(attention))
+    drawn = next(line for line in figure.axes[0].lines if "predicted" in line.get_label())
+    points = torch.tensor([list(z) for z in (drawn.get_data_3d() if d == 3 else drawn.get_data())])
+    assert float(points[k:].abs().max()) < 1e-12  # in E, which is spanned by the first k axes

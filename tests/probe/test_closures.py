@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.measures import Cloud
-from attn_flow.probe.closures import CAP, LADDER, WINDOW, atoms_and_bulk, logit_law, number_of_clusters, oracle, sinks
+from attn_flow.probe.closures import CAP, LADDER, WINDOW, atoms_and_bulk, number_of_clusters, oracle, sinks
 from attn_flow.probe.head_space import HeadSpace, as_heads_see
 from attn_flow.probe.nulls import rotated
 from attn_flow.probe.quantised import quantise
@@ -94,33 +94,6 @@ def test_the_oracle_knows_the_largest_weights_and_puts_all_others_at_the_mean():
             left = 1 - sum(float(p[j]) for j in top)
             average = sum(float(p[j]) * values[h, j] for j in top) + left * values[h].mean(0)
             assert torch.allclose(predicted[h, i], average, atol=1e-12)
-
-
-def test_the_law_of_the_logits_is_the_mean_of_the_sorted_standardised_logits():
-    space = small(n=18, beta=2.0)
-    atoms, predicted = sinks(space), space.per_head(logit_law(space))
-    q, keys, values = scaled(space)
-    for h in range(2):
-        bulk = [j for j in range(18) if not atoms[h, j]]
-        rows = []
-        for i in range(18):
-            logits = sorted(float(q[h, i] @ keys[h, j]) for j in bulk)
-            mean = sum(logits) / len(bulk)
-            deviation = math.sqrt(sum((v - mean) ** 2 for v in logits) / len(bulk))
-            rows.append([(v - mean) / deviation for v in logits])
-        t = [sum(row[r] for row in rows) / 18 for r in range(len(bulk))]
-        m, S = space.y[h, bulk].mean(0), torch.cov(space.y[h, bulk].T, correction=0)
-        for i in range(18):
-            chosen = [j for j in range(18) if atoms[h, j]]
-            logits = [float(q[h, i] @ keys[h, j]) for j in chosen]
-            g = torch.cat([q[h, i], torch.zeros_like(values[h, i])])
-            s = math.sqrt(float(g @ S @ g))
-            tilt = [math.exp(s * v) for v in t]
-            logits.append(float(g @ m) + math.log(sum(tilt)))  # as many tokens as there are t
-            pull = sum(v * e for v, e in zip(t, tilt)) / sum(tilt)
-            means = torch.stack([*values[h, chosen], (m + pull * S @ g / s)[space.k :]])
-            p = torch.tensor(logits, dtype=torch.float64).softmax(0)
-            assert torch.allclose(predicted[h, i], (p[:, None] * means).sum(0), atol=1e-10)
 
 
 @pytest.mark.parametrize("clusters", [1, 4, 8])

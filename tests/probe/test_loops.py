@@ -54,7 +54,7 @@ def weights_of(clouds: Clouds, layer: int, text: int) -> np.ndarray:
     for h in range(A.heads):
         for i in range(len(x)):
             q = A.Q[h] @ x[i] + A.query_bias[h]
-            e = [math.exp(float(A.beta[h] * (q @ (A.K[h] @ x[j])))) for j in range(len(x))]
+            e = [math.exp(float(A.beta * (q @ (A.K[h] @ x[j])))) for j in range(len(x))]
             P[h, i] = np.array(e) / sum(e)
     return P
 

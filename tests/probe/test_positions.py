@@ -20,7 +20,7 @@ def test_nothing_is_left_out_where_contents_and_places_are_all_there_is(name):
 
 @pytest.mark.parametrize("name", sorted(POSITIONAL))
 def test_where_places_are_not_known_it_is_said_how_much_they_hide(name, monkeypatch):
-    monkeypatch.setattr("attn_flow.probe.positions.read_places", lambda found, n: [None] * len(found))
+    monkeypatch.setattr("attn_flow.probe.positions.read_positions", lambda found, n: [None] * len(found))
     model = tiny(name)
     before = model.config._attn_implementation
     shares = omitted_shares(model, inputs(name))
@@ -29,7 +29,7 @@ def test_where_places_are_not_known_it_is_said_how_much_they_hide(name, monkeypa
 
 
 def test_the_share_is_that_of_the_bias_in_the_logits(monkeypatch):
-    monkeypatch.setattr("attn_flow.probe.positions.read_places", lambda found, n: [None] * len(found))
+    monkeypatch.setattr("attn_flow.probe.positions.read_positions", lambda found, n: [None] * len(found))
     model, x = tiny("T5 encoder", torch.float64), inputs("T5 encoder", torch.float64)
     first = model.encoder.block[0].layer[0]
     attention = first.SelfAttention

@@ -9,7 +9,7 @@ from encoder_zoo import inputs, tiny
 
 from attn_flow.hooks import architectures
 from attn_flow.hooks.demo import topics
-from attn_flow.hooks.trust import fingerprint
+from attn_flow.hooks.fingerprints import fingerprint
 from attn_flow.probe import NULLS, Probe, probe
 from attn_flow.probe import run as running
 from attn_flow.probe.clouds import SHORTEST

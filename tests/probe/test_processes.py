@@ -9,7 +9,7 @@ import torch
 from encoder_zoo import tiny, tokenizer, words
 from typer.testing import CliRunner
 
-from attn_flow.cli.entry import app
+from attn_flow.cli.app import app
 from attn_flow.probe import Probe
 from attn_flow.probe.result import BY_NAME, SINGLE
 
@@ -38,7 +38,7 @@ def test_two_processes_probe_as_one(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     said, _ = started.communicate(timeout=240)
     assert started.returncode == 0, said
-    assert said.count("report: ") == 1, said  # of the first process
+    assert said.count("Report: ") == 1, said  # of the first process
     one, two = Probe.load(tmp_path / "one"), Probe.load(tmp_path / "two")
     assert [check.pop("error") < 1e-12 for found in (one, two) for check in found.about["self_check"]] == [True] * 6
     assert two.about == one.about

@@ -1,4 +1,4 @@
-"""Normalisation, long context, hardmax and Gaussian closed forms against literal simulations (THEORY 9 and 1)."""
+"""Normalisation, long context, hardmax and Gaussian tokens against literal simulations (THEORY.md 9 and 1)."""
 
 import numpy as np
 import pytest
@@ -9,219 +9,165 @@ from attn_flow.theory import gaussian, hardmax, long_context, normalisation
 RNG = np.random.default_rng(0)
 
 
-# --- normalisation ---------------------------------------------------------------------------------------------------
-
-
 def simplex(n, rho):
+    """n unit vectors with all cosines equal to rho."""
     return np.linalg.cholesky(np.full((n, n), rho) + (1 - rho) * np.eye(n))
 
 
-def literal_layers(scheme, t, beta, n, rho0, alpha, h=1e-3):
-    """Tokens x_i in R^n updated as the architectures do, direction by direction; returns 1 - rho and the mean norm."""
-    theta, r = simplex(n, rho0), np.ones(n)
-    for step in range(round(t / h)):
-        s = np.exp(beta * theta @ theta.T)
-        A = s / s.sum(1, keepdims=True) @ theta
-        size = np.linalg.norm(A, axis=1)
-        if scheme == "post":
-            x = theta + h * A
-        elif scheme == "pre":
-            x = r[:, None] * theta + h * A
-        elif scheme == "peri":
-            x = r[:, None] * theta + h * A / size[:, None]
-        elif scheme == "ngpt":
-            x = theta + h * alpha * A / size[:, None]
-        else:
-            x = theta + h * A / np.sqrt(step * h + 1)
-        norm = np.linalg.norm(x, axis=1)
-        theta = x / norm[:, None]
-        if scheme in ("pre", "peri"):
-            r = norm
-    return np.linalg.norm(theta[0] - theta[1]) ** 2 / 2, r.mean()
+def attention(theta, beta):
+    s = np.exp(beta * theta @ theta.T)
+    return s / s.sum(1, keepdims=True) @ theta
+
+
+# --- normalisation ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", normalisation.SCHEMES)
 @pytest.mark.parametrize(("n", "rho0"), [(2, -0.3), (6, 0.1)])
 def test_reduced_ode_is_the_architecture(scheme, n, rho0):
-    t, beta, alpha = 2.0, 1.5, 0.7
-    gap, r = normalisation.solve(scheme, [t], beta, n, rho0, alpha=alpha)
-    literal_gap, literal_r = literal_layers(scheme, t, beta, n, rho0, alpha)
-    assert gap[0] == pytest.approx(literal_gap, rel=5e-3)  # Euler at h = 1e-3
-    assert r[0] == pytest.approx(literal_r, rel=2e-3)
-
-
-def test_peri_divides_by_the_size_of_attention():
-    _, along, size = normalisation.attention_moments(0.8, 2.0, 5)
-    theta = simplex(5, 0.2)
-    s = np.exp(2.0 * theta @ theta.T)
-    A = s / s.sum(1, keepdims=True) @ theta
-    assert (along, size) == (pytest.approx(A[0] @ theta[0]), pytest.approx(np.linalg.norm(A[0])))
+    t, beta, alpha, h = 2.0, 1.5, 0.7, 1e-3
+    theta, r = simplex(n, rho0), np.ones((n, 1))
+    for step in range(round(t / h)):
+        A = attention(theta, beta)
+        unit_A = A / np.linalg.norm(A, axis=1, keepdims=True)
+        x = {
+            "post": theta + h * A,
+            "pre": r * theta + h * A,
+            "peri": r * theta + h * unit_A,
+            "ngpt": theta + h * alpha * unit_A,
+            "ln_scaling": theta + h * A / np.sqrt(step * h + 1),
+        }[scheme]
+        norm = np.linalg.norm(x, axis=1, keepdims=True)
+        theta, r = x / norm, norm if scheme in ("pre", "peri") else r
+    gap, norm = normalisation.solve(scheme, [t], beta, n, rho0, alpha=alpha)
+    assert gap[0] == pytest.approx(np.linalg.norm(theta[0] - theta[1]) ** 2 / 2, rel=5e-3)  # Euler at h = 1e-3
+    assert norm[0] == pytest.approx(r.mean(), rel=2e-3)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "exponent"),
+    ("scheme", "clock", "power"),
     [
-        ("post", lambda t, gap: -np.log(gap[-1] / gap[-2]) / (t[-1] - t[-2]) / 2),  # e^{-2t}
-        ("pre", lambda t, gap: -np.log(gap[-1] / gap[-2]) / np.log(t[-1] / t[-2]) / 2),  # t^{-2}
-        ("peri", lambda t, gap: -np.log(gap[-1] / gap[-2]) / np.log(t[-1] / t[-2]) / 2),
-        ("ngpt", lambda t, gap: -np.log(gap[-1] / gap[-2]) / (t[-1] - t[-2]) / (2 * 0.7)),  # e^{-2 alpha t}
-        ("ln_scaling", lambda t, gap: -np.log(gap[-1] / gap[-2]) / (t[-1] ** 0.5 - t[-2] ** 0.5) / 4),  # e^{-4 sqrt t}
+        ("post", lambda t: t, 2),
+        ("pre", np.log, 2),
+        ("peri", np.log, 2),
+        ("ngpt", lambda t: 0.7 * t, 2),
+        ("ln_scaling", np.sqrt, 4),
     ],
 )
-def test_asymptotic_laws(scheme, exponent):
+def test_asymptotic_decay(scheme, clock, power):
     t = np.array([0.0, 60.0, 80.0]) if scheme in ("post", "ngpt") else np.array([0.0, 2000.0, 4000.0])
     gap, _ = normalisation.solve(scheme, t, 1.0, 4, 0.1, alpha=0.7)
-    assert exponent(t, gap) == pytest.approx(1.0, rel=1e-2)
-    ratio = gap / normalisation.law(scheme, t, alpha=0.7)
-    assert ratio[2] == pytest.approx(ratio[1], rel=1e-2)
+    assert -np.log(gap[2] / gap[1]) / (clock(t[2]) - clock(t[1])) == pytest.approx(power, rel=1e-2)
 
 
 # --- long context ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rho", [-0.1, 0.3, 0.8])
-@pytest.mark.parametrize("beta", [0.0, 2.0, 9.0])
+@pytest.mark.parametrize("beta", [0.0, 9.0])
 def test_output_correlation_is_one_layer(rho, beta):
-    x = simplex(8, rho)
-    s = np.exp(beta * x @ x.T)
-    A = s / s.sum(1, keepdims=True) @ x
+    A = attention(simplex(8, rho), beta)
     cosine = A[0] @ A[1] / np.linalg.norm(A[0]) / np.linalg.norm(A[1])
     assert long_context.output_correlation(rho, beta, 8) == pytest.approx(cosine, rel=1e-12)
 
 
-@pytest.mark.parametrize("rho", [0.2, 0.5, 0.8])
-def test_limits_below_at_and_above_critical_scaling(rho):
-    critical = long_context.critical_gamma(rho)
-    gamma = critical * np.array([0.5, 1.0, 2.0])
+@pytest.mark.parametrize("rho", [0.2, 0.8])
+def test_limits_below_at_and_above_the_critical_scaling(rho):
+    gamma = np.array([0.5, 1.0, 2.0]) / (1 - rho)
     limit = long_context.output_correlation_limit(rho, gamma)
     np.testing.assert_allclose(limit, [1.0, 4 * rho / (1 + 3 * rho), rho])
-    finite = long_context.output_correlation(rho, gamma * np.log(1e12), 1e12)
-    np.testing.assert_allclose(finite, limit, atol=2e-6)
-    with pytest.raises(ValueError, match="no n tokens have such a cosine"):
+    np.testing.assert_allclose(long_context.output_correlation(rho, gamma * np.log(1e12), 1e12), limit, atol=2e-6)
+    with pytest.raises(ValueError, match="no n tokens have smaller cosines"):
         long_context.output_correlation(-0.9, 1.0, 8)
 
 
-@pytest.mark.parametrize("d", [2, 3, 6])
-def test_shot_noise_series(d):
-    """F(s) = -sum (-s)^m/(m! m^{(d-1)/2}) for s where the series does not cancel."""
-    b = 1.7
-    for s in (0.01, 1.0, 6.0):
-        F, factorial = 0.0, 1.0
-        for m in range(1, 80):
-            factorial *= m
-            F -= (-s) ** m / (factorial * m ** ((d - 1) / 2))
-        assert -np.log(long_context.laplace(s, b, d)) == pytest.approx(long_context.crowd(b, d) * F, rel=1e-10)
-
-
 @pytest.mark.parametrize(("d", "b"), [(2, 0.05), (2, 2.0), (3, 1.0), (5, 0.3)])
-def test_poisson_integrals(d, b):
-    exact = quad(lambda s: np.exp(-s) * long_context.laplace(s, b, d), 0, np.inf, epsabs=1e-13, limit=500)[0]
-    assert long_context.self_weight(b, d) == pytest.approx(exact, rel=1e-8)
-    assert 0 < long_context.participation(b, d) <= 1
+def test_self_weight_against_the_series_of_the_laplace_transform(d, b):
+    """F(s) = -sum (-s)^m / (m! m^{(d-1)/2}) = int (1 - exp(-s e^{-x})) x^{(d-3)/2} dx / Gamma((d-1)/2)."""
+    from scipy.special import gamma
+
+    sphere = 2 * np.pi ** (d / 2) / gamma(d / 2)
+    nu = (2 * np.pi / b) ** ((d - 1) / 2) / sphere
+
+    def F(s):
+        if s < 10:
+            m = np.arange(1, 60)
+            return -((-s) ** m / (np.cumprod(m.astype(float)) * m ** ((d - 1) / 2))).sum()
+        f = lambda y: 2 * y ** (d - 2) * -np.expm1(-s * np.exp(-(y**2)))
+        return quad(f, 0, np.sqrt(np.log(s) + 45), limit=200)[0] / gamma((d - 1) / 2)
+
+    exact = quad(lambda s: np.exp(-s - nu * F(s)), 0, 40, epsabs=1e-12, limit=400)[0]
+    assert long_context.self_weight(b, d) == pytest.approx(exact, rel=1e-7)
 
 
-@pytest.mark.parametrize(("d", "b"), [(2, 0.3), (3, 0.4), (4, 0.5)])
-def test_poisson_law_against_uniform_keys(d, b):
-    """n uniform keys and a query among them, beta = b n^{2/(d-1)}: mean self-weight and participation."""
-    n, queries = 20000, 1500
-    beta = float(long_context.critical_beta(n, d, b))
-    own, part = [], []
-    rng = np.random.default_rng(5)
-    for _ in range(queries // 100):
+@pytest.mark.parametrize(("d", "b"), [(2, 0.3), (4, 0.5)])
+def test_poisson_limit_against_uniform_keys(d, b):
+    """n uniform keys and a query among them at beta = b n^{2/(d-1)}: mean self-weight and participation."""
+    n, rng = 20_000, np.random.default_rng(5)
+    beta, own, squares = float(long_context.critical_beta(n, d, b)), [], []
+    for _ in range(10):
         x = rng.standard_normal((n, d))
         x = x / np.linalg.norm(x, axis=1, keepdims=True)
-        logits = beta * (x[:100] @ x.T - 1)
-        w = np.exp(logits)
+        w = np.exp(beta * (x[:100] @ x.T - 1))
         w = w / w.sum(1, keepdims=True)
         own += w[np.arange(100), np.arange(100)].tolist()
-        part += (w**2).sum(1).tolist()
-    for sample, theory in [(own, long_context.self_weight(b, d)), (part, long_context.participation(b, d))]:
+        squares += (w**2).sum(1).tolist()
+    for sample, theory in [(own, long_context.self_weight(b, d)), (squares, long_context.participation(b, d))]:
         error = np.std(sample) / np.sqrt(len(sample))
         assert abs(np.mean(sample) - theory) < 4 * error + 0.01  # finite n is O(n^{-2/(d-1)}) away
 
 
-def test_crowd_is_the_mean_of_the_neighbours_weights():
-    # mean of sum_j e^{beta(<x,y_j> - 1)}: n int e^{beta(cos-1)} / |S| exactly on the circle
-    n, b = 10**6, 0.7
-    beta = float(long_context.critical_beta(n, 2, b))
-    width = 40 / np.sqrt(beta)
-    exact = 2 * n * quad(lambda a: np.exp(-2 * beta * np.sin(a / 2) ** 2), 0, width, limit=500)[0] / (2 * np.pi)
-    assert long_context.crowd(b, 2) == pytest.approx(exact, rel=1e-6)
-
-
-def test_balance():
-    for d in (2, 3, 10):
-        assert long_context.self_weight(long_context.balance(d), d) == pytest.approx(0.5, abs=1e-10)
+def test_critical_constant():
+    for d in (2, 10):
+        assert long_context.self_weight(long_context.critical_constant(d), d) == pytest.approx(0.5, abs=1e-10)
 
 
 # --- hardmax ---------------------------------------------------------------------------------------------------------
 
 
-def literal_hardmax(x, alpha, G):
-    out = []
-    for i in range(len(x)):
-        scores = [(G @ x[i]) @ y for y in x]
-        best = [x[j] for j in range(len(x)) if scores[j] >= max(scores) - 1e-13]
-        out.append((x[i] + alpha * np.mean(best, axis=0)) / (1 + alpha))
-    return np.array(out)
-
-
 def test_step_is_the_definition():
     x, G = RNG.standard_normal((9, 3)), np.diag([2.0, 1.0, 0.5])
     x[4] = x[7]  # a tie
-    np.testing.assert_allclose(hardmax.step(x, 0.4, G), literal_hardmax(x, 0.4, G), rtol=1e-12)
-    np.testing.assert_allclose(hardmax.step(x, 0.4), literal_hardmax(x, 0.4, np.eye(3)), rtol=1e-12)
+    for matrix in (None, G):
+        literal = []
+        for token in x:
+            scores = [(token if matrix is None else matrix @ token) @ y for y in x]
+            best = [y for y, score in zip(x, scores) if score >= max(scores) - 1e-13]
+            literal.append((token + 0.4 * np.mean(best, axis=0)) / 1.4)
+        np.testing.assert_allclose(hardmax.step(x, 0.4, matrix), literal, rtol=1e-12)
 
 
-def test_leaders_never_move_and_followers_stay_in_their_cell():
-    x = RNG.standard_normal((40, 2))
-    G = np.array([[1.5, 0.2], [0.2, 0.7]])
-    heads = hardmax.leaders(x, G)
-    assert len(heads) > 0
-    start, target = x.copy(), hardmax.followed(x, G)
-    followers = [i for i in range(40) if i not in heads and target[i].sum() == 1 and target[i].argmax() in heads]
-    assert len(followers) > 0
-    distance = {i: np.linalg.norm(x[i] - x[target[i].argmax()]) for i in followers}
+def test_leaders_rest_and_followers_stay_in_their_cell():
+    x, G, alpha = RNG.standard_normal((40, 2)), np.array([[1.5, 0.2], [0.2, 0.7]]), 0.3
+    start, leaders, target = x, hardmax.leaders(x, G), hardmax.argmax_matrix(x, G)
+    followers = [i for i in range(40) if i not in leaders and target[i].sum() == 1 and target[i].argmax() in leaders]
+    assert followers
     for _ in range(30):
-        x = hardmax.step(x, 0.3, G)
-        np.testing.assert_array_equal(hardmax.followed(x, G)[followers], target[followers])
-    np.testing.assert_allclose(x[heads], start[heads], rtol=1e-13)
-    for i in followers:
-        left = np.linalg.norm(x[i] - start[target[i].argmax()])
-        assert left == pytest.approx(float(hardmax.distance_to_leader(distance[i], 0.3, 30)), rel=1e-6)
+        x = hardmax.step(x, alpha, G)
+        np.testing.assert_array_equal(hardmax.argmax_matrix(x, G)[followers], target[followers])
+    np.testing.assert_allclose(x[leaders], start[leaders], rtol=1e-13)
+    goal = start[target[followers].argmax(1)]
+    distance = lambda y: np.linalg.norm(y[followers] - goal, axis=1)
+    np.testing.assert_allclose(distance(x), distance(start) * (1 + alpha) ** -30, rtol=1e-6)
 
 
-def test_vertices_of_the_hull_may_move_in_flat_space():
-    """THEORY 1 says "G positive semidefinite -> vertices of the hull stationary". In R^d a short vertex is not its own
-    argmax and moves: (1, 0) attends to (2, 1.9). It holds for leaders, and for every token when all norms are equal.
-    """
-    x = np.array([[1.0, 0.0], [2.0, 1.9], [-1.0, 0.3]])  # a triangle: all three are vertices
-    assert 0 not in hardmax.leaders(x)
-    assert np.linalg.norm(hardmax.step(x, 0.5)[0] - x[0]) > 0.1
-    on_sphere = x / np.linalg.norm(x, axis=1, keepdims=True)
-    assert hardmax.leaders(on_sphere).tolist() == [0, 1, 2]
-
-
-def test_leaders_on_a_sphere_need_a_multiple_of_the_identity():
-    """G = c I: all of 40 tokens; G = diag(3, 1): few, counted by a loop. And a token may rest through ties."""
+def test_leaders_on_and_off_the_sphere():
+    """All tokens lead if G = c I on a sphere, few if G is not, and vertices of a hull in flat space may move."""
     angle = 2 * np.pi * (np.arange(40) + 0.25) / 40
-    x = np.stack([np.cos(angle), np.sin(angle)], 1)
+    x, G = np.stack([np.cos(angle), np.sin(angle)], 1), np.diag([3.0, 1.0])
     assert len(hardmax.leaders(x, 2 * np.eye(2))) == 40
-    few = hardmax.leaders(x, np.diag([3.0, 1.0]))
     scores = [[3 * a[0] * b[0] + a[1] * b[1] for b in x] for a in x]
-    assert few.tolist() == [i for i, row in enumerate(scores) if row[i] == max(row)]
-    assert 0 < len(few) < 12
-    np.testing.assert_allclose(hardmax.step(x, 0.3, np.diag([3.0, 1.0]))[few], x[few], atol=1e-13)
-    assert hardmax.leaders([[-1.0], [0.0], [1.0]]).tolist() == [0, 1, 2]
-    for bad, words in (([[np.nan]], "1 NaN or infinite"), ([[1j]], "dtype complex128, expected real")):
-        with pytest.raises(ValueError, match=words):
-            hardmax.leaders(bad)
+    expected = [i for i, row in enumerate(scores) if row[i] == max(row)]
+    assert hardmax.leaders(x, G).tolist() == expected
+    assert 0 < len(expected) < 12
+    triangle = np.array([[1.0, 0.0], [2.0, 1.9], [-1.0, 0.3]])
+    assert 0 not in hardmax.leaders(triangle)
+    assert hardmax.leaders([[-1.0], [0.0], [1.0]]).tolist() == [0, 1, 2]  # at rest through ties
 
 
 def test_frank_wolfe_gap_and_its_rate():
-    vertices = RNG.standard_normal((12, 3))
-    root = RNG.standard_normal((3, 3))
-    G, alpha = root @ root.T, 0.2
+    vertices, root, alpha = RNG.standard_normal((12, 3)), RNG.standard_normal((3, 3)), 0.2
+    G = root @ root.T
     f = lambda y: 0.5 * (y @ G * y).sum(-1)
     x = RNG.dirichlet(np.ones(12), 50) @ vertices
     rise, best = f(vertices).max() - f(x), np.full(50, np.inf)
@@ -235,41 +181,36 @@ def test_frank_wolfe_gap_and_its_rate():
         assert (f(x) - before >= alpha / (1 + alpha) * gap - 1e-12).all()
 
 
-@pytest.mark.parametrize(("alpha", "steps"), [(1e4, 1), (1.0, 1), (1.0, 2), (0.5, 3)])
-def test_a_token_that_attains_the_rate_of_the_gap(alpha, steps):
-    """Far from 0 and near its leader f is linear: gap_k = rise (1+alpha)^-k, alpha K (1+alpha)^-K of the bound."""
-    far, near = 1e6, np.array([[1e6 - 1.0]])
-    rise = (far**2 - float(near[0, 0]) ** 2) / 2
-    gaps = []
-    for _ in range(steps):
-        gaps.append(float(hardmax.frank_wolfe_gap(near, [[far]])[0]))
-        near = (near + alpha * far) / (1 + alpha)
-    bound = float(hardmax.gap_bound(rise, alpha, steps))
-    assert min(gaps) <= bound
-    assert min(gaps) / bound == pytest.approx(alpha * steps * (1 + alpha) ** -steps, rel=1e-5)
+def test_the_gap_bound_is_nearly_attained():
+    """Far from 0 and near its leader f is almost linear: the first gap is alpha/(1+alpha) of the bound."""
+    far, alpha = 1e6, 1e4
+    gap = float(hardmax.frank_wolfe_gap([[far - 1.0]], [[far]])[0])
+    bound = float(hardmax.gap_bound((far**2 - (far - 1) ** 2) / 2, alpha, 1))
+    assert gap / bound == pytest.approx(alpha / (1 + alpha), rel=1e-5)
 
 
 # --- gaussian --------------------------------------------------------------------------------------------------------
 
 
-def test_gaussian_velocity_is_the_affine_flow_of_particles():
-    """Finite differences of the empirical mean and covariance of tokens moved by x' = V(m + beta S G x)."""
-    d, beta, h = 3, 0.4, 1e-6
+def test_gaussian_solution_is_the_affine_flow_of_particles():
+    """The mean and covariance of tokens moved by x' = V (m + beta S G x), in RK4 steps."""
+    d, beta, h = 3, 0.2, 0.01
     V, G = RNG.standard_normal((2, d, d))
-    x = RNG.standard_normal((50, d)) @ RNG.standard_normal((d, d)) + 1.0
-    m, S = x.mean(0), np.cov(x.T, bias=True)
-    moved = x + h * (m + beta * x @ G.T @ S) @ V.T
-    dm, dS = gaussian.velocity(m, S, V, G, beta)
-    np.testing.assert_allclose((moved.mean(0) - m) / h, dm, rtol=1e-6)
-    np.testing.assert_allclose((np.cov(moved.T, bias=True) - S) / h, dS, rtol=1e-3, atol=1e-4)
+    x = RNG.standard_normal((50, d)) / 2 + 1.0
 
+    def drift(y):
+        m, S = y.mean(0), np.cov(y.T, bias=True)
+        return (m + beta * y @ G.T @ S) @ V.T
 
-def test_softmax_of_a_gaussian_is_the_affine_drift():
-    # the tilted mean of N(m, s) in one dimension by quadrature
-    m, s, g, beta = 0.3, 0.8, -1.2, 1.5
-    density = lambda y: np.exp(beta * g * y - (y - m) ** 2 / (2 * s))
-    tilted = quad(lambda y: y * density(y), -12, 12)[0] / quad(density, -12, 12)[0]
-    assert tilted == pytest.approx(m + beta * s * g)
+    start = x
+    for _ in range(20):
+        k1 = drift(x)
+        k2 = drift(x + h / 2 * k1)
+        k3 = drift(x + h / 2 * k2)
+        x = x + h / 6 * (k1 + 2 * k2 + 2 * k3 + drift(x + h * k3))
+    _, m, S = gaussian.solve([0.2], start.mean(0), np.cov(start.T, bias=True), V, G, beta)
+    np.testing.assert_allclose(m[0], x.mean(0), rtol=1e-7)
+    np.testing.assert_allclose(S[0], np.cov(x.T, bias=True), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("v", [1.0, -0.8])
@@ -277,10 +218,9 @@ def test_closed_form_for_scalar_values(v):
     d, beta = 3, 0.7
     root, S0 = RNG.standard_normal((2, d, d))
     G, S0, m0 = root + root.T, S0 @ S0.T + 0.1 * np.eye(d), RNG.standard_normal(d)
-    end = min(gaussian.blow_up_time(S0, v, G, beta), 5.0)
-    t = np.array([0.0, 0.3, 0.8]) * end
+    t = np.array([0.0, 0.3, 0.8]) * min(gaussian.blow_up_time(S0, v, G, beta), 5.0)
     reached, m, S = gaussian.solve(t, m0, S0, v * np.eye(d), G, beta)
-    closed_m, closed_S = gaussian.scalar_value(t, m0, S0, v, G, beta)
+    closed_m, closed_S = gaussian.solve_scalar_values(t, m0, S0, v, G, beta)
     np.testing.assert_array_equal(reached, t)
     np.testing.assert_allclose(m, closed_m, rtol=1e-7)
     np.testing.assert_allclose(S, closed_S, rtol=1e-7)
@@ -289,37 +229,26 @@ def test_closed_form_for_scalar_values(v):
 def test_blow_up_time():
     assert gaussian.blow_up_time([[0.5]], 2.0, [[3.0]], 0.25) == pytest.approx(1 / (2 * 0.25 * 2 * 3 * 0.5))
     assert gaussian.blow_up_time([[0.5]], -2.0, [[3.0]], 0.25) == np.inf
-    # any G, symmetric or not: the integrator stops within 1e-6 of the predicted time
     G, S0 = np.array([[1.0, 4.0], [-2.0, 0.3]]), np.array([[0.7, 0.2], [0.2, 0.4]])
     end = gaussian.blow_up_time(S0, 1.0, G, 0.5)
     t, _, S = gaussian.solve(np.linspace(0, 2 * end, 2001), np.zeros(2), S0, np.eye(2), G, 0.5)
     assert end * (1 - 2e-3) < t[-1] < end * (1 + 1e-6)
     assert np.linalg.norm(S[-1]) > 100 * np.linalg.norm(S0)
-    # an antisymmetric G never changes the covariance
-    assert gaussian.blow_up_time(S0, 1.0, [[0.0, 1.0], [-1.0, 0.0]], 0.5) == np.inf
-
-
-def test_stable_law_decays_like_one_over_t():
-    _, S = gaussian.scalar_value([1e4], [0.0, 0.0], np.eye(2), -1.0, np.diag([1.0, 2.0]), 1.0)
-    np.testing.assert_allclose(S[0], np.diag([1 / 2e4, 1 / 4e4]), rtol=1e-3)
+    assert gaussian.blow_up_time(S0, 1.0, [[0.0, 1.0], [-1.0, 0.0]], 0.5) == np.inf  # antisymmetric: S rests
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: normalisation.solve("sandwich", [1.0], 1.0), "scheme = 'sandwich', expected one of 'post'"),
-        (lambda: normalisation.law("pre", -1.0), "t = -1"),
-        (lambda: long_context.critical_beta(10, 1), "d = 1, expected an integer >= 2"),
-        (lambda: long_context.crowd(0.0, 3), "b = 0"),
+        (lambda: long_context.critical_beta(10, 1), "d = 1, expected integers of at least 2"),
         (lambda: hardmax.step(np.ones(3), 0.1), r"x has shape \(3,\), expected \(n, d\)"),
         (lambda: hardmax.step(np.ones((2, 3)), 0.1, np.eye(2)), r"G has shape \(2, 2\)"),
-        (lambda: hardmax.step(np.ones((2, 3)), 0.0), "alpha = 0"),
-        (lambda: gaussian.velocity([0.0], np.eye(2), 1, 1, 1), r"mean has shape \(1,\)"),
-        (lambda: gaussian.velocity([0.0, 0], [[1, 2], [0, 1]], 1, 1, 1), "covariance is not symmetric"),
-        (lambda: gaussian.scalar_value([1.0], [0.0], [[1.0]], 1.0, [[1.0]], 1.0), "expected t < 0.5, the blow-up time"),
-        (lambda: gaussian.scalar_value([0.1], [0.0, 0], np.eye(2), 1.0, [[1.0, 1], [0, 1]], 1.0), "G is not symmetric"),
+        (lambda: gaussian.solve([1.0], [0.0], np.eye(2), 1, 1, 1), r"mean has shape \(1,\)"),
+        (lambda: gaussian.solve([1.0], [0.0, 0], [[1, 2], [0, 1]], 1, 1, 1), "covariance is not symmetric"),
+        (lambda: gaussian.solve_scalar_values([1.0], [0.0], [[1.0]], 1.0, [[1.0]], 1.0), "expected t < 0.5"),
     ],
 )
-def test_bad_input(call, message):
+def test_arguments_outside_the_domain(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,37 +1,51 @@
-"""What a stack has learned, as the core tells it."""
+"""What was learned: the numbers of each layer, its sentences, and the figure of a run."""
+
+from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
-from attn_flow.prediction.limit_map import limit
-from attn_flow.train import recipe
-from attn_flow.train.observation import count_clusters, to_limit, what_was_learned
-from attn_flow.transport.distances import wasserstein
-
-
-def test_limits_and_clusters_are_the_cores_own() -> None:
-    """W2 of a layer's path to its limit, one cloud and one token at a time."""
-    r = replace(recipe("clusters"), tokens=5, dim=3, steps=4, horizon=2.0)
-    task = r.make_task()
-    stack = r.make_stack(**task.stack_options).eval()
-    batch = task.held_out(3, torch.Generator().manual_seed(0))
-    path = stack.paths(batch.x)[0][0]
-    curve, _ = to_limit(stack, stack.attentions()[0], path)
-    found = limit(stack.attentions()[0].to(torch.float64))
-    for i in range(5):
-        for b in range(3):
-            t = i * 0.5 if found.frequencies else None
-            expected = wasserstein(path[i, b].double(), found.push_forward(path[0, b].double(), t))
-            assert float(curve[i, b]) == pytest.approx(float(expected), abs=1e-9)
-    x = torch.tensor([[[1.0, 0.0], [0.99, 0.1], [-1.0, 0.0]], [[1.0, 0.0], [2.0, 0.0], [3.0, 0.1]]])
-    assert count_clusters(x).tolist() == [2, 1]
+from attn_flow import Cloud
+from attn_flow.train import recipe, train_stack, what_was_learned
+from attn_flow.train.checkpoint import read_log
+from attn_flow.train.figures import run_figure
+from attn_flow.train.observation import Learned, count_clusters
+from attn_flow.train.tasks import generator_of
 
 
-def test_it_says_where_no_limit_is_established() -> None:
-    r = replace(recipe("majority"), tokens=6, dim=6, placement="pre", geometry="euclidean")
-    task = r.make_task()
-    found = what_was_learned(r.make_stack(**task.stack_options), task)
-    assert found.numbers["layers"][0]["w2"] is None
-    assert "for tokens on the sphere" in found.numbers["layers"][0]["w2_missing"]
+def test_numbers_sentences_and_figure(tmp_path: Path) -> None:
+    small = {"tokens": 6, "dim": 8, "depth": 2, "batch": 8, "updates": 6, "warmup": 2, "learn_beta": True}
+    trained = train_stack(replace(recipe("majority"), **small), tmp_path)
+    learned = what_was_learned(trained.stack, trained.task)
+    assert torch.equal(learned.path.x[0, ..., 0], trained.stack.trajectory(learned_inputs(trained)).x[0, ..., 0])
+    for l, layer in enumerate(learned.layers):
+        assert layer["beta"] == pytest.approx(trained.summary["beta"][l])
+        assert 1 <= layer["clusters"]["end"] <= 6
+    assert [text[:14] for text in learned.sentences()] == ["Layer 0 (beta ", "Layer 1 (beta "]
+    figure = run_figure(read_log(tmp_path / "log.jsonl"), learned.path, trained.summary)
+    assert isinstance(figure, Figure)
+    assert [axis.get_title(loc="left") for axis in figure.axes][:3] == ["loss", "accuracy", "6 tokens of one input"]
+
+
+def learned_inputs(trained) -> torch.Tensor:
+    return trained.task.held_out(16, generator_of(0, "learned")).x
+
+
+def test_a_sentence_says_what_the_numbers_say() -> None:
+    layer = {"layer": 1, "beta": [2.0, 4.0], "limit": {"case": "fixed"}}
+    layer |= {"clusters": {"start": 6.0, "end": 2.0}, "w2": {"start": 1.0, "end": 0.25}}
+    path = torch.zeros(0)
+    text = Learned(path, [layer]).sentences()[0]  # type: ignore[arg-type]
+    assert "Layer 1 (beta 2, 4): 6.0 clusters become 2.0." in text
+    assert "goes 75% of the way" in text
+    assert "moves away" in Learned(path, [layer | {"w2": {"start": 1.0, "end": 2.0}}]).sentences()[0]  # type: ignore
+
+
+def test_clusters_of_directions() -> None:
+    x = torch.tensor([[[1.0, 0.0], [3.0, 0.1], [0.0, 2.0], [0.0, -1.0]]])
+    assert count_clusters(Cloud(x)).tolist() == [3]
+    assert count_clusters(Cloud(x, mask=torch.tensor([[True, True, True, False]]))).tolist() == [2]

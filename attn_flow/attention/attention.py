@@ -1,0 +1,415 @@
+"""Multi-head attention and its drift.
+
+The drift of token x_i in a cloud of tokens x_j with weights w_j is
+
+    F(x_i) = sum_h O_h sum_j A_ij V_h x_j + c,    A_ij = softmax_j(beta_h <Q_h x_i + b_h, K_h x_j> + log w_j),
+
+that is sum_h O_h V_h m_beta[mu](G_h x + K_h^T b_h) + c with G = K^T Q and mu the cloud, or another measure (`context`).
+Matrices act on column vectors and tokens are rows, so the code reads x @ Q.mT. A bias of the keys would add the same
+number to all logits of a query, which the softmax ignores.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from attn_flow.attention.fields import Field
+from attn_flow.attention.kernel import Kernel, choose_kernel
+from attn_flow.attention.weights import (
+    WEIGHT_AXES,
+    Ensemble,
+    as_beta,
+    bound_projection,
+    check_tokens,
+    check_weights,
+    head_axis,
+    one_head,
+    project,
+    random_weights,
+    sum_heads,
+)
+from attn_flow.base import checks
+from attn_flow.kernels import dense, sinkhorn
+from attn_flow.measures import Cloud, Measure, as_cloud
+
+Kind = Literal["softmax", "hardmax", "unnormalised", "sinkhorn"]
+MAX_MATRIX_ENTRIES = 2**30
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Attention(Field):
+    """Multi-head attention with inverse temperature beta, as a vector field of a cloud of tokens.
+
+    Leading axes of the weights are a batch and broadcast against the batch of the tokens. A single head may leave out
+    its axis. A matrix that is None is the identity.
+
+    Args:
+        Q, K: queries and keys (..., heads, k, d).
+        V, O: values (..., heads, v, d) and output (..., heads, d, v).
+        beta: inverse temperature: a number, or a tensor whose last axis is heads (or 1); `beta[:, None]` is one beta
+            per batch element. Infinity means hardmax attention.
+        query_bias: b, (..., heads, k).
+        value_bias: c, (..., d).
+
+    Other arguments:
+        kind: "softmax"; "hardmax", which is beta = inf; "unnormalised", A_ij = w_j e^{s_ij} without the normaliser (1/n
+            for w_j without weights); "sinkhorn", doubly stochastic weights.
+        causal: token i sees only the tokens j <= i.
+        self_attention: False hides every token from itself.
+        kernel: how the averages are computed: "dense", "near" (large cold clouds), "series" (the circle), or "auto".
+        context: a fixed measure to attend to instead of the cloud itself; tokens then do not interact.
+        dim: d, which is needed only if all matrices are None.
+        tolerance: the share of every query's weight that the kernel "near" may leave out; by default 1e-6 in float32
+            and 1e-12 in float64.
+
+    Example:
+        >>> attention = Attention(V=torch.diag(torch.tensor([1.0, 2.0, 1.0])), beta=4.0)
+        >>> attention
+        Attention(heads=1, dim=3, beta=4, softmax)
+        >>> attention.drift(torch.eye(3)).shape  # three tokens
+        torch.Size([3, 3])
+    """
+
+    Q: Tensor | None = None
+    K: Tensor | None = None
+    V: Tensor | None = None
+    O: Tensor | None = None
+    beta: float | Tensor = 1.0
+    query_bias: Tensor | None = None
+    value_bias: Tensor | None = None
+    kind: Kind = "softmax"
+    causal: bool = False
+    self_attention: bool = True
+    kernel: Kernel = "auto"
+    context: Measure | None = None
+    dim: int = 0
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        checks.require_choice("kind", self.kind, get_args(Kind))
+        checks.require_choice("kernel", self.kernel, get_args(Kernel))
+        set_field = functools.partial(object.__setattr__, self)
+        for name in ("Q", "K", "V", "O", "query_bias"):
+            weight = getattr(self, name)
+            if isinstance(weight, Tensor) and weight.ndim == WEIGHT_AXES[name] - 1:
+                set_field(name, weight[None])  # one head
+        set_field("dim", check_weights({name: getattr(self, name) for name in WEIGHT_AXES if name != "beta"}, self.dim))
+        if self.kind == "hardmax":
+            set_field("kind", "softmax")
+            set_field("beta", math.inf)
+        set_field("beta", as_beta(self.beta, self.heads))
+        if self.is_hardmax and self.kind != "softmax":
+            raise ValueError(f"beta = inf with kind = {self.kind!r}; only softmax attention has a limit (hardmax).")
+        if self.kind == "sinkhorn" and (self.causal or not self.self_attention):
+            raise ValueError("kind = 'sinkhorn' needs every pair of tokens; use causal=False and self_attention=True.")
+        if self.context is not None and (self.causal or not self.self_attention or self.kind == "sinkhorn"):
+            raise ValueError("causal, self_attention=False and 'sinkhorn' compare tokens of one cloud; drop context.")
+
+    @classmethod
+    def from_matrices(cls, G: Tensor, V: Tensor, beta: float | Tensor = 1.0, **options: Any) -> Attention:
+        """Attention with logits beta <G x, y> and values V y, for G and V of shape (d, d) or (..., heads, d, d).
+
+        Args:
+            options: further arguments of `Attention`.
+
+        Example:
+            >>> Attention.from_matrices(torch.eye(2), -torch.eye(2)).M
+            tensor([[[-1.,  0.],
+                     [ 0., -1.]]])
+        """
+        for name, matrix in (("G", G), ("V", V)):
+            if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
+                raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected (d, d) or (heads, d, d).")
+        return cls(Q=G, V=V, beta=beta, **options)
+
+    @classmethod
+    def identity(cls, d: int, beta: float | Tensor = 1.0, **options: Any) -> Attention:
+        """Attention with Q = K = V = O = I in dimension d, the model of most papers. It takes tokens of any dtype.
+
+        Args:
+            options: further arguments of `Attention`.
+
+        Example:
+            >>> Attention.identity(8, beta=2.0, kind="unnormalised")
+            Attention(heads=1, dim=8, beta=2, unnormalised)
+        """
+        checks.require_count(d=d)
+        return cls(beta=beta, dim=d, **options)
+
+    @classmethod
+    def random(
+        cls,
+        d: int,
+        heads: int = 1,
+        head_dim: int | None = None,
+        ensemble: Ensemble = "gaussian",
+        beta: float | Tensor = 1.0,
+        *,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> Attention:
+        """Random weights, scaled so that |G x| and |V x| are of order |x|.
+
+        Args:
+            head_dim: the rank k of every head, which only "gaussian" uses; d / heads by default.
+            ensemble: "gaussian", "symmetric" (G = V), "orthogonal" or "goe" (G = I, V symmetric), as described in
+                `attention.weights.random_weights`.
+            options: further arguments of `Attention`.
+
+        Example:
+            >>> Attention.random(16, heads=4, generator=torch.Generator().manual_seed(0)).Q.shape
+            torch.Size([4, 4, 16])
+        """
+        weights: dict[str, Any] = random_weights(
+            d, heads, head_dim, ensemble, generator=generator, dtype=dtype, device=device
+        )
+        return cls(**weights, beta=beta, **options)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its weights and beta by name, those that are tensors."""
+        return {name: z for name in WEIGHT_AXES if isinstance(z := getattr(self, name), Tensor)}
+
+    @property
+    def heads(self) -> int:
+        """The number of heads."""
+        return max((z.shape[-axes] for name, z in self.tensors.items() if (axes := head_axis(name, z))), default=1)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The leading axes of the weights and of beta, broadcast."""
+        return torch.broadcast_shapes(*(z.shape[: -WEIGHT_AXES[name]] for name, z in self.tensors.items()))
+
+    @property
+    def is_hardmax(self) -> bool:
+        """Whether beta is infinite."""
+        return not isinstance(self.beta, Tensor) and math.isinf(self.beta)
+
+    @property
+    def G(self) -> Tensor:
+        """K^T Q, (..., heads, d, d): the logits are beta <G x, y>."""
+        return self._product(None if self.K is None else self.K.mT, self.Q)
+
+    @property
+    def G_bias(self) -> Tensor | None:
+        """K^T b, (..., heads, d), which is added to G x; None without a query bias."""
+        if self.query_bias is None or self.K is None:
+            return self.query_bias
+        return (self.K.mT @ self.query_bias[..., None])[..., 0]
+
+    @property
+    def OV(self) -> Tensor:
+        """O V, (..., heads, d, d)."""
+        return self._product(self.O, self.V)
+
+    @property
+    def M(self) -> Tensor:
+        """O V K^T Q, (..., heads, d, d): its spectrum decides the limit of low temperature."""
+        return self.OV @ self.G
+
+    def _product(self, *matrices: Tensor | None) -> Tensor:
+        """The product of those matrices that are not None."""
+        factors = [matrix for matrix in matrices if matrix is not None]
+        if factors:
+            return functools.reduce(torch.matmul, factors)
+        like = next((z for name, z in self.tensors.items() if name != "beta"), torch.empty(0))
+        return torch.eye(self.dim, dtype=like.dtype, device=like.device).expand(self.heads, -1, -1)
+
+    def summary(self) -> dict[str, Any]:
+        beta: Any = self.beta
+        if isinstance(beta, Tensor):
+            beta = beta.tolist() if checks.can_read(beta) else f"tensor {tuple(beta.shape)}"
+        elif math.isinf(beta):
+            beta = "inf"
+        names = ("heads", "dim", "kind", "causal", "self_attention")
+        return {"beta": beta, **{name: getattr(self, name) for name in names}}
+
+    def __repr__(self) -> str:
+        beta = f"tensor {tuple(self.beta.shape)}" if isinstance(self.beta, Tensor) else f"{self.beta:g}"
+        words = [f"heads={self.heads}, dim={self.dim}, beta={beta}", self.kind]
+        words += ["causal"] * self.causal + ["no self-attention"] * (not self.self_attention)
+        words += [f"batch={tuple(self.batch_shape)}"] * bool(self.batch_shape)
+        words += [f"context={type(self.context).__name__}"] * (self.context is not None)
+        return f"Attention({', '.join(words)})"
+
+    def with_beta(self, beta: float | Tensor) -> Attention:
+        """The same attention at another inverse temperature."""
+        return self.copy_with(beta=as_beta(beta, self.heads))
+
+    def with_context(self, context: Measure | Tensor | None) -> Attention:
+        """The same attention to a fixed measure, or to tokens (..., m, d), instead of the cloud itself."""
+        context = Cloud(context) if isinstance(context, Tensor) else context
+        return self.copy_with(context=context)
+
+    def to(self, *args: Any, **kwargs: Any) -> Attention:
+        """The same attention with its tensors moved or cast, as `Tensor.to`."""
+        changes: dict[str, Any] = {name: z.to(*args, **kwargs) for name, z in self.tensors.items()}
+        context = None if self.context is None else self.context.to(*args, **kwargs)
+        return self.copy_with(**changes, context=context)
+
+    def in_float64(self) -> Attention:
+        # The tokens were given in float32, so the kernel "near" keeps the accuracy of float32.
+        return self.to(torch.float64).copy_with(tolerance=self.tolerance or 1e-6)
+
+    def copy_with(self, **fields: Any) -> Attention:
+        """A copy with other fields, which are not checked: for modules, whose weights change."""
+        attention = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(attention, name, value)
+        return attention
+
+    def drift(self, cloud: Tensor | Cloud, context: Measure | Tensor | None = None) -> Tensor:
+        """The drift of every token of a cloud, before any projection to a geometry.
+
+        Args:
+            cloud: tokens (..., n, d), or a `Cloud` with weights and a mask.
+            context: a measure, or tokens (..., m, d), to attend to instead of the cloud.
+
+        Returns:
+            A tensor (..., n, d) in the dtype of the tokens, with zeros on padding. Logits that float32 cannot resolve
+            are computed in float64. A token that sees no token feels no attention.
+
+        Example:
+            >>> from attn_flow import UniformSphere
+            >>> Attention.identity(3, beta=math.inf).drift(torch.eye(3), UniformSphere(3))  # V G x / |G x|
+            tensor([[1., 0., 0.],
+                    [0., 1., 0.],
+                    [0., 0., 1.]])
+        """
+        cloud = as_cloud(cloud)
+        attention = self if context is None else self.with_context(context)
+        attention.check_cloud(cloud)
+        dtype, x = cloud.x.dtype, cloud.zero_padding(cloud.x)
+        if checks.working_dtype(dtype, attention.logit_bound(cloud.max_norm)) != dtype:
+            attention, x = attention.in_float64(), x.double()
+        drift = attention(0.0, x, cloud.log_weights).to(dtype)
+        if checks.can_read(drift) and not math.isfinite(float(drift.detach().sum())):
+            raise FloatingPointError("the drift is not finite: logits or values overflow. Use smaller tokens or beta.")
+        return cloud.zero_padding(drift)
+
+    def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
+        if self.context is not None and not isinstance(self.context, Cloud):
+            return self._drift_to_measure(x, self.context)
+        y = x
+        if isinstance(self.context, Cloud):
+            y, log_weights = self.context.x, self.context.log_weights
+        queries = self._queries(x)
+        # Kernels save work where queries, keys and values are one tensor.
+        is_shared = y is x and self.Q is None and self.query_bias is None and self.K is None
+        keys = queries if is_shared else project(y, self.K)
+        values = keys if self.K is None and self.V is None else project(y, self.V)
+        log_weights = None if log_weights is None else log_weights[..., None, :]  # (..., 1, n)
+        average = self._average(queries, keys, values, log_weights)  # (..., heads, n, v)
+        drift = sum_heads(average, self.O)
+        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
+
+    def _queries(self, x: Tensor) -> Tensor:
+        """Q x + b, (..., heads or 1, n, k)."""
+        queries = project(x, self.Q)
+        return queries if self.query_bias is None else queries + self.query_bias[..., None, :]
+
+    def _average(self, queries: Tensor, keys: Tensor, values: Tensor, log_weights: Tensor | None) -> Tensor:
+        """The average of the values under the weights of this kind, (..., heads, n, v)."""
+        scale = self.beta[..., None, None].to(queries) if isinstance(self.beta, Tensor) else self.beta
+        options: dict[str, Any] = {"causal": self.causal, "exclude_self": not self.self_attention}
+        if self.is_hardmax:
+            return dense.hardmax_average(queries, keys, values, log_weights, **options)
+        if self.kind == "sinkhorn":
+            return sinkhorn.softmax_average(queries, keys, values, log_weights, scale=scale, **options)
+        if self.kind == "unnormalised":
+            average, log_sum = dense.average_and_log_sum(queries, keys, values, log_weights, scale=scale, **options)
+            log_sum = log_sum if log_weights is not None else log_sum - math.log(keys.shape[-2])
+            return average * log_sum.exp()[..., None]
+        kernel = choose_kernel(self.kernel, queries, keys, values, log_weights, scale, self.tolerance, **options)
+        return kernel(queries, keys, values, log_weights, scale=scale, **options)
+
+    def _drift_to_measure(self, x: Tensor, mu: Measure) -> Tensor:
+        """sum_h O_h V_h m_beta[mu](G_h x + K_h^T b_h) + c, times e^{beta L_beta[mu]} if unnormalised, (..., n, d)."""
+        g = self._queries(x)
+        g = g if self.K is None else g @ self.K  # (..., heads or 1, n, d)
+        drift = torch.zeros_like(x)
+        for h in range(self.heads):
+            beta = self.beta[..., min(h, self.beta.shape[-1] - 1), None] if isinstance(self.beta, Tensor) else self.beta
+            g_h = one_head(g, h)[..., 0, :, :]
+            average = mu.tilted_mean(g_h, beta)
+            if self.kind == "unnormalised":
+                average = average * (beta * mu.log_partition(g_h, beta)).exp()[..., None]
+            values = project(average, None if self.V is None else one_head(self.V, h))
+            drift = drift + sum_heads(values, None if self.O is None else one_head(self.O, h))
+        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
+
+    def matrix(self, cloud: Tensor | Cloud) -> Tensor:
+        """The attention matrix A (..., heads, n, n). `drift` never forms it.
+
+        Example:
+            >>> Attention.identity(2, beta=0.0).matrix(torch.eye(2))
+            tensor([[[0.5000, 0.5000],
+                     [0.5000, 0.5000]]])
+        """
+        cloud = as_cloud(cloud)
+        batch = self.check_cloud(cloud)
+        n = cloud.x.shape[-2]
+        if math.prod(batch) * self.heads * n**2 > MAX_MATRIX_ENTRIES:
+            raise ValueError(f"the attention matrix of {n} tokens has over 2^30 entries; `drift` does not form it.")
+        eye = torch.eye(n, dtype=cloud.x.dtype, device=cloud.x.device)
+        dtype, x = cloud.x.dtype, cloud.x
+        attention = self
+        if checks.working_dtype(dtype, self.logit_bound(cloud.max_norm)) != dtype:
+            attention, x, eye = self.in_float64(), x.double(), eye.double()
+        log_weights = None if cloud.log_weights is None else cloud.log_weights.to(x.dtype)[..., None, :]
+        queries, keys = attention._queries(x), project(x, attention.K)
+        shape = (*torch.broadcast_shapes(queries.shape[:-2], keys.shape[:-2]), n, n)
+        A = attention.copy_with(kernel="dense")._average(queries, keys, eye.expand(shape), log_weights)
+        return A.expand(*A.shape[:-3], self.heads, n, n).to(dtype)
+
+    def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
+        check_tokens("x", cloud.x, self.dim, self.tensors)
+        shapes = [cloud.x.shape[:-2], self.batch_shape]
+        if isinstance(self.context, Cloud):
+            check_tokens("context", self.context.x, self.dim, self.tensors)
+            shapes.append(self.context.x.shape[:-2])
+        if not self.self_attention:
+            count = (cloud.probabilities > 0).sum(-1)
+            checks.require(count >= 2, "self_attention=False requires at least two unmasked tokens per cloud.")
+        try:
+            return torch.broadcast_shapes(*shapes)
+        except RuntimeError:
+            raise ValueError(
+                f"the batch {tuple(shapes[0])} of the tokens and {tuple(self.batch_shape)} of the weights do not "
+                "broadcast; for one beta per batch element pass beta[:, None]."
+            ) from None
+
+    @torch.no_grad()
+    def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
+        if self.is_hardmax:  # scores are compared and not exponentiated
+            return torch.zeros(())
+        key_radius = radius
+        if isinstance(self.context, Cloud):
+            key_radius = torch.maximum(self.context.max_norm, torch.as_tensor(radius, dtype=self.context.x.dtype))
+        queries = bound_projection(radius, self.Q, self.query_bias)  # (..., heads)
+        return torch.as_tensor(self.beta * queries * bound_projection(key_radius, self.K)).amax()
+
+    @property
+    def not_exchangeable_because(self) -> tuple[str, ...]:
+        reasons = {
+            "a causal mask": self.causal,
+            "self_attention=False": not self.self_attention,
+            "a context": self.context is not None,
+        }
+        return tuple(reason for reason, applies in reasons.items() if applies)
+
+
+def require_attention(what: str, field: object) -> None:
+    """Raise TypeError, in the name of a prediction, unless the field is an Attention to its own cloud."""
+    if not isinstance(field, Attention) or field.context is not None:
+        raise TypeError(f"{what} has no theory for {field!r}, expected an Attention alone.")

@@ -1,0 +1,157 @@
+"""Weights of attention: their shapes, their checks, and what they do to tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attn_flow.base import checks
+
+Ensemble = Literal["gaussian", "symmetric", "orthogonal", "goe"]
+WEIGHT_AXES = {"Q": 3, "K": 3, "V": 3, "O": 3, "query_bias": 2, "value_bias": 1, "beta": 1}  # without batch axes
+
+
+def check_weights(weights: Mapping[str, Tensor | None], dim: int) -> int:
+    """Raise an error unless the weights fit together; returns the dimension d of the tokens.
+
+    Args:
+        weights: Q, K, V, O, query_bias and value_bias with the axis of the heads; None is the identity, or no bias.
+        dim: d, or 0 if the weights tell it.
+    """
+    present = {name: z for name, z in weights.items() if z is not None}
+    for name, weight in present.items():
+        first_name, first = next(iter(present.items()))
+        checks.require_floating(name, weight)
+        checks.require_finite(name, weight)
+        checks.require_same_device(name, weight, first_name, first)
+        if weight.dtype != first.dtype:
+            raise ValueError(f"{name} has dtype {weight.dtype} and {first_name} {first.dtype}; use one dtype.")
+    widths = [z.shape[-2 if name == "O" else -1] for name, z in present.items() if name != "query_bias"]
+    d: int = dim or max(widths, default=0)
+    if d < 1:
+        raise ValueError("all matrices are None; expected dim >= 1, as in Attention.identity(3).")
+    k = present["Q"].shape[-2] if "Q" in present and "K" in present else d
+    v = present["V"].shape[-2] if "V" in present and "O" in present else d
+    sizes = {"Q": (k, d), "K": (k, d), "V": (v, d), "O": (d, v), "query_bias": (k,), "value_bias": (d,)}
+    for name, weight in present.items():
+        checks.require_shape(name, weight, sizes[name])
+    heads = {z.shape[-WEIGHT_AXES[name]] for name, z in present.items() if WEIGHT_AXES[name] > 1} - {1}
+    if len(heads) > 1:
+        raise ValueError(f"weights have different numbers of heads, {sorted(heads)}; expected one number.")
+    return d
+
+
+def check_tokens(name: str, x: Tensor, d: int, weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless tokens have d coordinates and the dtype and device of the weights."""
+    checks.require_shape(name, x, (d,))
+    weight = next((z for key, z in weights.items() if key != "beta"), None)
+    if weight is None:
+        return
+    checks.require_same_device(name, x, "the attention", weight)
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{name} has dtype {x.dtype}, the attention {weight.dtype}; use attention.to({x.dtype}).")
+
+
+def as_beta(beta: float | Tensor, heads: int) -> float | Tensor:
+    """beta as a float if it is one number, otherwise as a tensor (..., heads or 1)."""
+    checks.require_beta(beta)
+    if not isinstance(beta, Tensor):
+        return float(beta)
+    if heads > 1 and beta.ndim > 0 and beta.shape[-1] not in (1, heads):
+        raise ValueError(
+            f"beta has shape {tuple(beta.shape)}, expected () or (..., heads) = (..., {heads}); for one beta per batch "
+            "element pass beta[:, None]."
+        )
+    if not checks.can_read(beta) or beta.requires_grad:
+        return beta[None] if beta.ndim == 0 else beta
+    is_infinite = beta.isinf()
+    if bool(is_infinite.any()) and not bool(is_infinite.all()):
+        raise ValueError("beta mixes finite and infinite entries; use a separate call for beta = inf (hardmax).")
+    if (beta.numel() == 1 and beta.ndim < 2) or bool(is_infinite.all()):
+        return float(beta.flatten()[0])
+    return beta
+
+
+def random_weights(
+    d: int,
+    heads: int,
+    head_dim: int | None,
+    ensemble: Ensemble,
+    *,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> dict[str, Tensor]:
+    """Random matrices by name, scaled so that |G x| and |V x| are of order |x|.
+
+    Args:
+        ensemble: "gaussian": Q, K, V, O with independent entries of variance 1/d, of rank head_dim (default d / heads).
+            "symmetric": G = V = (A + A^T)/sqrt(2), A with entries of variance 1/d (a gradient flow).
+            "orthogonal": G and V uniform in O(d).
+            "goe": G = I, V from the Gaussian orthogonal ensemble, as in the phase diagrams of arXiv 2312.10794.
+    """
+    checks.require_choice("ensemble", ensemble, ("gaussian", "symmetric", "orthogonal", "goe"))
+    checks.require_count(d=d, heads=heads, head_dim=head_dim or 1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype, device=device) / math.sqrt(d)
+
+    def orthogonal() -> Tensor:
+        rotation, R = torch.linalg.qr(normal(heads, d, d))
+        return rotation * torch.diagonal(R, dim1=-2, dim2=-1).sign()[..., None, :]
+
+    if ensemble == "gaussian":
+        k = head_dim or max(1, d // heads)
+        return {"Q": normal(heads, k, d), "K": normal(heads, k, d), "V": normal(heads, k, d), "O": normal(heads, d, k)}
+    if ensemble == "orthogonal":
+        return {"Q": orthogonal(), "V": orthogonal()}
+    A = normal(heads, d, d)
+    symmetric = (A + A.mT) / math.sqrt(2)
+    return {"Q": symmetric, "V": symmetric} if ensemble == "symmetric" else {"V": symmetric}
+
+
+def head_axis(name: str, z: Tensor) -> int:
+    """The position of the axis of the heads from the end, 0 if there is none."""
+    axes = WEIGHT_AXES[name]
+    return axes if axes > 1 or name == "beta" else 0
+
+
+def one_head(z: Tensor, h: int) -> Tensor:
+    """Head h of z (..., heads or 1, a, b), with its axis."""
+    return z if z.shape[-3] == 1 else z[..., h : h + 1, :, :]
+
+
+def project(x: Tensor, weight: Tensor | None) -> Tensor:
+    """weight_h x_i for every head and token: (..., n, d) and (..., heads, k, d) -> (..., heads or 1, n, k)."""
+    if weight is None:
+        return x[..., None, :, :]
+    product = x @ weight.flatten(-3, -2).mT  # (..., n, heads * k)
+    return product.unflatten(-1, weight.shape[-3:-1]).transpose(-2, -3)
+
+
+def sum_heads(average: Tensor, weight: Tensor | None) -> Tensor:
+    """sum_h weight_h y_hi: (..., heads or 1, n, v) and (..., heads, d, v) -> (..., n, d); None is the identity."""
+    if weight is None:
+        return average.sum(-3) if average.shape[-3] > 1 else average[..., 0, :, :]
+    average = average.expand(*average.shape[:-3], weight.shape[-3], -1, -1)
+    return average.transpose(-2, -3).flatten(-2) @ weight.mT.flatten(-3, -2)
+
+
+def bound_projection(radius: float | Tensor, weight: Tensor | None, bias: Tensor | None = None) -> float | Tensor:
+    """An upper bound on |weight x + bias| for |x| <= radius, for every matrix: shape (..., heads)."""
+    bound = radius if weight is None else norm_bound(weight) * radius
+    return bound if bias is None else bound + bias.norm(dim=-1)
+
+
+def norm_bound(weight: Tensor) -> Tensor:
+    """An upper bound on the spectral norm of every matrix (..., k, d) -> (...), at most k^(1/16) times the norm.
+
+    It is |(A A^T)^4|^(1/8) in the Frobenius norm, which is cheaper than a singular value decomposition.
+    """
+    size = torch.linalg.matrix_norm(weight, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
+    gram = (weight / size) @ (weight / size).mT
+    return size[..., 0, 0] * torch.linalg.matrix_norm(torch.linalg.matrix_power(gram, 4)) ** 0.125

@@ -1,1 +1,0 @@
-"""The ways to average under softmax weights: dense, over near keys only, on the circle, compiled, balanced."""

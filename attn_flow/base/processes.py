@@ -1,0 +1,103 @@
+"""This process among those that torchrun started. Recording, the probe and training share their work with it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The rank of this process among `count` processes, and the device it works on. Made by `processes()`.
+
+    Args:
+        rank: the number of this process, from 0.
+        count: the number of processes.
+        device: the device of this process.
+
+    Example:
+        >>> world = processes()
+        >>> texts = ["a", "b", "c"]
+        >>> texts[world.rank :: world.count]  # the share of this process
+        ['a', 'b', 'c']
+    """
+
+    rank: int
+    count: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and shows progress."""
+        return self.rank == 0
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """The module with gradients averaged over the processes."""
+        if self.count == 1:
+            return module
+        return DistributedDataParallel(module, device_ids=[self.device] if self.device.type == "cuda" else None)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over the processes; x itself is overwritten."""
+        if self.count > 1:
+            dist.all_reduce(x)
+        return x
+
+    def gather_objects(self, value: T) -> list[T]:
+        """A picklable value from every process, in the order of their ranks."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
+
+    def wait(self) -> None:
+        """Wait until every process is here."""
+        if self.count > 1:
+            dist.barrier()
+
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+
+
+def processes(device: str | torch.device = "cpu", timeout: timedelta = timedelta(minutes=30)) -> Processes:
+    """The processes that torchrun started, those of an existing process group, or this one alone.
+
+    Args:
+        device: "cpu" (communication by gloo), or "cuda" (by nccl), where each process takes the GPU of its local rank.
+        timeout: a process that waits longer than this for another raises an error.
+
+    Returns:
+        `Processes` of this process.
+
+    Example:
+        >>> processes().count  # without torchrun
+        1
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r}, but torch sees no CUDA device; use cpu.")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
+        return Processes(0, 1, device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        atexit.register(_leave)  # torchrun's rendezvous serves one group, so it stays open for the next run
+    return Processes(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,81 @@
+"""The commands of `attn-flow`."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from attn_flow.cli import density, encoders, packaged, reproduce, simulation, training
+from attn_flow.cli.console import echo, reporting
+
+OLD_COMMANDS = {
+    "encoder": "`attn-flow encoder` is now `attn-flow inspect`.",
+    "predict": "`attn-flow predict` is now `attn-flow apply`.",
+    "bench": "benchmarks are not part of the package; run `make bench` in the repository.",
+}
+
+
+class Commands(TyperGroup):
+    """The commands; an old name is refused with its new one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in OLD_COMMANDS:
+            ctx.fail(OLD_COMMANDS[args[0]])
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Self-attention as a flow of particles: simulate it, predict where it goes, see whether encoders go there.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if show:
+        from attn_flow import __version__
+
+        echo(__version__)
+        raise typer.Exit
+
+
+def play(
+    out: Annotated[Path, typer.Option(help="The page to write; it needs no other file.")] = Path("runs/play.html"),
+    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
+) -> None:
+    """A playground in the browser: tokens move on the circle or the sphere, next to what is predicted for them.
+
+    Example: attn-flow play
+    """
+    from attn_flow.pages.playground import write_playground
+
+    if out.suffix not in (".html", ".htm"):
+        raise ValueError(f"--out {out}: expected the name of a page, such as {out}/play.html.")
+    path = write_playground(out).resolve()
+    echo(f"Written to {out}.")
+    if open_it and not webbrowser.open(path.as_uri()):
+        echo("No browser was found here; open the file in one.")
+
+
+for command in (
+    simulation.limit,
+    simulation.simulate,
+    density.density,
+    play,
+    encoders.probe,
+    encoders.inspect,
+    encoders.spectra,
+    encoders.record,
+    encoders.merge,
+    reproduce.reproduce,
+    training.train,
+    training.apply,
+):
+    app.command()(reporting(command))
+app.add_typer(packaged.app, name="encoders")

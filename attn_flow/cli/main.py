@@ -1,0 +1,31 @@
+"""The entry point of `attn-flow`. It imports nothing that may be missing."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+INTERRUPTED = 130  # the exit code after Ctrl-C
+
+
+def main() -> None:
+    """Run the command line, or say what to install for it."""
+    # Threads of torch that wait for work would otherwise keep the processor busy. It is read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        from attn_flow.cli.app import app
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("typer", "rich"):
+            raise
+        print(f'attn-flow needs {package}; install it with: pip install "attn-flow[cli]"', file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    try:
+        app(prog_name="attn-flow")
+    except SystemExit as end:
+        if end.code != INTERRUPTED:
+            raise
+        # After Ctrl-C files are closed by now. Python would take seconds to take torch and transformers apart.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)

@@ -1,0 +1,242 @@
+"""Jacobians of the flow at a cloud, and Lyapunov exponents along it.
+
+Both are forward-mode derivatives (dual numbers) of the velocity P_x F(t, x), or of the steps of a flow themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from attn_flow.attention import Field, Scheduled
+from attn_flow.base import checks
+from attn_flow.dynamics.flow import UNIT_SPHERE, flow
+from attn_flow.dynamics.integrator import Run
+from attn_flow.dynamics.steppers import Adaptive, RungeKutta, as_method, rk4
+from attn_flow.geometry import Geometry, place
+from attn_flow.measures import Cloud, as_cloud
+
+ENTRIES = 2**20  # numbers in the clouds that are differentiated at once
+MAX_MATRIX_ENTRIES = 2**28  # of the Jacobian
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Linearisation:
+    """The flow near a cloud, dy/dt = J y in tangent coordinates y; made by `linearise`.
+
+    Args:
+        jacobian: J (..., N, N), N = n times the dimension of the geometry.
+        basis: (..., n, d, dim), an orthonormal basis of the tangent space at every token.
+        eigenvalues: (..., N), complex, by decreasing real part.
+        vectors: (..., N, n, d), complex, the eigenvectors as displacements; None unless requested.
+        speed: (...), the speed of the fastest token, zero at an equilibrium. Elsewhere J is the covariant derivative of
+            the velocity, and its eigenvalues describe short times only.
+    """
+
+    jacobian: Tensor
+    basis: Tensor
+    eigenvalues: Tensor
+    vectors: Tensor | None
+    speed: Tensor
+
+    def __repr__(self) -> str:
+        return f"Linearisation({self.eigenvalues.shape[-1]} eigenvalues, batch {tuple(self.speed.shape)})"
+
+    @property
+    def growth(self) -> Tensor:
+        """The largest real part, (...): below 0 a stable equilibrium, if `speed` is 0."""
+        return self.eigenvalues.real[..., 0]
+
+
+def linearise(
+    field: Field | Callable[[float], Field],
+    cloud: Cloud | Tensor,
+    *,
+    t: float = 0.0,
+    geometry: Geometry = UNIT_SPHERE,
+    vectors: bool = False,
+) -> Linearisation:
+    """The Jacobian of x' = P_x F(t, x) at a cloud, along the geometry, and its eigenvalues.
+
+    Args:
+        field: an `Attention` or any field of `flow`.
+        cloud: tokens (..., n, d), or a `Cloud` with weights and a mask; padding is left out (of one cloud).
+        t: the time, for a field that changes in time; at a jump of `Layers` the layer that begins.
+        geometry: as in `flow`.
+        vectors: whether to compute the eigenvectors too.
+
+    Returns:
+        A `Linearisation`. J is computed in the dtype of the tokens, its eigenvalues in float64.
+
+    Example:
+        >>> from attn_flow import Attention
+        >>> consensus = torch.tensor([[1.0, 0.0, 0.0]]).repeat(4, 1)  # distances decay at rate 1
+        >>> result = linearise(Attention.identity(3, beta=2.0), consensus)
+        >>> result.eigenvalues.real[2:].round(decimals=4)  # after two zeros: all tokens may turn together
+        tensor([-1., -1., -1., -1., -1., -1.], dtype=torch.float64)
+    """
+    cloud = _without_padding(as_cloud(cloud))
+    field = field if isinstance(field, Field) else Scheduled(field)
+    batch = field.check_cloud(cloud, t)
+    x = place("cloud", cloud.x.detach(), geometry).expand(*batch, *cloud.x.shape[-2:]).contiguous()
+    velocity = Run(field, geometry, cloud).velocity(field.piece(t, t), cloud.log_weights)
+    with torch.no_grad():
+        basis = tangent_basis(geometry, x)
+        n, N = x.shape[-2], x.shape[-2] * basis.shape[-1]
+        if math.prod(batch) * N**2 > MAX_MATRIX_ENTRIES:
+            raise ValueError(f"the Jacobian of {n} tokens has {N} x {N} entries; use fewer tokens.")
+        columns = []
+        for part in torch.arange(N, device=x.device).split(max(1, ENTRIES // x.numel())):
+            token, axis = part // basis.shape[-1], part % basis.shape[-1]
+            u = torch.zeros(len(part), *x.shape, dtype=x.dtype, device=x.device)
+            u[torch.arange(len(part), device=x.device), ..., token, :] = basis[..., token, :, axis]
+            _, dv = _derivative(lambda y: velocity(t, y), x.expand(u.shape), u)
+            columns.append(torch.einsum("...ida,c...id->...iac", basis, dv).flatten(-3, -2))
+        J, speed = torch.cat(columns, dim=-1), velocity(t, x).norm(dim=-1).amax(-1)
+        checks.require_finite("the Jacobian", J)
+        values, modes = torch.linalg.eig(J.double()) if vectors else (torch.linalg.eigvals(J.double()), None)
+        order = values.real.argsort(dim=-1, descending=True)
+        displacements = None
+        if modes is not None:
+            sorted_modes = torch.take_along_dim(modes, order[..., None, :], dim=-1).mT.unflatten(-1, (n, -1))
+            displacements = torch.einsum("...ida,...mia->...mid", basis.to(sorted_modes.dtype), sorted_modes)
+    return Linearisation(J, basis, torch.take_along_dim(values, order, dim=-1), displacements, speed)
+
+
+def _without_padding(cloud: Cloud) -> Cloud:
+    if cloud.mask is None:
+        return cloud
+    if cloud.x.ndim > 2:
+        raise ValueError(f"cloud has shape {tuple(cloud.x.shape)} and a mask, expected one cloud (n, d) with a mask.")
+    weights = None if cloud.weights is None else cloud.weights.expand(cloud.mask.shape)[cloud.mask]
+    return Cloud(cloud.x[cloud.mask], weights)
+
+
+def tangent_basis(geometry: Geometry, x: Tensor) -> Tensor:
+    """An orthonormal basis of the tangent space at every token of x (..., n, d), as columns: (..., n, d, dim)."""
+    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    P = torch.stack([geometry.tangent(x, e.expand(x.shape)) for e in eye], dim=-1)  # a projection: trace = rank
+    rank = round(float(P.diagonal(dim1=-2, dim2=-1).sum(-1).mean()))
+    return torch.linalg.svd(P)[0][..., :rank]
+
+
+def _derivative(f: Callable[[Tensor], Tensor], x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """f(x), and its derivative along u."""
+    with forward_ad.dual_level():
+        value = forward_ad.unpack_dual(f(forward_ad.make_dual(x.contiguous(), u)))
+        tangent = torch.zeros_like(value.primal) if value.tangent is None else value.tangent
+        return value.primal.clone(), tangent.clone()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Lyapunov:
+    """The leading Lyapunov exponents of a path, per unit of t; made by `lyapunov`.
+
+    Args:
+        exponents: (..., k), decreasing: the growth per time after the transient.
+        error: (..., k), half of the difference between the two halves of that time: an indication, not a bound.
+        t: (T,), times of the orthonormalisations.
+        growth: (T, ..., k), logarithms of the growth of the k axes since t = 0.
+        x: (..., n, d), the final tokens.
+    """
+
+    exponents: Tensor
+    error: Tensor
+    t: Tensor
+    growth: Tensor
+    x: Tensor
+
+    def __repr__(self) -> str:
+        return f"Lyapunov({self.exponents.shape[-1]} exponents until t = {float(self.t[-1]):.6g})"
+
+
+def lyapunov(
+    field: Field | Callable[[float], Field],
+    x0: Tensor | Cloud,
+    t: float,
+    k: int = 1,
+    *,
+    transient: float | None = None,
+    every: float | None = None,
+    geometry: Geometry = UNIT_SPHERE,
+    step: str | RungeKutta | Adaptive = rk4,
+    h: float = 0.05,
+    generator: torch.Generator | None = None,
+) -> Lyapunov:
+    """The k leading Lyapunov exponents along the path of x0.
+
+    Displacements are carried through the steps themselves, so that they are exact for the discrete flow, and made
+    orthonormal at intervals.
+
+    Args:
+        field, x0, geometry, step, h: as in `flow`; tokens are never merged.
+        t: the length of the path.
+        k: the number of exponents, at most n (d - 1) on the sphere.
+        transient: the time at the start that does not count, while displacements turn to their axes; default t / 2.
+        every: the time between two orthonormalisations; default 10 h.
+        generator: for the initial displacements.
+
+    Returns:
+        A `Lyapunov` with exponents, an indication of their error, and the growth along the path.
+
+    Example:
+        >>> from attn_flow import Drift, Euclidean
+        >>> A = torch.diag(torch.tensor([0.5, -1.0]))
+        >>> result = lyapunov(Drift(lambda t, x: x @ A.T), torch.ones(1, 2), t=10.0, k=2, geometry=Euclidean())
+        >>> result.exponents.round(decimals=4)  # the real parts of the spectrum
+        tensor([ 0.5000, -1.0000])
+    """
+    start, every = t / 2 if transient is None else transient, 10 * h if every is None else every
+    checks.require_positive(t=t, h=h, every=every)
+    checks.require_count(k=k)
+    if not 0 <= start < t:
+        raise ValueError(f"transient = {start}, expected 0 <= transient < t = {t}.")
+    cloud, method = as_cloud(x0), as_method(step)
+    method = replace(method, merge=False) if isinstance(method, Adaptive) else method
+
+    def advance(x: Tensor, a: float, b: float) -> Tensor:
+        times = [a, b] if b > a else [a]
+        moved = Cloud.unchecked(x, cloud.weights, cloud.mask)
+        return flow(field, moved, times, geometry=geometry, step=method, h=h).x[-1]
+
+    with torch.no_grad():
+        x = advance(cloud.x.detach(), 0.0, 0.0)
+        is_token = x.new_ones(x.shape[:-1]) if cloud.mask is None else cloud.mask.expand(x.shape[:-1]).to(x.dtype)
+        most = int(is_token.sum(-1).min()) * tangent_basis(geometry, x).shape[-1]
+        if k > most:
+            raise ValueError(f"k = {k}, expected at most {most}, the dimension of the set of clouds.")
+        u = torch.randn(k, *x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        u, _ = _orthonormal(geometry.tangent(x, u) * is_token[..., None])
+        # The window from `start` to t has two halves, which are compared.
+        windows = ((0.0, start), (start, (start + t) / 2), ((start + t) / 2, t))
+        ends = [end for a, b in windows for end in _cut(a, b, every)]
+        clock, growth = [0.0], [x.new_zeros(*x.shape[:-2], k)]
+        for end in ends:
+            begin = clock[-1]
+            moved, u = _derivative(lambda y, a=begin, b=end: advance(y, a, b), x.expand(u.shape), u)  # type: ignore[misc]
+            x = moved[0]
+            u, size = _orthonormal(u * is_token[..., None])
+            clock.append(end)
+            growth.append(growth[-1] + size)
+    path, times = torch.stack(growth), torch.tensor(clock, dtype=torch.float64)
+    index = [int((times - moment).abs().argmin()) for moment in (start, (start + t) / 2, t)]
+    first, second = (2 * (path[b] - path[a]) / (t - start) for a, b in itertools.pairwise(index))
+    return Lyapunov((first + second) / 2, (second - first).abs() / 2, times, path, x)
+
+
+def _cut(a: float, b: float, every: float) -> list[float]:
+    """The ends of equal parts of at most `every` between a and b."""
+    parts = math.ceil((b - a) / every - 1e-9) if b > a else 0
+    return [a + (b - a) * (i + 1) / parts for i in range(parts - 1)] + [b] * (parts > 0)
+
+
+def _orthonormal(u: Tensor) -> tuple[Tensor, Tensor]:
+    """Displacements u (k, ..., n, d) made orthonormal, and the logarithms of their lengths on the way, (..., k)."""
+    Q, R = torch.linalg.qr(u.flatten(-2).movedim(0, -1))
+    return Q.movedim(-1, 0).unflatten(-1, u.shape[-2:]).contiguous(), R.diagonal(dim1=-2, dim2=-1).abs().log()

@@ -1,0 +1,1 @@
+"""Averages under attention weights; the kernels share one signature, described in `dense`."""

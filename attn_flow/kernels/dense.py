@@ -1,0 +1,251 @@
+"""Attention averages over all pairs of queries and keys, in memory linear in the number of tokens.
+
+The kernels of this package share one signature. Leading axes broadcast, and the logits are
+scale <queries_i, keys_j> + log_weights_j.
+
+    queries       (..., m, k)
+    keys          (..., n, k)
+    values        (..., n, v)
+    log_weights   (..., n)     -inf hides a key; None stands for equal weights
+    scale         a number, or a tensor that broadcasts against the queries: the inverse temperature
+    causal        query i sees the keys j <= i
+    exclude_self  query i does not see the key i
+
+The result is (..., m, v). A query that sees no key has average zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attn_flow.base.checks import can_read
+
+MIN_WIDTH = 16  # the fused CPU kernel takes 1.5 times as long for narrower queries, keys and values
+BLOCK_ENTRIES = 2**18  # logits in memory at a time in `average_by_rows`: 1 MB of float32
+TIE_ROUNDINGS = 16  # scores that differ by fewer rounding errors than this are ties of the hardmax
+
+Weights = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+# The operation behind torch's fused attention on CPUs also returns the log-sum-exp. It has no public name; without it
+# ordinary operations are used.
+_FUSED_WITH_LOG_SUM = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+def softmax_average(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_weights: Tensor | None = None,
+    *,
+    scale: float | Tensor = 1.0,
+    causal: bool = False,
+    exclude_self: bool = False,
+) -> Tensor:
+    """The average of the values under softmax weights, (..., m, v), by torch's fused attention.
+
+    Example:
+        >>> x = torch.eye(2)
+        >>> softmax_average(x, x, x, torch.tensor([0.0, -torch.inf]))  # the second key is hidden
+        tensor([[1., 0.],
+                [1., 0.]])
+    """
+    if exclude_self or uses_forward_mode():  # the fused kernel has neither
+        options: Any = {"scale": scale, "causal": causal, "exclude_self": exclude_self}
+        return average_by_rows(softmax_weights, queries, keys, values, log_weights, **options)[0]
+    q, k, v, scale, batch = _to_fused_layout(queries, keys, values, log_weights, scale)
+    average = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    average = average[..., : values.shape[-1]].reshape(*batch, queries.shape[-2], values.shape[-1])
+    return _zero_unless_visible(average, log_weights, causal)
+
+
+def average_and_log_sum(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_weights: Tensor | None = None,
+    *,
+    scale: float | Tensor = 1.0,
+    causal: bool = False,
+    exclude_self: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The softmax average (..., m, v), and log sum_j exp(scale <q_i, k_j> + log w_j), (..., m).
+
+    Example:
+        >>> x = torch.zeros(3, 2)
+        >>> average_and_log_sum(x, x, x)[1].exp()  # three keys of weight one
+        tensor([3., 3., 3.])
+    """
+    tensors = [z for z in (queries, keys, values, log_weights, scale) if isinstance(z, Tensor)]
+    has_gradient = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
+    is_plain = queries.device.type == "cpu" and can_read(*tensors) and not uses_forward_mode()
+    if _FUSED_WITH_LOG_SUM is None or has_gradient or exclude_self or not is_plain:
+        options: Any = {"scale": scale, "causal": causal, "exclude_self": exclude_self}
+        return average_by_rows(softmax_weights, queries, keys, values, log_weights, **options)
+    q, k, v, scale, batch = _to_fused_layout(queries, keys, values, log_weights, scale)
+    average, log_sum = _FUSED_WITH_LOG_SUM(q, k, v, 0.0, causal, scale=scale)
+    m = queries.shape[-2]
+    average = average[..., : values.shape[-1]].reshape(*batch, m, values.shape[-1])
+    log_sum = log_sum.to(queries.dtype).reshape(*batch, m)
+    if log_weights is not None:
+        log_sum = torch.where(_visible(log_weights, causal), log_sum, -torch.inf)
+    return _zero_unless_visible(average, log_weights, causal), log_sum
+
+
+def hardmax_average(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_weights: Tensor | None = None,
+    *,
+    scale: float | Tensor = 1.0,
+    causal: bool = False,
+    exclude_self: bool = False,
+) -> Tensor:
+    """The limit scale -> infinity: the weighted mean of the values whose keys score highest. `scale` is ignored.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+        >>> hardmax_average(x, x, torch.tensor([[1.0], [2.0], [4.0]]))  # ties are averaged
+        tensor([[1.],
+                [3.],
+                [3.]])
+    """
+    options = {"causal": causal, "exclude_self": exclude_self}
+    return average_by_rows(hardmax_weights, queries, keys, values, log_weights, **options)[0]
+
+
+def uses_forward_mode() -> bool:
+    """Whether forward-mode derivatives are being computed (torch.func.jvp, jacfwd, dual numbers)."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
+def _to_fused_layout(
+    queries: Tensor, keys: Tensor, values: Tensor, log_weights: Tensor | None, scale: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor, float, torch.Size]:
+    """Queries, keys and values (clouds, heads, n, width), the scale as a number, and the batch axes of the result.
+
+    The fused CPU kernel needs four axes, one width and a dense last axis; otherwise torch forms the full matrix.
+    """
+    if log_weights is not None or isinstance(scale, Tensor) or scale < torch.finfo(queries.dtype).tiny:
+        queries, scale = scale * queries, 1.0
+    if log_weights is not None:
+        # <(q, 1), (k, log w)> = <q, k> + log w. As a coordinate of the keys, unlike as an attention mask, the
+        # log-weights can be combined with a causal mask and have a gradient in the fused kernel. A finite number
+        # stands for -inf, so that a query that sees no key has no NaN.
+        floor = torch.finfo(keys.dtype).min / 4
+        finite = log_weights.to(keys.dtype).clamp_min(floor)
+        shape = torch.broadcast_shapes(keys.shape[:-1], finite.shape)
+        queries = F.pad(queries, (0, 1), value=1.0)
+        keys = torch.cat([keys.expand(*shape, -1), finite.expand(shape)[..., None]], dim=-1)
+    batch = queries.shape[:-2]
+    if not batch == keys.shape[:-2] == values.shape[:-2]:
+        batch = torch.broadcast_shapes(batch, keys.shape[:-2], values.shape[:-2])
+    width = max(queries.shape[-1], values.shape[-1], MIN_WIDTH)
+
+    def four_axes(z: Tensor) -> Tensor:
+        z = F.pad(z, (0, width - z.shape[-1])) if z.shape[-1] < width else z  # zeros change no logit and no average
+        z = z if z.stride(-1) == 1 else z.contiguous()
+        return z.expand(1, *(batch or (1,)), -1, -1).flatten(0, -4)
+
+    q = four_axes(queries)
+    k = q if keys is queries else four_axes(keys)
+    v = k if values is keys else four_axes(values)
+    return q, k, v, scale, batch
+
+
+def _visible(log_weights: Tensor, causal: bool) -> Tensor:
+    """Whether each query sees any key, (..., m) or (..., 1)."""
+    is_visible = ~log_weights.isneginf()
+    return is_visible.cumsum(-1) > 0 if causal else is_visible.any(-1, keepdim=True)
+
+
+def _zero_unless_visible(average: Tensor, log_weights: Tensor | None, causal: bool) -> Tensor:
+    """The average, zero for queries that see no key."""
+    return average if log_weights is None else torch.where(_visible(log_weights, causal)[..., None], average, 0.0)
+
+
+# --- by rows, from ordinary operations ----------------------------------------------------------------------------
+
+
+def average_by_rows(
+    weights: Weights,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_weights: Tensor | None = None,
+    *,
+    scale: float | Tensor = 1.0,
+    causal: bool = False,
+    exclude_self: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The averages (..., m, v) under `weights`, and the log-sums (..., m), for one block of queries at a time.
+
+    It has derivatives of every order and mode. The backward pass recomputes each block.
+
+    Args:
+        weights: `softmax_weights`, `hardmax_weights`, or another function (queries, keys, log_weights, is_hidden) ->
+            weights (..., m, n) and log-sums (..., m).
+    """
+    m, n = queries.shape[-2], keys.shape[-2]
+    queries = scale * queries if isinstance(scale, Tensor) or scale != 1.0 else queries
+    log_weights = keys.new_zeros(n) if log_weights is None else log_weights.to(keys.dtype)
+    batch = torch.broadcast_shapes(queries.shape[:-2], keys.shape[:-2], values.shape[:-2], log_weights.shape[:-1])
+    block = min(m, max(1, BLOCK_ENTRIES // (n * math.prod(batch))))
+    starts = range(0, m, block)
+
+    def average(i: int, queries: Tensor, keys: Tensor, values: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor]:
+        is_hidden = log_weights.isneginf()[..., None, :]  # (..., 1, n)
+        if causal or exclude_self:
+            rows = torch.arange(m, device=queries.device)[i : i + block, None]
+            columns = torch.arange(n, device=queries.device)
+            is_hidden = is_hidden | (columns > rows) if causal else is_hidden
+            is_hidden = is_hidden | (columns == rows) if exclude_self else is_hidden
+        A, log_sum = weights(queries[..., i : i + block, :], keys, log_weights, is_hidden)
+        return A @ values, log_sum
+
+    inputs = (queries, keys, values, log_weights)
+    if not can_read(*inputs) or uses_forward_mode():
+        parts = [average(i, *inputs) for i in starts]
+    elif torch.is_grad_enabled() and any(z.requires_grad for z in inputs):
+        if len(starts) == 1:
+            return average(0, *inputs)
+        parts = [checkpoint(average, i, *inputs, use_reentrant=False) for i in starts]
+    else:
+        # Written in place: small results between the large blocks would fragment the heap until it has n^2 entries.
+        result, log_sums = queries.new_empty(*batch, m, values.shape[-1]), queries.new_empty(*batch, m)
+        for i in starts:
+            result[..., i : i + block, :], log_sums[..., i : i + block] = average(i, *inputs)
+        return result, log_sums
+    averages, sums = zip(*parts)
+    return torch.cat(averages, dim=-2), torch.cat(sums, dim=-1)
+
+
+def softmax_weights(q: Tensor, keys: Tensor, log_weights: Tensor, is_hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax_j(<q_i, k_j> + log w_j), (..., m, n), and its log-sum-exp (..., m)."""
+    return normalised_exp(torch.where(is_hidden, -torch.inf, q @ keys.mT + log_weights[..., None, :]))
+
+
+def hardmax_weights(q: Tensor, keys: Tensor, log_weights: Tensor, is_hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """w_j over the keys with the highest score <q_i, k_j>, normalised, (..., m, n), and that score (..., m)."""
+    scores = torch.where(is_hidden, -torch.inf, q @ keys.mT)
+    top = scores.amax(-1)
+    rounding = torch.finfo(q.dtype).eps * q.norm(dim=-1) * keys.norm(dim=-1).amax(-1, keepdim=True)
+    is_lower = scores < (top - TIE_ROUNDINGS * rounding)[..., None]
+    return normalised_exp(torch.where(is_lower | is_hidden, -torch.inf, log_weights[..., None, :]))[0], top
+
+
+def normalised_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax over the last axis and its log-sum-exp; zero and -inf for a row of -inf."""
+    top = logits.detach().amax(-1, keepdim=True)
+    exponentials = (logits - torch.where(top.isneginf(), 0.0, top)).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    is_empty = top.isneginf()
+    total = torch.where(is_empty, 1.0, total)
+    return exponentials / total, (total.log() + top)[..., 0]

@@ -1,0 +1,134 @@
+"""How long and in which steps a layer flows: the options that all continuous layers share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attn_flow.base import checks
+from attn_flow.dynamics.steppers import Adaptive, RungeKutta, Velocity, as_method, rk4
+from attn_flow.geometry import Euclidean, Geometry, Sphere
+
+Step = Literal["euler", "rk4", "dopri5"] | RungeKutta
+UNIT_SPHERE = Sphere()
+
+
+class FlowKeywords(TypedDict, total=False):
+    """The keyword arguments that all continuous modules share."""
+
+    learn_beta: bool
+    beta_schedule: Callable[[float], float] | None
+    horizon: float
+    steps: int
+    step: Step
+    geometry: Geometry | None
+    checkpoint: bool
+    validate: bool
+
+
+class BetaKeywords(FlowKeywords, total=False):
+    """The same with beta, for modules that take their weights from elsewhere."""
+
+    beta: float | Tensor | None
+
+
+@dataclass(frozen=True)
+class FlowOptions:
+    """A flow to time `horizon` in `steps` equal steps.
+
+    Args:
+        horizon: the time that tokens flow.
+        steps: the number of equal steps.
+        step: "euler", "rk4", "dopri5" or another `RungeKutta` method: 1, 4 or 7 evaluations of attention a step.
+        geometry: the set that tokens live on.
+        checkpoint: recompute each step in the backward pass. Memory is then that of one step instead of all of them.
+
+    Example:
+        >>> options = FlowOptions(horizon=1.0, steps=50, geometry=Euclidean())
+        >>> options.run(lambda t, x: -x, torch.ones(1, 1))  # e^-1
+        tensor([[0.3679]])
+        >>> options.evaluations
+        200
+    """
+
+    horizon: float = 1.0
+    steps: int = 1
+    step: Step = rk4
+    geometry: Geometry = UNIT_SPHERE
+    checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        checks.require_positive(horizon=self.horizon)
+        checks.require_count(steps=self.steps)
+        method = as_method(self.step)
+        if isinstance(method, Adaptive):
+            raise ValueError(f"step = {self.step!r}, expected a fixed step such as 'rk4': a layer takes equal steps.")
+        object.__setattr__(self, "step", method)
+
+    @property
+    def method(self) -> RungeKutta:
+        """The Runge-Kutta method of a step."""
+        assert isinstance(self.step, RungeKutta)
+        return self.step
+
+    @property
+    def evaluations(self) -> int:
+        """How often attention is evaluated in one forward pass."""
+        return self.steps * (1 + len(self.method.a))
+
+    def states(self, velocity: Velocity, x: Tensor, noise: float = 0.0) -> Iterator[Tensor]:
+        """Yield the tokens after each step.
+
+        Args:
+            velocity: (t, x) -> tangent vectors (..., n, d).
+            x: tokens (..., n, d) on the geometry.
+            noise: sigma of independent Gaussian displacements sqrt(h) sigma xi after each step of size h.
+        """
+        h = self.horizon / self.steps
+        for i in range(self.steps):
+            arguments = (velocity, i * h, x, h, self.geometry)
+            if self.checkpoint and torch.is_grad_enabled():
+                x = checkpoint(self.method.step, *arguments, use_reentrant=False)
+            else:
+                x = self.method.step(*arguments)
+            if noise:
+                x = self.geometry.retract(x + math.sqrt(h) * noise * torch.randn_like(x))
+            yield x
+
+    def run(self, velocity: Velocity, x: Tensor) -> Tensor:
+        """x(horizon) from x(0) = x, (..., n, d)."""
+        for state in self.states(velocity, x):
+            x = state
+        return x
+
+    def displacement(self, velocity: Velocity, x: Tensor) -> Tensor:
+        """x(horizon) - x, (..., n, d).
+
+        In flat space the displacement itself is integrated, so that one Euler step of size one loses no digit.
+        """
+        if isinstance(self.geometry, Euclidean):
+            return self.run(lambda t, u: velocity(t, x + u), torch.zeros_like(x))
+        return self.run(velocity, self.geometry.retract(x)) - x
+
+    def to(self, like: Tensor) -> FlowOptions:
+        """The same options with the geometry's tensors on the device of `like`, and in its dtype if not half."""
+        fields: Any = dataclasses.fields(self.geometry) if dataclasses.is_dataclass(self.geometry) else ()
+        tensors = {f.name: z for f in fields if f.init and isinstance(z := getattr(self.geometry, f.name), Tensor)}
+        if like.is_meta or not tensors:
+            return self
+        dtype = like.dtype if like.dtype in (torch.float32, torch.float64) else torch.float32
+        moved = {name: z.to(like.device, dtype) for name, z in tensors.items()}
+        return dataclasses.replace(self, geometry=dataclasses.replace(self.geometry, **moved))  # type: ignore[type-var]
+
+    def __str__(self) -> str:
+        return (
+            f"horizon={self.horizon:g}, steps={self.steps}, step={self.method} ({self.evaluations} "
+            f"attention{'s' * (self.evaluations > 1)} a forward pass), geometry={self.geometry}"
+        )

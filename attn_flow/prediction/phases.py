@@ -1,0 +1,336 @@
+"""The phases of a flow: when it concentrates, rests at its limit and leaves, with rates fitted and predicted.
+
+They are read off the curve W2(mu_t, P_# mu_0). Low-temperature attention first falls towards P_# mu_0 at rate c_2; for
+finite beta it is finally taken over by V (arXiv 2605.10931, THEORY 1 and 14). Whether it rests in between is a question
+of rates: a curve that falls and rises at comparable rates has a least value but no rest.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from attn_flow.dynamics.trajectory import Trajectory
+from attn_flow.measures import Cloud
+from attn_flow.prediction import batches
+from attn_flow.prediction.limit_map import LimitMap
+from attn_flow.prediction.requirements import PredictionWarning, Requirement
+
+FALL = 0.75  # a path concentrates if W2 falls at least to this part of its start
+NEAR = 1.25  # it rests while W2 is within this factor of its least value, or of the predicted cluster width
+REST = 2.0  # for at least this many of the times in which W2 fell by a factor of e
+MIN_CHANGE = 1.0  # an exponential is fitted where w changes by a factor of e or more
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One interval of time, and the rate of exponential decay or growth in it; None where there is nothing to fit.
+
+    Attributes:
+        name: "concentrating", "metastable", "terminal", "spreading" (W2 never falls) or "settling".
+        start, end: the interval.
+        rate, error: fitted where log W2 is straight, with its standard error. W2 decays at it while concentrating; the
+            clusters' offset grows at it in the terminal phase.
+        predicted: the rate that theory gives, if it gives one.
+    """
+
+    name: str
+    start: float
+    end: float
+    rate: float | None = None
+    error: float | None = None
+    predicted: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers, and the name under "phase"."""
+        return {"phase": self.name, **{name: value for name, value in asdict(self).items() if name != "name"}}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Phases:
+    """The phases of a path, or of a batch of paths, with the curve from which they were read.
+
+    Attributes:
+        t: (T,), times.
+        w2: (T, ...), W2(mu_t, P_# mu_0).
+        t_min, min_w2: (...), the time of the least W2 and its value.
+        intervals: the phases in order; those of a batch are in its elements, `phases(path, limit)[i]`.
+        note: why there is a metastable phase or none, in words.
+        settling: the final approach to V's leading direction.
+        requires: the assumptions of the prediction, checked on the first cloud.
+        doubts: why the prediction need not hold for this path.
+        elements: the phases of the paths of a batch.
+    """
+
+    t: Tensor
+    w2: Tensor
+    t_min: Tensor
+    min_w2: Tensor
+    intervals: tuple[Phase, ...] = ()
+    note: str = ""
+    settling: Phase | None = None
+    requires: tuple[Requirement, ...] = ()
+    doubts: tuple[str, ...] = ()
+    elements: tuple[Phases, ...] = ()
+
+    def __repr__(self) -> str:
+        if self.elements:
+            return f"Phases(batch {tuple(self.t_min.shape)}, min W2 {self.min_w2.min():.3g} to {self.min_w2.max():.3g})"
+        words = ", ".join(f"{phase.name} [{phase.start:.3g}, {phase.end:.3g}]" for phase in self.intervals)
+        return f"Phases({words}; min W2 {self.min_w2:.3g} at t = {self.t_min:.3g}, {len(self.doubts)} doubts)"
+
+    def __iter__(self) -> Iterator[Phases]:
+        return iter(self.elements)
+
+    def __getitem__(self, index: int) -> Phases:
+        return self.elements[index]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers and words, ready for JSON."""
+        if self.elements:
+            return {"elements": [each.as_dict() for each in self.elements]}
+        return {
+            **{name: getattr(self, name).tolist() for name in ("t", "w2", "t_min", "min_w2")},
+            "phases": [phase.as_dict() for phase in self.intervals],
+            "note": self.note,
+            "settling": None if self.settling is None else self.settling.as_dict(),
+            "requires": [asdict(need) for need in self.requires],
+            "doubts": list(self.doubts),
+        }
+
+
+def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
+    """W2(mu_t, P_# mu_0) at every time of a path (T, ..., n, d), as (T, ...); to the moving push-forward if E rotates.
+
+    Example:
+        >>> from attn_flow import Attention, limit
+        >>> from attn_flow.prediction import zero_temperature_flow
+        >>> attention = Attention.from_matrices(torch.eye(2), torch.diag(torch.tensor([2.0, 1.0])))
+        >>> path = zero_temperature_flow(attention, torch.tensor([[0.8, 0.6], [-0.8, 0.6]]), [0.0, 20.0])
+        >>> w2_curve(path, limit(attention)).round(decimals=4)
+        tensor([0.6325, 0.0000])
+    """
+    if limit.elements:
+        batch = path.x.shape[1:-2]
+        each = [w2_curve(one, limit[i % len(limit.elements)]) for i, one in enumerate(_elements(path))]
+        return torch.stack(each, dim=-1).unflatten(-1, batch)
+    first = path.cloud(0)
+    x0, cloud = Cloud(first.filled(), path.weights, path.mask), Cloud(path.x, path.weights, path.mask)
+    if limit.rotates:
+        return batches.w2(cloud, limit.push_forward(x0, path.t - path.t[0]))
+    target = limit.push_forward(x0)
+    if limit.case == "fixed" and limit.basis is not None and limit.dimension == 1:
+        # The limit has two atoms +-e: a small transport problem.
+        side = (target.x @ limit.basis[:, 0].to(target.x)).sign()
+        mass = (first.probabilities * (side > 0)).sum(-1)
+        if bool(((mass > 0) & (mass < 1)).all()):
+            e = target.x[..., :1, :] * side[..., :1, None]
+            atoms = Cloud(torch.cat([e, -e], dim=-2), torch.stack([mass, 1 - mass], -1))
+            return batches.w2(cloud, atoms, method="simplex")
+    return batches.w2(cloud, target)
+
+
+def _elements(path: Trajectory) -> list[Trajectory]:
+    """The paths of a batch, one by one, each with its own beta."""
+    batch = path.x.shape[1:-2]
+    count, x = math.prod(batch), path.x.flatten(1, -3)
+    rows = lambda z: [None] * count if z is None else z.expand(*batch, z.shape[-1]).flatten(0, -2)
+    about = path.about.get("field", {})
+    beta = torch.as_tensor(
+        float(about.get("beta", math.nan)) if not isinstance(about.get("beta"), list) else about["beta"]
+    )
+    betas = (beta[..., 0] if beta.ndim else beta).expand(batch).flatten().tolist()
+    return [
+        replace(path, x=x[:, i], weights=w, mask=m, about=path.about | {"field": about | {"beta": b}})
+        for i, (w, m, b) in enumerate(zip(rows(path.weights), rows(path.mask), betas))
+    ]
+
+
+def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None = None, warn: bool = True) -> Phases:
+    """Split a path into concentration, rest and exit, with rates fitted and predicted.
+
+    W2 is metastable if it stays within 25% of its least value (or of the predicted width of clusters) for at least
+    twice the mean time in which it fell by a factor of e. Otherwise there is no metastable phase, and `note` says so.
+
+    Args:
+        path: a path (T, n, d) with T >= 3, as `flow` returns it, or a batch (T, ..., n, d).
+        limit: the prediction `limit(attention)`; that of a batch matches the last batch axes of the path.
+        w2: the distances (T, ...) if they are known already.
+        warn: warn (`PredictionWarning`) if the cloud does not meet what the prediction requires.
+
+    Returns:
+        `Phases`; indexing a batch gives those of one path.
+
+    Example:
+        >>> from attn_flow import Attention, flow, limit
+        >>> from attn_flow.measures.quadrature import circle
+        >>> G, V = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.diag(torch.tensor([1.0, 1.02])).double()
+        >>> attention = Attention.from_matrices(G, V, beta=100.0)
+        >>> cloud = circle(100, lambda theta: torch.exp(torch.cos(theta - 1)))
+        >>> path = flow(attention, cloud, torch.linspace(0, 20, 41), h=0.1)
+        >>> [phase.name for phase in phases(path, limit(attention)).intervals]
+        ['concentrating', 'metastable', 'terminal']
+    """
+    curve = w2_curve(path, limit) if w2 is None else torch.as_tensor(np.asarray(w2))
+    curve = curve.detach().cpu().double()
+    if curve.shape != path.x.shape[:-2] or len(path) < 3:
+        raise ValueError(
+            f"w2 has shape {tuple(curve.shape)}, expected {tuple(path.x.shape[:-2])} with 3 times or more."
+        )
+    if curve.ndim == 1:
+        return _phases_of_path(path, limit, curve, warn)
+    paths, curves = _elements(path), curve.flatten(1).unbind(-1)
+    limits = [limit[i % len(limit.elements)] if limit.elements else limit for i in range(len(paths))]
+    each = tuple(_phases_of_path(*parts, warn) for parts in zip(paths, limits, curves))
+    least = curve.min(0)
+    return Phases(path.t, curve, path.t.cpu()[least.indices], least.values, elements=each)
+
+
+def _phases_of_path(path: Trajectory, limit: LimitMap, w: Tensor, warn: bool) -> Phases:
+    t = path.t.detach().cpu().double()
+    beta = path.about.get("field", {}).get("beta")
+    beta = float(beta) if isinstance(beta, (int, float)) and 0 < beta < math.inf else None
+    exit_rate = None if limit.terminal is None else limit.terminal.exit_rate
+    floor = limit.width.w2(beta) if limit.width is not None and beta is not None else 0.0
+    predicted = {"concentrating": None if limit.rates is None else limit.rates.decay(), "terminal": exit_rate}
+    offset = None if exit_rate is None or limit.basis is None else _offset(path, limit.basis[:, 0])
+    intervals, note = split(t, w, predicted, offset, floor)
+    needs = limit.examine(path.cloud(0), beta=beta)
+    doubts = [str(need) for need, known in zip(needs, limit.requires) if need.met is False and known.met is None]
+    rounding = 8 * math.sqrt(torch.finfo(path.x.dtype).eps)  # W2^2 is a sum of squares of order one
+    if beta is not None and exit_rate and float(w.min()) < rounding:
+        reason = "only rounding breaks the symmetry of this distribution, and what follows is rounding too"
+        doubts.append(f"W2 falls to {float(w.min()):.1g}, below {rounding:.1g}: {reason}")
+    if warn and doubts:
+        warnings.warn("; ".join(doubts), PredictionWarning, stacklevel=3)
+    settling = _settling(path, limit, t.numpy()) if intervals[-1].name == "terminal" else None
+    return Phases(t, w, t[w.argmin()], w.min(), intervals, note, settling, needs, tuple(doubts))
+
+
+def split(
+    t: ArrayLike,
+    w2: ArrayLike,
+    predicted: dict[str, float | None] | None = None,
+    offset: ArrayLike | None = None,
+    floor: float = 0.0,
+) -> tuple[tuple[Phase, ...], str]:
+    """The phases of a curve W2(t), and why there is a metastable one or none.
+
+    Args:
+        t, w2: (T,) with T >= 3.
+        predicted: rates of "concentrating" and "terminal".
+        offset: (T,), what grows exponentially while clusters leave; by default W2, which saturates.
+        floor: the W2 at which theory expects the path to rest.
+    """
+    t, w, known = np.asarray(t, dtype=np.float64), np.asarray(w2, dtype=np.float64), predicted or {}
+    if t.ndim != 1 or t.shape != w.shape or len(t) < 3:
+        raise ValueError(f"t has shape {t.shape} and w2 {w.shape}, expected the same (T,) with at least 3 times.")
+    if not (np.isfinite(w).all() and (w >= 0).all()):
+        raise ValueError("w2 has NaN, infinite or negative entries, expected distances.")
+    begin, end, m = float(t[0]), float(t[-1]), int(w.argmin())
+    if w[m] > FALL * w[0]:
+        note = f"no concentration: W2 falls to {w[m] / w[0]:.2g} of its start, not to {FALL:g}"
+        return (Phase("spreading", begin, end),), note
+    level = NEAR * max(w[m], floor)
+    enter = _crossing(t[m::-1], w[m::-1], level, begin)
+    leave = _crossing(t[m:], w[m:], level, end)
+    rate, error = fit_exponential(t[: m + 1], w[: m + 1], -1.0)
+    needed = REST * (enter - begin) / math.log(w[0] / level) if 0 < level < w[0] else 0.0
+    rests = leave > enter and leave - enter >= needed
+    note = f"W2 stays within 25% of its least value for {leave - enter:.3g}, {'at least' if rests else 'less than'} "
+    note += f"twice the time in which it fell by a factor of e ({needed:.3g})"
+    note = note if rests else f"no metastable phase: {note}"
+    fall_end = enter if rests else float(t[m])
+    intervals = [Phase("concentrating", begin, fall_end, rate, error, known.get("concentrating"))]
+    if rests:
+        intervals.append(Phase("metastable", enter, leave, predicted=0.0))
+    if leave < end:
+        growth = w if offset is None else np.asarray(offset, dtype=np.float64)
+        rate, error = fit_exponential(t[m:], growth[m:], 1.0)
+        intervals.append(Phase("terminal", intervals[-1].end, end, rate, error, known.get("terminal")))
+    return tuple(phase for phase in intervals if phase.end > phase.start), note
+
+
+def _crossing(t: NDArray, w: NDArray, level: float, otherwise: float) -> float:
+    """The first time along t at which log w crosses the level from below, or `otherwise`."""
+    above = np.flatnonzero(w > level)
+    if not len(above):
+        return otherwise
+    i = above[0]
+    share = math.log(level / w[i - 1]) / math.log(w[i] / w[i - 1]) if w[i - 1] > 0 else 1.0
+    return float(t[i - 1] + share * (t[i] - t[i - 1]))
+
+
+def fit_exponential(t: NDArray, w: NDArray, sign: float) -> tuple[float | None, float | None]:
+    """The slope of sign * log w and its standard error, where the curve is exponential; None if it is so nowhere.
+
+    A stretch of at least 5 points, over which w changes by a factor of e or more, is exponential if the residuals of
+    a line through log w are below 0.5% of its change, or what the noise of the curve explains. Of those stretches the
+    one with the largest product of change and duration is fitted.
+    """
+    t, w = t[w > 0], w[w > 0]
+    if len(t) < 5:
+        return None, None
+    s, y = t - t.mean(), sign * np.log(w)
+    noise = 1.5 * np.median(np.abs(np.diff(y, 2))) / (0.6745 * math.sqrt(6))
+    y = y - y.mean()
+    sums = [np.concatenate([[0.0], np.cumsum(z)]) for z in (np.ones_like(s), s, y, s * s, s * y, y * y)]
+    n, a, b, aa, ab, bb = (z[None, 1:] - z[:-1, None] for z in sums)  # over the points i, ..., j
+    duration = s[None, :] - s[:, None]
+    with np.errstate(all="ignore"):
+        spread, both = aa - a * a / n, ab - a * b / n
+        slope = both / spread
+        residual = np.clip(bb - b * b / n - slope * both, 0, None)
+        change = slope * duration
+        good = (n >= 5) & (np.sqrt(residual / n) <= 0.005 * change + noise) & (change >= MIN_CHANGE)
+    if not good.any():
+        return None, None
+    best = np.unravel_index(np.where(good, change * duration, 0.0).argmax(), change.shape)
+    return float(slope[best]), float(np.sqrt(residual[best] / (n[best] - 2) / spread[best]))
+
+
+def _offset(path: Trajectory, e: Tensor, median: bool = True) -> NDArray:
+    """The offset of the clusters from +-e at every time, (T,): a tangent, the root mean square of both sides.
+
+    That of a side is the median of its tokens, which ignores those that linger elsewhere, or their mean.
+    """
+    x, p, e = path.x.detach(), path.cloud(0).probabilities.detach(), e.to(path.x)
+    along, across = x @ e, x @ torch.linalg.svd(e[None])[2][1:].mT
+    total = torch.zeros_like(along[:, 0])
+    for side in (along > 0, along < 0):
+        weights = (side * p)[..., None]  # (T, n, 1)
+        mass = weights.sum(-2)  # (T, 1)
+        tangent = torch.where(side[..., None], across / torch.where(side, along, 1.0)[..., None], 0.0)
+        if median:
+            ordered, order = torch.where(side[..., None], tangent, math.inf).sort(dim=-2)
+            below = weights.expand_as(tangent).gather(-2, order).cumsum(-2) < mass[..., None, :] / 2
+            centre = ordered.gather(-2, below.sum(-2, keepdim=True).clamp(max=x.shape[-2] - 1))[..., 0, :]
+        else:
+            centre = (weights * tangent).sum(-2) / mass.clamp_min(1e-30)
+        total += torch.where(mass[:, 0] > 1e-3, mass[:, 0] * centre.square().sum(-1), 0.0)
+    return total.sqrt().cpu().double().numpy()
+
+
+def _settling(path: Trajectory, limit: LimitMap, t: NDArray) -> Phase | None:
+    """The decay of the mean offset from V's leading direction +-e, predicted to be v_top - v_next.
+
+    In a cluster that sees only itself the mean decays at v_top - v_next, and differences of tokens at v_top: the mean
+    of each side is fitted, since two clusters that merge at e would show v_top.
+    """
+    if limit.terminal is None or limit.terminal.basis.shape[1] > 1:
+        return None
+    offset = _offset(path, limit.terminal.basis[:, 0], median=False)
+    near = np.arange(len(t)) > np.flatnonzero(offset > 0.1).max(initial=-1)
+    near &= offset > 1e3 * torch.finfo(path.x.dtype).eps
+    rate, error = fit_exponential(t[near], offset[near], -1.0)
+    if rate is None:
+        return None
+    return Phase("settling", float(t[near][0]), float(t[near][-1]), rate, error, limit.terminal.rate)

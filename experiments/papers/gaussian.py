@@ -1,0 +1,154 @@
+"""A Gaussian law stays Gaussian: its mean and covariance obey an ODE that blows up for V = I and decays for V = -I.
+
+Castin et al., arXiv 2501.18322: m' = V(m + beta S G m), S' = beta(V S G S + S G^T S V^T). Differs from the paper:
+closed forms for V = v I and any G (blow-up time) or symmetric G (whole path) are drawn with particles, and where
+particles must leave them: n tokens cannot follow once beta (g^T S g)^{1/2} exceeds sqrt(2 log n).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from attn_flow import Attention, Euclidean, flow
+from attn_flow.base.progress import progress_bar
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
+from attn_flow.theory import gaussian as theory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BETA = 0.5
+S0 = np.array([[0.6, 0.2], [0.2, 0.3]])
+M0 = np.array([0.3, -0.2])
+SYMMETRIC = np.array([[1.0, 0.3], [0.3, 0.5]])
+SKEW = np.array([[0.5, 1.5], [-1.5, 0.5]])
+CASES = {
+    "blow-up: V = I": (1.0, SYMMETRIC),
+    "stable: V = -I": (-1.0, SYMMETRIC),
+    "V = I, G rotates": (1.0, SKEW),
+}
+
+
+def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    n = 600 if quick else 2500
+    runs = []
+    with progress_bar("gaussian", len(CASES), progress) as advance:
+        for name, (v, G) in CASES.items():
+            runs.append(case(name, v, G, n, generator))
+            advance()
+    claims = [
+        bound(f"{r['case']}: integrated ODE against the closed form of S, relative", r["closed_error"], at_most=1e-7)
+        for r in runs
+    ]
+    claims += [
+        bound(
+            f"{r['case']}: particles' covariance at t = {r['t_check']:.2f}, relative distance from the ODE",
+            r["particle_error"],
+            at_most=0.1 if quick else 0.05,
+        )
+        for r in runs
+    ]
+    first = runs[0]
+    claims.append(
+        claim("blow-up time of the ODE over its closed form", first["integrated_blow_up"] / first["blow_up"], 1.0, 2e-3)
+    )
+    claims.append(
+        claim(
+            "stable case: t S(t) -> (2 beta G)^{-1}, largest entry",
+            runs[1]["tail"],
+            runs[1]["tail_theory"],
+            0.02 * abs(runs[1]["tail_theory"]),
+        )
+    )
+    return {"seed": seed, "n": n, "beta": BETA, "runs": runs, "claims": claims}
+
+
+def start(n: int, generator: torch.Generator) -> torch.Tensor:
+    """n tokens whose empirical mean and covariance are exactly M0 and S0."""
+    z = torch.randn(n, 2, generator=generator, dtype=torch.float64)
+    z = z - z.mean(0)
+    z = z @ torch.linalg.inv(torch.linalg.cholesky(z.T @ z / n)).T
+    return torch.as_tensor(M0) + z @ torch.linalg.cholesky(torch.as_tensor(S0)).T
+
+
+def case(name: str, v: float, G: np.ndarray, n: int, generator: torch.Generator) -> dict[str, Any]:
+    """Means and covariances of particles, of the ODE, and in closed form."""
+    end = theory.blow_up_time(S0, v, G, BETA)
+    T = 0.95 * end if np.isfinite(end) else 6.0
+    t = np.linspace(0, T, 41)
+    _, m, S = theory.solve(t, M0, S0, v * np.eye(2), G, BETA)
+    inverse = np.linalg.inv(S0) - BETA * v * t[:, None, None] * (G + G.T)
+    closed = np.linalg.inv(inverse)
+    attention = Attention.from_matrices(torch.as_tensor(G), v * torch.eye(2, dtype=torch.float64), BETA)
+    path = flow(attention, start(n, generator), torch.as_tensor(t), geometry=Euclidean(), h=T / 40)
+    mean = path.x.mean(-2)
+    centred = path.x - mean[:, None]
+    covariance = (centred.mT @ centred / n).numpy()
+    size = lambda A: np.linalg.norm(A, axis=(-2, -1))
+    # spread of the logits, beta (g^T S g)^{1/2} with g = G x, for a token x two standard deviations beyond the mean
+    of_mean = np.einsum("ti,tij,tj->t", m @ G.T, S, m @ G.T)
+    of_token = np.einsum("tij,jk,tkl,il->t", S, G, S, G)
+    spread = BETA * (np.sqrt(of_mean) + 2 * np.sqrt(of_token))
+    check = 16
+    blown = (
+        theory.solve(np.linspace(0, 1.2 * end, 1201), M0, S0, v * np.eye(2), G, BETA)[0][-1]
+        if np.isfinite(end)
+        else np.inf
+    )
+    far_t = 2000.0
+    far = theory.solve_scalar_values([far_t], M0, S0, v, G, BETA)[1][0] if v < 0 else np.zeros((2, 2))
+    return {
+        "case": name,
+        "t": t.tolist(),
+        "blow_up": end,
+        "integrated_blow_up": float(blown),
+        "ode": size(S).tolist(),
+        "ode_mean": np.linalg.norm(m, axis=-1).tolist(),
+        "particles": size(covariance).tolist(),
+        "particle_mean": mean.norm(dim=-1).tolist(),
+        "closed_error": float((size(S - closed) / size(S)).max()),
+        "t_check": float(t[check]),
+        "particle_error": float(size(covariance - S)[check] / size(S)[check]),
+        "spread": spread.tolist(),
+        "cap": float(np.sqrt(2 * np.log(n))),
+        "tail": float(far_t * far[0, 0]),
+        "tail_theory": float(np.linalg.inv(2 * BETA * SYMMETRIC)[0, 0]),
+    }
+
+
+def plot(numbers: dict[str, Any]) -> Figure:
+    figure, axes = panels(3, title=r"Gaussian closure of attention in $\mathbb{R}^2$")
+    for axis, run, colour in zip(axes, numbers["runs"], COLOURS):
+        t = np.array(run["t"])
+        axis.semilogy(t, run["particles"], "o", color=colour, markersize=3, label="particles, |S|")
+        axis.semilogy(t, run["ode"], **THEORY, label="ODE = closed form, |S|")
+        axis.semilogy(t, run["particle_mean"], "s", color="grey", markersize=2.5, label="particles, |m|")
+        axis.semilogy(t, run["ode_mean"], color="grey", linestyle="--", linewidth=1, label="ODE, |m|")
+        if np.isfinite(float(run["blow_up"])):
+            axis.axvline(float(run["blow_up"]), color="black", linewidth=0.8)
+            over = np.flatnonzero(np.array(run["spread"]) > run["cap"])
+            if len(over):
+                axis.axvspan(
+                    t[over[0]],
+                    float(run["blow_up"]),
+                    color="#d55e00",
+                    alpha=0.15,
+                    label="a 2-sigma token needs more than n tokens",
+                )
+        title = run["case"] + (
+            f", blows up at {float(run['blow_up']):.3f}" if np.isfinite(float(run["blow_up"])) else ""
+        )
+        label(axis, title, "time t", "norm of covariance, mean")
+    caption(
+        figure,
+        f"n={numbers['n']} tokens with the exact initial mean and covariance, softmax beta={numbers['beta']:g}, "
+        f"RK4. Particles leave the "
+        f"Gaussian law before blow-up: the tilted mean m + beta S g needs tokens at beta |S^(1/2) g| standard "
+        f"deviations, and n tokens reach $\\sqrt{{2\\log{{}}n}}$. Seed {numbers['seed']}.",
+    )
+    return figure

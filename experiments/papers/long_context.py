@@ -1,0 +1,183 @@
+"""One layer on a long context: at beta = gamma log n attention averages, balances or copies; uniform keys: Poisson.
+
+arXiv 2510.05554 (equiangular tokens, critical gamma = 1/(1-rho)), arXiv 2605.08505 (uniform keys, beta ~ n^{2/(d-1)}).
+Differs from the papers: the exact finite-n correlation is drawn beside its limits, and the Poisson law is turned into
+numbers (mean self-weight and participation) by quadrature.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from attn_flow import Attention, Sphere
+from attn_flow.base.progress import progress_bar
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
+from attn_flow.theory import long_context as theory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RHO = 0.5
+
+
+def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    gammas = np.linspace(0.2, 4.0, 16)
+    sizes = (16, 128) if quick else (16, 128, 1024)
+    with progress_bar("long context", 5, progress) as advance:
+        layers = {str(n): [one_layer(n, float(g)) for g in gammas] for n in sizes}
+        advance()
+        n, clouds = (800, 4) if quick else (2000, 10)
+        b = np.geomspace(0.02, 20, 7 if quick else 12)
+        poisson = {}
+        for d in (2, 3, 5):
+            poisson[str(d)] = uniform_keys(d, n, clouds, b, generator)
+            advance()
+        scaling = {str(d): half_points(d, (200, 1200) if quick else (250, 1000, 2500), generator) for d in (2, 3, 5)}
+        advance()
+    exact = {
+        m: theory.output_correlation(RHO, gammas * np.log(int(m)), int(m)).tolist()
+        for m in (*layers, "1000000", "1000000000000")
+    }
+    critical = 1 / (1 - RHO)
+    far = theory.output_correlation(RHO, critical * np.array([0.7, 1.0, 1.4]) * np.log(1e30), 1e30)
+    limit = theory.output_correlation_limit(RHO, critical * np.array([0.7, 1.0, 1.4]))
+    error = max(float(np.abs(np.array(layers[m]) - np.array(exact[m])).max()) for m in layers)
+    claims = [
+        bound("one layer of equiangular tokens: largest distance from the exact correlation", error, at_most=1e-10)
+    ]
+    claims += [
+        claim(f"correlation {where} critical gamma, n = 1e30", f, e, 1e-3)
+        for where, f, e in zip(("below", "at", "above"), far, limit)
+    ]
+    for dim, run in poisson.items():
+        claims.append(
+            bound(
+                f"uniform keys, d = {dim}: mean self-weight, largest distance from the Poisson law",
+                run["self_error"],
+                at_most=0.03,
+            )
+        )
+        claims.append(
+            bound(
+                f"uniform keys, d = {dim}: participation, largest distance from the Poisson law",
+                run["part_error"],
+                at_most=0.03,
+            )
+        )
+    for dim, run in scaling.items():
+        expected = 2 / (int(dim) - 1)
+        claims.append(
+            claim(
+                f"uniform keys, d = {dim}: exponent of the critical beta in n",
+                run["exponent"],
+                expected,
+                0.1 * expected,
+            )
+        )
+    return {
+        "seed": seed,
+        "rho": RHO,
+        "gamma": gammas.tolist(),
+        "layers": layers,
+        "exact": exact,
+        "n": n,
+        "clouds": clouds,
+        "b": b.tolist(),
+        "poisson": poisson,
+        "scaling": scaling,
+        "claims": claims,
+    }
+
+
+def one_layer(n: int, gamma: float) -> float:
+    """Cosine of two outputs of softmax attention on n exactly equiangular tokens at beta = gamma log n."""
+    x = torch.linalg.cholesky(
+        torch.full((n, n), RHO, dtype=torch.float64) + (1 - RHO) * torch.eye(n, dtype=torch.float64)
+    )
+    y = Attention.identity(n, gamma * np.log(n)).drift(x)[:2]
+    return float(y[0] @ y[1] / (y[0].norm() * y[1].norm()))
+
+
+def weights(d: int, n: int, beta: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Attention rows (betas, 100, n) of 100 of n uniform tokens, by the library's dense attention matrix."""
+    x = Sphere().uniform(n, d, generator=generator, dtype=torch.float64)
+    rows = [Attention.identity(d, float(value)).matrix(x)[0, :100] for value in beta]
+    return torch.stack(rows)
+
+
+def uniform_keys(d: int, n: int, clouds: int, b: np.ndarray, generator: torch.Generator) -> dict[str, Any]:
+    """Mean self-weight and participation sum_j w_j^2 at beta = b n^{2/(d-1)}, and the Poisson law's."""
+    beta = torch.as_tensor(theory.critical_beta(n, d, b))
+    rows = torch.stack([weights(d, n, beta, generator) for _ in range(clouds)])  # (clouds, b, 100, n)
+    own = rows[..., torch.arange(100), torch.arange(100)].mean((0, 2)).numpy()
+    part = rows.square().sum(-1).mean((0, 2)).numpy()
+    self_theory = np.array([theory.self_weight(float(v), d) for v in b])
+    part_theory = np.array([theory.participation(float(v), d) for v in b])
+    return {
+        "self": own.tolist(),
+        "self_theory": self_theory.tolist(),
+        "self_error": float(np.abs(own - self_theory).max()),
+        "participation": part.tolist(),
+        "participation_theory": part_theory.tolist(),
+        "part_error": float(np.abs(part - part_theory).max()),
+    }
+
+
+def half_points(d: int, sizes: tuple[int, ...], generator: torch.Generator) -> dict[str, Any]:
+    """The beta at which tokens pay half of their attention to themselves, for several n, and its exponent in n."""
+    found = []
+    for n in sizes:
+        b = np.geomspace(0.5, 2, 4) * theory.critical_constant(d)
+        own = uniform_self(d, n, b, generator)
+        found.append(float(np.exp(np.interp(0.5, own, np.log(theory.critical_beta(n, d, b))))))
+    slope = np.polyfit(np.log(sizes), np.log(found), 1)[0]
+    return {"n": list(sizes), "beta": found, "exponent": float(slope), "balance": theory.critical_constant(d)}
+
+
+def uniform_self(d: int, n: int, b: np.ndarray, generator: torch.Generator) -> np.ndarray:
+    beta = torch.as_tensor(theory.critical_beta(n, d, b))
+    rows = torch.stack([weights(d, n, beta, generator) for _ in range(6)])
+    return rows[..., torch.arange(100), torch.arange(100)].mean((0, 2)).numpy()
+
+
+def plot(numbers: dict[str, Any]) -> Figure:
+    figure, (a, b, c, d) = panels(4, title="One layer on a long context")
+    gamma, rho = np.array(numbers["gamma"]), numbers["rho"]
+    for (n, curve), colour in zip(numbers["exact"].items(), shades(len(numbers["exact"]))):
+        size = f"{float(n):.0e}" if len(n) > 5 else n
+        a.plot(gamma, curve, color=colour, label=f"n={size}")
+        if n in numbers["layers"]:
+            a.plot(gamma, numbers["layers"][n], "o", color=colour, markersize=3)
+    critical = 1 / (1 - rho)
+    a.plot([gamma[0], critical, critical, gamma[-1]], [1, 1, rho, rho], **THEORY, label="limit")
+    a.plot(critical, 4 * rho / (1 + 3 * rho), "*", color="black", markersize=9, label=r"$4\rho/(1+3\rho)$")
+    label(a, rf"equiangular tokens, $\rho$={rho:g}, $\beta=\gamma\log n$", r"$\gamma$", "cosine of two outputs")
+    for (dim, run), colour in zip(numbers["poisson"].items(), COLOURS):
+        for axis, key in ((b, "self"), (c, "participation")):
+            axis.semilogx(numbers["b"], run[key], "o", color=colour, markersize=4, label=f"d={dim}")
+            axis.semilogx(numbers["b"], run[f"{key}_theory"], **THEORY)
+    label(b, r"uniform keys: attention to itself", r"$b=\beta\, n^{-2/(d-1)}$", "mean self-weight")
+    label(c, "uniform keys: participation", r"$b=\beta\, n^{-2/(d-1)}$", r"mean of $\sum_j w_j^2$")
+    for (dim, run), colour in zip(numbers["scaling"].items(), COLOURS):
+        n = np.array(run["n"])
+        d.loglog(
+            n,
+            run["beta"],
+            "o",
+            color=colour,
+            label=f"d={dim}: exponent {run['exponent']:.3f} ({2 / (int(dim) - 1):.3f})",
+        )
+        d.loglog(n, theory.critical_beta(n, int(dim), run["balance"]), **THEORY)
+    label(d, "critical beta: half of attention on itself", "number of keys n", r"$\beta$")
+    caption(
+        figure,
+        f"(a) dots: one layer run on exact simplices; lines: exact formula; dashed: limit. (b, c) "
+        f"{numbers['clouds']} clouds of "
+        f"n={numbers['n']} uniform tokens, 100 queries each; dashed: Poisson law. Seed {numbers['seed']}.",
+    )
+    return figure

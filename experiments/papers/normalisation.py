@@ -1,0 +1,136 @@
+"""Where the layer norm sits decides the contraction law: e^{-2t}, t^{-2}, e^{-2 alpha t} or e^{-4 sqrt t}.
+
+arXiv 2510.22026: Post-, Pre-, Peri-LN, nGPT, LN-scaling. Differs from the paper: equiangular tokens reduce every scheme
+to one or two ODEs, so the whole path, not only its exponent, is compared; V = I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from attn_flow import Attention, Euclidean, Sphere, flow
+from attn_flow.attention import Field, layer_norm_scaling, ngpt, peri_norm, pre_norm
+from attn_flow.base.progress import progress_bar
+from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
+from attn_flow.theory import normalisation as theory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BETA, N, RHO0, ALPHA = 2.0, 8, 0.05, 0.5
+SCHEMES: dict[str, tuple[Callable[[Field], Field], float]] = {
+    "post": (lambda field: field, 14.0),
+    "pre": (pre_norm, 120.0),
+    "peri": (peri_norm, 120.0),
+    "ngpt": (partial(ngpt, alpha=ALPHA), 28.0),
+    "ln_scaling": (layer_norm_scaling, 60.0),
+}
+# t -> the variable in which log(1 - rho) is a line, and the slope of that line
+LINES = {
+    "post": (lambda t: t, -2.0, "e^{-2t}"),
+    "pre": (lambda t: np.log(t + 1), -2.0, "t^{-2}"),
+    "peri": (lambda t: np.log(t + 1), -2.0, "t^{-2}"),
+    "ngpt": (lambda t: t, -2 * ALPHA, r"e^{-2\alpha t}"),
+    "ln_scaling": (lambda t: np.sqrt(t + 1), -4.0, r"e^{-4\sqrt{t}}"),
+}
+
+
+def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    runs = []
+    with progress_bar("normalisation", len(SCHEMES), progress) as advance:
+        for name in SCHEMES:
+            runs.append(run(name, 0.3 if quick else 0.05, generator))
+            advance()
+    claims = [
+        bound(f"{r['scheme']}: largest distance of log(1 - rho) from the reduced ODE", r["error"], at_most=1e-2)
+        for r in runs
+    ]
+    claims += [
+        claim(
+            f"{r['scheme']}: slope of log(1 - rho) in its own variable",
+            r["slope"],
+            r["expected"],
+            0.05 * abs(r["expected"]),
+        )
+        for r in runs
+    ]
+    claims += [
+        claim(
+            f"{r['scheme']}: the same from random tokens", r["random_slope"], r["expected"], 0.05 * abs(r["expected"])
+        )
+        for r in runs
+    ]
+    return {"seed": seed, "n": N, "beta": BETA, "rho0": RHO0, "alpha": ALPHA, "runs": runs, "claims": claims}
+
+
+def run(name: str, h: float, generator: torch.Generator) -> dict[str, Any]:
+    """1 - rho of equiangular tokens and the mean of 1 - cosine of random ones, with the reduced ODE."""
+    normalise, T = SCHEMES[name]
+    t = torch.linspace(0, T, 81, dtype=torch.float64)
+    equal = torch.linalg.cholesky(torch.full((N, N), RHO0) + (1 - RHO0) * torch.eye(N)).double()
+    random = Sphere().uniform(N, N, generator=generator, dtype=torch.float64)
+    random = Sphere().retract(random + 0.5 * random.mean(0))
+    x0 = torch.stack([equal / equal.norm(dim=-1, keepdim=True), random])
+    field = normalise(Attention.identity(N, BETA))
+    path = flow(field, x0, t, h=h, geometry=Euclidean() if field.needs_euclidean else Sphere())
+    theta = path.x / path.x.norm(dim=-1, keepdim=True)
+    # 1 - cosine as |difference|^2 / 2: no cancellation as rho -> 1
+    squared = torch.stack(
+        [torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square().sum((-1, -2)) for x in theta]
+    )
+    gap = (squared / (2 * N * (N - 1))).numpy()
+    reduced, _ = theory.solve(name, t.numpy(), BETA, N, RHO0, alpha=ALPHA)
+    line, expected, _ = LINES[name]
+    u = line(t.numpy())
+    slope = lambda y: float((np.log(y[-1]) - np.log(y[60])) / (u[-1] - u[60]))
+    return {
+        "scheme": name,
+        "t": t.tolist(),
+        "gap": gap[:, 0].tolist(),
+        "random": gap[:, 1].tolist(),
+        "reduced": reduced.tolist(),
+        "error": float(np.abs(np.log(gap[:, 0] / reduced)).max()),
+        "slope": slope(gap[:, 0]),
+        "random_slope": slope(gap[:, 1]),
+        "expected": expected,
+    }
+
+
+def plot(numbers: dict[str, Any]) -> Figure:
+    figure, (a, b, c) = panels(3, title="Normalisation placement and contraction")
+    for r, colour in zip(numbers["runs"], COLOURS):
+        t = np.array(r["t"])
+        name = r["scheme"].replace("_", "-")
+        for axis in (a, b):
+            axis.plot(t[1:], r["gap"][1:], color=colour, label=f"{name}: ${LINES[r['scheme']][2]}$")
+            axis.plot(t[1:], r["reduced"][1:], **THEORY)
+            axis.set_yscale("log")
+        line, expected, _ = LINES[r["scheme"]]
+        local = np.gradient(np.log(r["gap"]), line(t)) / expected
+        c.plot(t[1:-1] / t[-1], local[1:-1], color=colour, label=name)
+        noisy = np.gradient(np.log(r["random"]), line(t)) / expected
+        c.plot(t[1:-1] / t[-1], noisy[1:-1], color=colour, linestyle=":", linewidth=1)
+    a.set_xlim(0, 14)
+    a.set_ylim(1e-10, 2)
+    b.set_xscale("log")
+    b.set_ylim(1e-10, 2)
+    c.axhline(1, **THEORY)
+    c.set_ylim(0, 2)
+    label(a, "decay (dashed: reduced ODE)", "time t (layers)", r"$1-\rho$")
+    label(b, "the same, log-log", "time t (layers)", r"$1-\rho$", legend=False)
+    label(c, "local exponent over its law", "t / T", r"$d\,\log(1-\rho)\,/\,d\,$law")
+    caption(
+        figure,
+        f"n={numbers['n']} equiangular tokens from rho={numbers['rho0']}, softmax beta={numbers['beta']:g}, V=I, "
+        f"alpha={numbers['alpha']:g} for nGPT, RK4; (c) dotted: random tokens. The law is an asymptote: "
+        f"exponents near 1 "
+        f"come after the first decade. Seed {numbers['seed']}.",
+    )
+    return figure

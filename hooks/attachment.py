@@ -1,0 +1,174 @@
+"""Attach hooks to a running model, and leave the model exactly as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attn_flow.hooks.layout import Block, blocks, encoder_inside
+
+
+def hidden_states(output: Any) -> Tensor:
+    """The hidden states in the output of a layer: the output itself, or the first entry of a tuple."""
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def with_hidden_states(output: Any, x: Tensor) -> Any:
+    """The output of a layer with other hidden states, in the same container."""
+    return type(output)([x, *output[1:]]) if isinstance(output, tuple | list) else x
+
+
+def input_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The hidden states among the arguments of a layer."""
+    return args[0] if args else kwargs.get("hidden_states", kwargs.get("src", kwargs.get("query")))
+
+
+def replace_states(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], x: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer with other hidden states. torch's MultiheadAttention takes them three times."""
+    before = input_states(args, kwargs)
+    return tuple(x if a is before else a for a in args), {k: x if v is before else v for k, v in kwargs.items()}
+
+
+class LayerClock:
+    """Which layer is running: counts the blocks in a forward pass, since a shared block runs several times."""
+
+    def __init__(self, layers: list[Block]) -> None:
+        self.blocks = layers
+        self.layer = -1
+        self.is_running = False
+        self._count = -1
+
+    def attach(self, stack: ExitStack) -> None:
+        root = self.blocks[0].root
+        stack.callback(root.register_forward_pre_hook(self._begin).remove)
+        stack.callback(root.register_forward_hook(self._end, always_call=True).remove)
+        for module in {id(b.module): b.module for b in self.blocks}.values():
+            stack.callback(module.register_forward_pre_hook(self._count_block).remove)
+
+    def _begin(self, *_: Any) -> None:
+        self._count, self.is_running = -1, True
+
+    def _end(self, *_: Any) -> None:
+        self.is_running = False
+
+    def _count_block(self, module: nn.Module, *_: Any) -> None:
+        indices = [b.index for b in self.blocks if b.module is module]
+        if self.is_running:
+            self._count += 1
+        # A block that is not shared is known by itself. Gradient checkpointing may run it a second time.
+        self.layer = indices[0] if len(indices) == 1 else self._count
+
+
+def replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give one module a `forward` of its own until the stack is closed."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    if before is None:
+        stack.callback(delattr, module, "forward")
+    else:
+        stack.callback(setattr, module, "forward", before)
+
+
+def keep_padding(stack: ExitStack, root: nn.Module) -> None:
+    """Stop torch.nn.TransformerEncoder from packing padded batches into nested tensors."""
+    if isinstance(root, nn.TransformerEncoder):
+        stack.callback(setattr, root, "use_nested_tensor", root.use_nested_tensor)
+        root.use_nested_tensor = False
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout and no gradients; afterwards every submodule is in its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def with_depth(model: nn.Module, depth: int | None) -> Iterator[None]:
+    """Run a model of one shared block `depth` times instead of its trained number of times."""
+    if depth is None:
+        yield
+        return
+    layers = blocks(model)
+    count = len({id(b.module) for b in layers})
+    root: Any = layers[0].root
+    is_tied = isinstance(root, nn.TransformerEncoder) and len(layers) > 1
+    if not (layers[0].architecture.shared or is_tied) or count > 1:
+        raise ValueError(
+            f"depth = {depth}: this {layers[0].architecture.name} has {count} different blocks; only a model of one "
+            "shared block (ALBERT) can be run beyond its trained depth."
+        )
+    if depth < 1:
+        raise ValueError(f"depth = {depth}, expected at least one layer.")
+    owner, name = (root, "layers") if is_tied else (root.config, "num_hidden_layers")
+    before = getattr(owner, name)
+    setattr(owner, name, nn.ModuleList([layers[0].module] * depth) if is_tied else depth)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class Attachment:
+    """A change of a model during a `with` block. The same one may be used again later."""
+
+    def __init__(self, model: nn.Module, attach: Callable[[ExitStack], None]) -> None:
+        self.model, self._attach = model, attach
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> nn.Module:
+        if self._stack is not None:
+            raise ValueError("already attached to the model; use it in one `with` at a time.")
+        with ExitStack() as stack:
+            self._attach(stack)
+            for module in encoder_inside(self.model).modules():
+                function = module.__dict__.get("_gradient_checkpointing_func")
+                if function is not None:
+                    stack.callback(setattr, module, "_gradient_checkpointing_func", function)
+                    module._gradient_checkpointing_func = AttachedCheckpoint(function, self)  # type: ignore[assignment]
+            self._stack = stack.pop_all()
+        return self.model
+
+    def __exit__(self, *_: Any) -> None:
+        assert self._stack is not None
+        self._stack.close()
+        self._stack = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Attached during a `with` block, if it is not attached anyway."""
+        with ExitStack() as stack:
+            if self._stack is None:
+                self._attach(stack)
+            yield
+
+
+class AttachedCheckpoint:
+    """A checkpointing function that attaches the change again if the backward pass recomputes a layer later."""
+
+    def __init__(self, checkpoint: Callable[..., Any], attachment: Attachment) -> None:
+        self.checkpoint, self.attachment = checkpoint, attachment
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        def attached(*args: Any) -> Any:
+            with self.attachment.again():
+                return function(*args)
+
+        return self.checkpoint(attached, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A copy of the model has the original checkpointing function."""
+        return copy.deepcopy(self.checkpoint, memo)

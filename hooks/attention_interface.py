@@ -1,0 +1,91 @@
+"""An attention implementation for transformers: `attn_implementation="attn_flow"`.
+
+It serves one evaluation of attention, at another temperature or by a surrogate. It never sees the residual stream, so
+the flow of several evaluations is `replace_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+
+
+def register_attention(name: str = "attn_flow") -> None:
+    """Make an attention implementation known to transformers that takes `beta_factor` and `surrogate`.
+
+    Afterwards `from_pretrained(..., attn_implementation="attn_flow")` and `model.set_attn_implementation("attn_flow")`
+    accept it. Without further arguments the model computes what it does with "sdpa". transformers warns for models that
+    do not use its attention interface (DeBERTa, MPNet) and leaves them unchanged; `scale_beta` works for all.
+
+    Args:
+        name: of the implementation. The masks are registered under the same name; without them padding would be
+            attended to.
+
+    Returns:
+        Nothing. A forward pass then takes two more keyword arguments:
+        beta_factor, a multiple of the trained inverse temperature: a number, one per head, or (layers, heads);
+        surrogate, a function of queries, keys, values (batch, heads, n, d), mask and beta in place of softmax
+        attention, which returns the averages (batch, heads, n, d).
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> register_attention()
+        >>> model, tokenizer = tiny_bert()  # or from_pretrained("bert-base-uncased", attn_implementation="attn_flow")
+        >>> model.set_attn_implementation("attn_flow")
+        >>> inputs = tokenizer(["a b c"], return_tensors="pt")
+        >>> colder = model(**inputs, beta_factor=2.0).last_hidden_state
+        >>> bool((colder != model(**inputs).last_hidden_state).any())
+        True
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(name, flow_attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def flow_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    beta_factor: float | Tensor | Sequence[Any] = 1.0,
+    surrogate: Surrogate | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention at another temperature, or a surrogate of it, as transformers calls it.
+
+    Args:
+        module: the attention module.
+        query, key, value: (batch, heads, n, d); keys and values may have fewer heads.
+        attention_mask: (batch, 1, n, n) or None.
+        scaling: the trained inverse temperature, 1/sqrt(d) by default.
+        beta_factor, surrogate: see `register_attention`.
+
+    Returns:
+        The averages (batch, n, heads, d) and no weights.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    factor = torch.as_tensor(beta_factor, dtype=query.dtype, device=query.device)
+    if factor.ndim == 2:
+        factor = factor[module.layer_idx]  # type: ignore[index]
+    if factor.ndim > 1 or (factor.ndim == 1 and len(factor) != query.shape[1]):
+        raise ValueError(
+            f"beta_factor has shape {tuple(factor.shape)}, expected (), (heads,) or (layers, heads) with heads = "
+            f"{query.shape[1]}."
+        )
+    query = query * factor.view(-1, 1, 1)
+    if surrogate is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (z.repeat_interleave(groups, 1) for z in (key, value))
+    beta = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return surrogate(query, key, value, attention_mask, beta).transpose(1, 2).contiguous(), None

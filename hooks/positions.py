@@ -1,0 +1,169 @@
+"""How the positions of tokens enter the scores of a layer: rotary, relative and disentangled positions.
+
+With R_i a rotation by the angles of position i (RoPE), b a table (T5, MPNet), and c, p linear in a query and in a key
+(DeBERTa), a token at i with q = Q x + b_Q scores a token at j with k = K y + b_K by
+
+    beta (<R_i q, R_j k> + c(q; i, j) + p(k; i, j)) + b(i, j).
+
+So queries and keys are rotated, or get one or two more coordinates for every position. A bias of the keys cancels in
+the softmax, except where keys are rotated or multiplied with positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from attn_flow.hooks.layout import Block
+from attn_flow.hooks.weights import projections
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """The positions 0 to count - 1 of one layer: what each does to the query and the key of a token there.
+
+    Args:
+        count: number of positions.
+        angles: cos and sin (count, r) of the angles that rotate the first r coordinates, in pairs (l, l + r/2).
+        key_bias: b_K, (heads, k).
+        table: b, (heads, count, count), which is not multiplied by beta.
+        terms: c(q; i, j) + p(k; i, j), (heads, count, count), as a function of queries and keys (heads, count, k).
+
+    Example:
+        >>> positions = Positions(2, table=torch.tensor([[[0.0, -1.0], [-1.0, 0.0]]]))
+        >>> q, k = positions.queries(torch.ones(1, 2, 3), torch.ones(1, 1)), positions.keys(torch.ones(1, 2, 3))
+        >>> q @ k.mT  # 3 from the contents, and -1 for another position
+        tensor([[[3., 2.],
+                 [2., 3.]]])
+    """
+
+    count: int
+    angles: tuple[Tensor, Tensor] | None = None
+    key_bias: Tensor | None = None
+    table: Tensor | None = None
+    terms: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @property
+    def width(self) -> int:
+        """Number of coordinates that positions add to queries and keys."""
+        return self.count * ((self.table is not None) + 2 * (self.terms is not None))
+
+    def queries(self, q: Tensor, beta: Tensor) -> Tensor:
+        """Queries (heads, n, k + width) with their positions, for scores that are multiplied by beta (heads, 1)."""
+        n, parts = q.shape[-2], [self._rotate(q)]
+        if self.table is not None:
+            parts.append(self.table[:, :n] / beta[..., None])
+        if self.terms is not None:
+            q = pad(q, (0, 0, 0, self.count - n))
+            parts += [self.terms(q, torch.zeros_like(q))[:, :n], self._unit_vectors(q[:, :n])]
+        return torch.cat(parts, dim=-1)
+
+    def keys(self, k: Tensor) -> Tensor:
+        """Keys (heads, n, k + width) with their positions, from keys (heads, n, k) without bias."""
+        k = k if self.key_bias is None else k + self.key_bias[:, None]
+        n, parts = k.shape[-2], [self._rotate(k)]
+        if self.table is not None:
+            parts.append(self._unit_vectors(k))
+        if self.terms is not None:
+            k = pad(k, (0, 0, 0, self.count - n))
+            parts += [self._unit_vectors(k[:, :n]), self.terms(torch.zeros_like(k), k).mT[:, :n]]
+        return torch.cat(parts, dim=-1)
+
+    def _unit_vectors(self, z: Tensor) -> Tensor:
+        """A unit vector for every position, (heads, n, count)."""
+        return torch.eye(z.shape[-2], self.count, dtype=z.dtype, device=z.device).expand(len(z), -1, -1)
+
+    def _rotate(self, z: Tensor) -> Tensor:
+        if self.angles is None:
+            return z
+        cos, sin = (angle[: z.shape[-2]] for angle in self.angles)
+        r = cos.shape[-1]
+        a, b = z[..., : r // 2], z[..., r // 2 : r]
+        return torch.cat([z[..., :r] * cos + torch.cat([-b, a], dim=-1) * sin, z[..., r:]], dim=-1)
+
+
+def read_positions(layers: Sequence[Block], n: int) -> list[Positions | None]:
+    """The positions of n tokens, layer by layer; None where they do not enter the scores or it is not known how.
+
+    Layers that add the same table share it in memory.
+
+    Example:
+        >>> from attn_flow.hooks import blocks
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> read_positions(blocks(tiny_bert()[0]), 8)  # positions are in the tokens
+        [None, None]
+    """
+    tables: dict[Any, Tensor] = {}
+    return [_read_layer(block, n, tables) if block.knows_positions else None for block in layers]
+
+
+def _read_layer(block: Block, n: int, tables: dict[Any, Tensor]) -> Positions:
+    arch, (weight, bias) = block.architecture, projections(block)["k"]
+    with torch.no_grad():
+        if arch.angles is not None:
+            cos, sin = (angle.to(weight) for angle in arch.angles(block.root, block.module, n))
+            return Positions(n, (cos, sin), bias)
+        if arch.score_table is not None:
+            key = arch.score_table, block.root, weight.dtype, weight.device
+            if key not in tables:
+                tables[key] = arch.score_table(block.root, n).to(weight)
+            return Positions(n, table=tables[key])
+    score_terms, dtype, beta = arch.score_terms, next(block.module.parameters()).dtype, block.beta
+    assert score_terms is not None  # one of the three is there if positions are known
+
+    def terms(q: Tensor, k: Tensor) -> Tensor:
+        with torch.no_grad():
+            return score_terms(block.root, block.module, q.to(dtype), k.to(dtype)).to(q) / beta
+
+    return Positions(n, key_bias=bias, terms=terms)
+
+
+def project(block: Block, z: Tensor, name: str) -> Tensor:
+    """The queries "q", keys "k" or values "v" (batch, n, heads, k) of tokens z, by the projections of the block itself.
+
+    They are before any rotation. Grouped keys and values have fewer heads.
+    """
+    arch, module = block.architecture, block[getattr(block.architecture, name)]
+    if isinstance(module, nn.MultiheadAttention):
+        output = linear(z, module.in_proj_weight, module.in_proj_bias)
+    else:
+        output = module(z)
+    if not arch.fused:
+        return output.unflatten(-1, (-1, block.head_dim))
+    heads = rearrange(output, f"b n {arch.fused} -> c b n h k", c=3, h=block.heads)["qkv".index(name)]
+    extra = {"q": arch.q_bias, "v": arch.v_bias}.get(name, "")
+    return heads + block.module.get_parameter(extra).view(block.heads, -1) if extra else heads
+
+
+def attention_scores(block: Block, q: Tensor, k: Tensor, mask: Tensor, beta_factor: Tensor | None = None) -> Tensor:
+    """The logits (batch, heads, n, n) of queries and keys (batch, n, heads, k), with positions; -inf where hidden.
+
+    Args:
+        mask: True for tokens, (batch, n).
+        beta_factor: multiple (heads,) of the trained inverse temperature.
+    """
+    n, heads = q.shape[1], block.heads
+    if block.positions and not block.knows_positions:
+        raise ValueError(f"{block.path}: its scores have {block.positions}, which are not known here.")
+    q, k = (z.transpose(1, 2) for z in (q, k.repeat_interleave(heads // k.shape[2], 2)))  # (batch, heads, n, k)
+    beta = torch.full((heads, 1), block.beta, dtype=q.dtype, device=q.device)
+    beta = beta if beta_factor is None else beta * beta_factor.to(q)[:, None]
+    positions = read_positions([block], n)[0]
+    if positions is not None:
+        bias = 0 if positions.key_bias is None else positions.key_bias[:, None]  # the projection has added it already
+        q = torch.stack([positions.queries(each, beta) for each in q])
+        k = torch.stack([positions.keys(each - bias) for each in k])
+    scores = (beta[..., None] * q) @ k.mT
+    i = torch.arange(n, device=q.device)
+    is_visible = mask[:, None, None, :]
+    if block.causal:
+        is_visible = is_visible & (i <= i[:, None])
+    if block.window is not None:
+        is_visible = is_visible & ((i - i[:, None]).abs() <= block.window)
+    return scores.masked_fill(~is_visible, -torch.inf)

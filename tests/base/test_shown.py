@@ -1,0 +1,167 @@
+"""What users see: progress, figures, texts, missing extras, and threads given back."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_flow.base import progress
+from attn_flow.base.extras import require_extra
+from attn_flow.base.figures import caption, save_figure, style, typeset
+from attn_flow.base.progress import progress_bar
+from attn_flow.base.texts import csv_rows, lines, parse_json, read_text
+from attn_flow.base.threads import limit_threads
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_file_gets_a_line_every_ten_seconds(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("flow", total=40) as advance:
+        for _ in range(25):
+            clock[0] += 1
+            advance(note="t = 1")
+    expected = [
+        "flow: 25% done, 0:00:30 left t = 1",
+        "flow: 50% done, 0:00:20 left t = 1",
+        "flow: done in 0:00:25 t = 1",
+    ]
+    assert capsys.readouterr().err.splitlines() == expected
+
+
+def test_a_terminal_without_rich_gets_one_line(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with progress_bar("a\x1b[2Jb", total=4) as advance:
+        for _ in range(4):
+            clock[0] += 1
+            advance()
+    shown = terminal.getvalue()
+    assert shown.count("\n") == 1
+    assert "a\\x1b[2Jb: 100% done, 0:00:00 left" in shown
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_bar("[red]x", total=1) as advance:
+        advance(1, note="done\x07")
+    assert "[red]x" in terminal.getvalue()
+    assert "\x07" not in terminal.getvalue()
+
+
+# --- figures and extras ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plain", "mathematics"),
+    [
+        ("time t", "time $t$"),
+        ("W2 at beta = inf", r"$W_2$ at $\beta$ = " + "\u221e"),
+        ("gamma_k, mu_0, k_max and t_crit", r"$\gamma_{k}$, $\mu_{0}$, $k_{\rm max}$ and $t_{\rm crit}$"),
+        ("(b, c) n=3, (d-f) a line for each d.", "(b, c) $n$=3, (d-f) a line for each $d$."),
+        ("V=-I in R^d, n^(-1/2)", "$V$=-$I$ in $R^{d}$, $n^{-1/2}$"),
+        ("MiniLM's i != j, T <= 1", "MiniLM's $i$ \u2260 $j$, $T$ \u2264 1"),
+    ],
+)
+def test_plain_mathematics_is_typeset_once(plain: str, mathematics: str) -> None:
+    assert typeset(plain) == mathematics
+    assert typeset(mathematics) == mathematics
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_figures_are_readable_on_a_page(tmp_path: Path, dark: bool) -> None:
+    from matplotlib.image import imread
+
+    with style(width=8, dark=dark) as pyplot:
+        figure, axes = pyplot.subplots(figsize=(8, 3))
+        axes.plot([0, 1], label="a line")
+        axes.legend()
+        caption(figure, "n = 3")
+        pixels = [text.get_fontsize() / 72 / 8 * 748 for text in (axes.xaxis.label, *axes.get_xticklabels())]
+        save_figure(figure, tmp_path / "a.png")
+        pyplot.close(figure)
+    assert min(pixels) > 10  # at a width of 748 pixels
+    assert (float(imread(tmp_path / "a.png")[0, 0, :3].mean()) < 0.5) == dark
+
+
+def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {"plotly", "matplotlib", *sys.modules}:
+        if name.partition(".")[0] in ("plotly", "matplotlib"):
+            monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r'^plotly is not installed; .*: pip install "attn-flow\[all\]"$'):
+        require_extra("plotly.graph_objects")
+    with pytest.raises(ImportError, match="matplotlib is not installed; install it with"), style():
+        pass
+
+
+def test_a_broken_extra_shows_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_extra.py").write_text("import something_else")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="something_else"):
+        require_extra("broken_extra")
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def test_texts_are_read_in_any_spelling(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\n\r\nthree\x0cstill\rfour")
+    assert list(lines(read_text(path))) == [(1, "one"), (3, "three\x0cstill"), (4, "four")]
+    assert list(csv_rows('a,"b\nc"\n\n d,e', "x")) == [(1, ["a", "b\nc"]), (3, [" d", "e"])]
+    long = "x" * 200_000  # beyond the limit of the csv module
+    assert list(csv_rows(long, "x")) == [(1, [long])]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\xff", r"is not UTF-8 text \(byte 0\)"), (b"a\x00b", "it is a binary file"), (None, "no file")],
+)
+def test_what_is_not_text_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "a.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_text(path)
+
+
+def test_other_sources_that_are_refused() -> None:
+    with pytest.raises(ValueError, match="/dev/null is not a regular file"):
+        read_text("/dev/null")
+    with pytest.raises(ValueError, match="x is not JSON"):
+        parse_json("{", "x")
+    with pytest.raises(ValueError, match="x is not a table"):
+        list(csv_rows('"a', "x"))
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "inside"), [(1, 1), (5, 2)])
+def test_threads_are_limited_and_given_back(limit: int, inside: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with limit_threads(limit):
+            assert torch.get_num_threads() == inside
+        assert torch.get_num_threads() == 2
+        with pytest.raises(KeyError), limit_threads(limit):
+            raise KeyError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

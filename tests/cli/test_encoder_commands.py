@@ -1,0 +1,139 @@
+"""probe, inspect, spectra, record and merge as scripts use them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attn_flow.cli.app import app
+from attn_flow.hooks.demo import tiny_bert, word_tokenizer
+
+
+def run(*words: str, code: int = 0, text: str | None = None):
+    done = CliRunner().invoke(app, list(words), input=text)
+    assert done.exit_code == code, done.output + repr(done.exception)
+    return done
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    for part in tiny_bert():
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["probe"], "which model?"),
+        (["probe", "./my-bert"], "which texts?"),
+        (["probe", "minilm", "--texts", "nowhere.txt"], "no file nowhere.txt"),
+        (["probe", "minilm", "minilm", "--demo"], "named twice"),
+        (["probe", "minilm@hot", "--demo"], "expected @random or @beta_factor=FACTOR"),
+        (["probe", "minilm", "--demo", "--device", "cuda"], "no CUDA device"),
+        (["probe", "minilm", "--demo", "--dtype", "float16"], "half precision is too coarse"),
+        (["record", "minilm", "--field", "body"], "without --texts there is no field to read; leave out --field"),
+        (["inspect", "minlm"], "did you mean minilm?"),
+        (["spectra", "minilm@beta_factor=4"], "leave it out here"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(words, sentence) -> None:
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert sentence in " ".join(run(*words, code=2).stderr.split())
+
+
+def test_inspect_and_spectra_of_minilm(tmp_path) -> None:
+    facts = json.loads(run("inspect", "minilm", "--json").stdout)
+    assert (facts["architecture"], facts["layers"], facts["heads"], facts["dim"]) == ("BERT", 6, 12, 384)
+    assert [check["exact"] for check in facts["check"]] == [True] * 6
+    heads = json.loads(run("spectra", "minilm", "--out", str(tmp_path), "--json").stdout)["heads"]
+    assert len(heads) == 72
+    assert len(heads[0]["real"]) == len(heads[0]["singular_G"]) == 32
+    assert (tmp_path / "spectra.png").exists()
+
+
+def test_probe_compares_models_and_does_not_repeat_itself(tiny, tmp_path) -> None:
+    (tmp_path / "t.txt").write_text("a b c d e f g h i j " * 3 + "\n" + "j i h g f e d c b a " * 3 + "\n")
+    texts = ["--texts", str(tmp_path / "t.txt"), "--no-nulls", "--out", str(tmp_path / "out")]
+    words = ["probe", tiny, f"{tiny}@random", *texts]
+    assert set(json.loads(run(*words, "--json").stdout)) == {tiny, f"{tiny}@random"}
+    assert (tmp_path / "out" / "comparison.html").exists()
+    assert run(*words, "--quiet").stdout.count("finished before") == 2
+
+
+def test_a_second_model_that_cannot_be_opened_is_reported_before_the_first_is_probed(tiny, tmp_path) -> None:
+    (tmp_path / "t.txt").write_text("a b c\n")
+    out = tmp_path / "out"
+    run("probe", tiny, str(tmp_path / "t.txt"), "--texts", str(tmp_path / "t.txt"), "--out", str(out), code=2)
+    assert not out.exists()
+
+
+def test_probe_reads_jsonl_and_standard_input(tiny, tmp_path) -> None:
+    text = " ".join("abcdefgh" * 3)
+    (tmp_path / "t.jsonl").write_text(json.dumps({"body": text}) + "\n" + json.dumps({"body": text + " e f"}))
+    words = ["probe", tiny, "--no-nulls", "--json", "--texts"]
+    file = [str(tmp_path / "t.jsonl"), "--out", str(tmp_path / "a")]
+    assert json.loads(run(*words, *file, "--field", "body").stdout)["about"]["texts"] == 2
+    done = run(*words, "-", "--out", str(tmp_path / "b"), text=f"{text}\n\n{text}\n")
+    assert json.loads(done.stdout)["about"]["texts"] == 2
+    assert "no text field 'text' (found body)" in " ".join(run(*words, *file, code=2).stderr.split())
+
+
+def test_texts_that_the_tokenizer_does_not_know_are_refused(tiny, tmp_path) -> None:
+    capitals = word_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"ABCDEFGHIJ"], 32)
+    capitals.save_pretrained(tmp_path / "capitals")
+    (tmp_path / "t.txt").write_text("A B C D E F G H I J A C E G I B D F H J\nJ I H G F E D C B A J H F D B I G E C A")
+    words = ["probe", tiny, "--texts", str(tmp_path / "t.txt"), "--out", str(tmp_path / "out"), "--no-nulls", "--json"]
+    assert "are unknown to" in " ".join(run(*words, code=2).stderr.split())
+    about = json.loads(run(*words, "--tokenizer", str(tmp_path / "capitals")).stdout)["about"]
+    assert about["unknown_token_share"] == 0
+
+
+def test_probe_of_a_vision_model(tmp_path) -> None:
+    from PIL import Image
+    from transformers import ViTConfig, ViTImageProcessor, ViTModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    ViTModel(ViTConfig(**sizes, image_size=64, patch_size=8)).save_pretrained(tmp_path / "vit")
+    ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path / "vit")
+    (tmp_path / "images").mkdir()
+    for i in range(3):
+        pixels = np.random.default_rng(i).integers(0, 255, (70, 80, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{i}.png")
+    words = ["probe", str(tmp_path / "vit"), "--out", str(tmp_path / "out"), "--no-nulls", "--json"]
+    about = json.loads(run(*words, "--images", str(tmp_path / "images")).stdout)["about"]
+    assert (about["texts"], about["tokens"]) == (3, 3 * (64 + 1))
+    assert "takes images" in run(*words, "--demo", code=2).stderr
+    assert "holds no image" in run(*words, "--images", str(tmp_path), code=2).stderr
+
+
+def test_shards_merge_to_the_whole_and_another_temperature_is_another_run(tiny, tmp_path) -> None:
+    (tmp_path / "t.txt").write_text("\n".join("abcdefgh"[i:] + " a b c d e" for i in range(8)).replace("", " "))
+    common = ["--texts", str(tmp_path / "t.txt"), "--batch", "3", "--json", "--quiet", "--max-unknown", "1"]
+    whole = json.loads(run("record", tiny, *common, "--out", str(tmp_path / "whole")).stdout)
+    for i in range(2):
+        run("record", tiny, *common, "--out", str(tmp_path / "shards"), "--shard", f"{i}/2")
+    out = str(tmp_path / "m.safetensors")
+    merged = json.loads(run("merge", str(tmp_path / "shards"), "--out", out, "--json").stdout)
+    assert merged["tokens"] == whole["tokens"]
+    for a, b in zip(merged["levels"], whole["levels"], strict=True):
+        assert a["variance"] == pytest.approx(b["variance"], rel=1e-9)
+    colder = [f"{tiny}@beta_factor=4", *common, "--out", str(tmp_path / "whole")]
+    run("record", *colder, code=2)
+    levels = json.loads(run("record", *colder, "--again").stdout)["levels"]
+    assert levels[0] == whole["levels"][0]
+    assert levels[-1] != whole["levels"][-1]
+
+
+@pytest.mark.parametrize("quiet", ["--quiet", "--json"])
+def test_no_loading_bars_if_told_to_be_quiet(quiet, tiny, capfd) -> None:
+    from transformers.utils import logging
+
+    for command in ("inspect", "spectra"):
+        run(command, tiny, quiet)
+        assert "it/s" not in capfd.readouterr().err
+        assert logging.is_progress_bar_enabled()  # silent only during the loading

@@ -1,0 +1,155 @@
+"""limit, simulate, density, play and reproduce as scripts use them: JSON keys, files, exit codes, clear sentences."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from attn_flow import Trajectory
+from attn_flow.cli.app import app
+
+SYMMETRIC = ["--G", "4,0;0,1", "--V", "1,0;0,2"]
+
+
+def run(*words: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, list(words))
+    assert done.exit_code == code, done.output + repr(done.exception)
+    return done.stdout if code == 0 else " ".join(done.output.split())
+
+
+def test_limit_has_the_numbers_of_the_paper() -> None:
+    numbers = json.loads(run("limit", "--G", "2,.5;0,1", "--V", "1,0;0,1", "--json"))
+    assert (numbers["case"], numbers["dimension"]) == ("fixed", 1)
+    assert np.allclose(numbers["projector"], [[1, 0.5], [0, 0]])  # oblique
+    assert (numbers["leading"], numbers["gap"]) == pytest.approx((2, 1))
+    numbers = json.loads(run("limit", "--G", "3,0;0,1", "--V", "1,0;0,2", "--json", "--beta", "100"))
+    assert (numbers["rate_w1"], numbers["rate_w2"], numbers["g"]) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    assert numbers["exit_rate"] == pytest.approx(1)
+    assert numbers["times"][0]["t_min"] == pytest.approx(math.log(100) / (2 / 3))
+    assert {need["name"] for need in numbers["requires"]}
+
+
+def test_limit_is_read_as_sentences() -> None:
+    words = run("limit", *SYMMETRIC, "--beta", "100")
+    assert "The limit is fixed" in words
+    assert "per unit of time" in words
+    assert "The prediction requires:" in words
+
+
+def test_matrices_from_files(tmp_path) -> None:
+    G, V = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.eye(2).double()
+    np.save(tmp_path / "G.npy", G.numpy())
+    torch.save(V, tmp_path / "V.pt")
+    save_file({"G": G, "V": V}, tmp_path / "both.safetensors")
+    typed = run("limit", "--G", "3,0;0,1", "--V", "1,0;0,1", "--json")
+    both = str(tmp_path / "both.safetensors")
+    assert run("limit", "--G", str(tmp_path / "G.npy"), "--V", str(tmp_path / "V.pt"), "--json") == typed
+    assert run("limit", "--G", both, "--V", both, "--json") == typed
+
+
+def test_simulate_writes_what_it_says(tmp_path) -> None:
+    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--tokens", "60", "--t", "6", "--h", ".2", "--seed", "1"]
+    numbers = json.loads(run(*words, "--beta", "10,inf", "--out", str(tmp_path), "--json"))
+    assert [r["beta"] for r in numbers["runs"]] == [10.0, "inf"]
+    for r in numbers["runs"]:
+        assert len(r["t"]) == len(r["w2"]) == 31
+        assert r["min_w2"] == pytest.approx(min(r["w2"]))
+        assert r["resolution"]["verdict"]
+    path = Trajectory.load(tmp_path / "path_beta_10.safetensors")
+    assert path.x.shape == (31, 60, 2)
+    names = {file.name for file in tmp_path.iterdir()}
+    assert {"simulate.json", "simulate.png", "simulate.html", "clouds_beta_10.png", "clouds_beta_inf.png"} <= names
+    run(*words, "--beta", "5", "--out", str(tmp_path), "--quiet")  # an earlier run is no part of this one
+    assert not (tmp_path / "path_beta_10.safetensors").exists()
+    assert [r["beta"] for r in json.loads((tmp_path / "simulate.json").read_text())["runs"]] == [5.0]
+
+
+def test_simulate_repeats_itself_and_takes_own_tokens(tmp_path) -> None:
+    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--beta", "5", "--t", "1", "--h", ".2", "--json"]
+    first, second = (run(*words, "--tokens", "20", "--seed", "3") for _ in range(2))
+    assert first == second
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(7, 2)))
+    assert "7 tokens" in run(*words, "--x0", str(tmp_path / "x.npy"))
+    assert "weighted nodes" in run(*words, "--tokens", "20", "--quadrature")
+
+
+def test_simulate_doubts_a_prediction_whose_requirements_fail() -> None:
+    words = ["simulate", *SYMMETRIC, "--beta", "3,100", "--tokens", "100", "--t", "2", "--quiet"]
+    assert "Doubt (beta 100)" in " ".join(run(*words).split())
+
+
+def test_density_goes_to_the_limit(tmp_path) -> None:
+    words = ["density", "--G", "1,0;0,1", "--V", "1,0;0,.5", "--beta", "1,2", "--kappa", "1", "--t", ".4"]
+    numbers = json.loads(run(*words, "--bandwidth", "48", "--out", str(tmp_path), "--json"))
+    assert [r["beta"] for r in numbers["runs"]] == [1.0, 2.0]
+    for r in numbers["runs"]:
+        assert r["w2"][-1] < r["w2"][0]  # towards +-e_1
+        assert len(r["amplitudes"]) == len(r["t"]) == 41
+    assert {"density.json", "density.png"} <= {file.name for file in tmp_path.iterdir()}
+    assert "size of the modes" in " ".join(run(*words, "--bandwidth", "48").split())
+
+
+def test_play_writes_a_page_and_opens_it_unless_told_not_to(tmp_path, monkeypatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: bool(opened.append(url)))
+    page = tmp_path / "new" / "play.html"
+    run("play", "--out", str(page), "--no-open")
+    assert "<canvas" in page.read_text()
+    assert not opened
+    assert "No browser" in run("play", "--out", str(page))
+    assert opened == [page.as_uri()]
+
+
+def test_reproduce_lists_every_experiment() -> None:
+    from attn_flow.experiments import NAMES
+
+    titles = json.loads(run("reproduce", "--list", "--json"))
+    assert list(titles) == list(NAMES)
+    assert all(len(claim) > 20 for claim in titles.values())
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 0), (("--strict",), 1)])
+def test_a_claim_that_does_not_hold_is_no_error_unless_strict(options, code, monkeypatch, tmp_path) -> None:
+    from attn_flow.experiments.papers import long_context
+
+    refuted = {"claim": "pigs fly", "value": 0.0, "expected": 1.0, "tolerance": 0.1, "holds": False}
+    plot = __import__("matplotlib.figure").figure.Figure
+    monkeypatch.setattr(long_context, "compute", lambda **options: {"claims": [refuted]})
+    monkeypatch.setattr(long_context, "plot", lambda numbers: plot())
+    done = CliRunner().invoke(app, ["reproduce", "long_context", "--out", str(tmp_path), *options])
+    assert done.exit_code == code
+    assert "1 claim does not hold" in done.output
+    assert json.loads((tmp_path / "long_context.json").read_text())["claims"] == [refuted]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["limit", "--G", "1,2;3", "--V", "1,0;0,1"], "has rows of lengths [2, 1]"),
+        (["limit", "--G", "1,a;3,4", "--V", "1,0;0,1"], "expected numbers as"),
+        (["limit", "--G", "1,2,3;4,5,6", "--V", "1,0;0,1"], "expected a square matrix"),
+        (["limit", "--G", "nowhere.npy", "--V", "1,0;0,1"], "no file nowhere.npy"),
+        (["simulate", *SYMMETRIC, "--dim", "3"], "--dim 3 but G is (2, 2)"),
+        (["simulate", *SYMMETRIC, "--beta", "x"], "expected numbers separated by commas"),
+        (["simulate", *SYMMETRIC, "--step", "rk5"], "rk4"),
+        (["simulate", *SYMMETRIC, "--t", "1,2"], "at least three times"),
+        (["simulate", *SYMMETRIC, "--x0", "1,0", "--tokens", "5"], "--x0 gives the tokens; leave out --tokens"),
+        (["simulate", *SYMMETRIC, "--density", "2"], "is now `attn-flow density --kappa 2`"),
+        (["density", *SYMMETRIC, "--t", "9", "--bandwidth", "16"], "bandwidth"),
+        (["reproduce"], "which experiment?"),
+        (["reproduce", "hardmx"], "no experiment 'hardmx': did you mean hardmax?"),
+        (["play", "--out", "folder"], "expected the name of a page"),
+        (["encoder", "minilm"], "`attn-flow encoder` is now `attn-flow inspect`"),
+        (["predict", "runs"], "`attn-flow predict` is now `attn-flow apply`"),
+        (["bench"], "make bench"),
+        (["simulte"], "simulate"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(words, sentence) -> None:
+    output = run(*words, code=2).replace("│ ", "").replace(" │", "")
+    assert sentence in output
+    assert "Traceback" not in output

@@ -1,0 +1,342 @@
+"""Activations of real encoders: in memory by name, as a Trajectory, and from texts as people have them."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from encoder_zoo import IMAGES, ZOO, every_architecture, fingerprint, inputs, mask, output, tiny, tokenizer, words
+from torch import Tensor, nn
+
+from attn_flow.hooks import blocks, record, record_corpus, recording, scale_beta, unknown_share, wrap
+
+FINAL = {
+    "ModernBERT": "final_norm",
+    "ViT": "layernorm",
+    "DINOv2": "layernorm",
+    "GPT-2": "ln_f",
+    "GPT-NeoX": "final_layer_norm",
+    "GPT-NeoX serial": "final_layer_norm",
+    "Llama": "norm",
+    "T5 encoder": "encoder.final_layer_norm",
+}
+
+
+@every_architecture
+def test_the_residual_stream_adds_up(name: str) -> None:
+    """A post-norm block is norm2(m + ffn) with m = norm1(x + attn), a pre-norm block x + attn + ffn."""
+    model, x = tiny(name, torch.float64), inputs(name, torch.float64)
+    is_parallel, is_post = (blocks(model)[0].norm_placement == kind for kind in ("parallel", "post"))
+    points = ["hook_in", "attn.hook_out", "mlp.hook_out", "hook_out", *([] if is_parallel else ["hook_resid_mid"])]
+    path = record(model, x, points=points)
+    state = {point: s[path.mask] for point, s in zip(path.about["points"], path.x)}
+    tolerance = 1e-6 if name == "DeBERTa" else 1e-13  # its norm works in float32
+    for i, block in enumerate(blocks(model)):
+        before, attn, ffn, after, *middle = (state[f"blocks.{i}.{point}"] for point in points)
+        if is_parallel:
+            torch.testing.assert_close(before + attn + ffn, after, rtol=0, atol=tolerance)
+            continue
+        norm1, norm2 = (
+            block[path] if is_post else nn.Identity() for path in (block.architecture.norm1, block.architecture.norm2)
+        )
+        torch.testing.assert_close(norm1(before + attn), middle[0], rtol=0, atol=tolerance)
+        torch.testing.assert_close(norm2(middle[0] + ffn), after, rtol=0, atol=tolerance)
+        if i and (name, i) != ("DeBERTa-v3", 1):  # a convolution stands between its first two blocks
+            assert torch.equal(state[f"blocks.{i - 1}.hook_out"], before)
+
+
+@pytest.mark.parametrize("name", [n for n in ZOO if not n.startswith("torch")])
+def test_levels_are_the_hidden_states_of_transformers(name: str) -> None:
+    model, x = tiny(name), inputs(name)
+    path = record(model, x)
+    with torch.no_grad():
+        states = model(**x, output_hidden_states=True).hidden_states
+    assert len(states) == len(path) == 4
+    assert all(torch.equal(path.x[level][path.mask], states[level][path.mask]) for level in range(3))
+    last = path.x[3]  # transformers may have put it through the final norm
+    candidates = (last, model.get_submodule(FINAL[name])(last) if name in FINAL else last)
+    assert any(torch.equal(y[path.mask], states[3][path.mask]) for y in candidates)
+
+
+@every_architecture
+def test_the_model_is_left_as_it_was(name: str) -> None:
+    model, x = tiny(name), inputs(name)
+    model.train()
+    next(iter(model.children())).eval()  # a mixed mode must survive
+    output(model, x)  # ModernBERT settles an option of its own at the first call
+    before, weights = fingerprint(model), copy.deepcopy(model.state_dict())
+    record(model, x, points=["resid", "attn.hook_out", "mlp.hook_out"])
+    assert fingerprint(model) == before
+    handle = blocks(model)[-1].module.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("stop")))
+    broken = fingerprint(model)
+    with pytest.raises(RuntimeError, match="stop"):
+        record(model, x)
+    assert fingerprint(model) == broken
+    handle.remove()
+    assert all(torch.equal(a, b) for a, b in zip(weights.values(), model.state_dict().values()))
+
+
+def eager_weights(model: Any, x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        return eager(**x, output_attentions=True).attentions
+
+
+@pytest.mark.parametrize("name", [n for n in ZOO if not n.startswith("torch")])
+def test_patterns_are_the_attention_weights_of_transformers(name: str) -> None:
+    model, x = tiny(name, torch.float64), inputs(name, torch.float64)
+    points = ["attn.q.hook_out", "attn.k.hook_out", "attn.hook_attn_scores", "attn.hook_pattern"]
+    with recording(model, points) as cache, torch.no_grad():
+        output(model, x)
+    n = 17 if name in IMAGES else 7
+    assert cache["blocks.1.attn.q.hook_out"].shape == (2, n, 4, 8)
+    assert cache["blocks.1.attn.k.hook_out"].shape == (2, n, 2 if name == "Llama" else 4, 8)
+    for i, expected in enumerate(eager_weights(model, x)):
+        pattern, scores = cache[f"blocks.{i}.attn.hook_pattern"], cache[f"blocks.{i}.attn.hook_attn_scores"]
+        assert pattern.shape == (2, 4, n, n)
+        is_token = mask(name)[:, None, :, None].expand_as(pattern)
+        torch.testing.assert_close(pattern[is_token], expected.double()[is_token], rtol=0, atol=1e-6)
+        torch.testing.assert_close(scores.softmax(-1), pattern)
+
+
+def test_patterns_of_sliding_windows_and_other_temperatures() -> None:
+    options = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2, "pad_token_id": 0}
+    config = transformers.ModernBertConfig(vocab_size=60, local_attention=4, **options, **ids)
+    model, x = transformers.ModernBertModel(config).eval(), {"input_ids": torch.randint(3, 60, (1, 12))}
+    with recording(model, "attn.hook_pattern") as cache, torch.no_grad():
+        model(**x)
+    local = cache["blocks.1.attn.hook_pattern"]
+    assert float(local[0, 0, 0, 5:].sum()) == 0 < float(cache["blocks.0.attn.hook_pattern"][0, 0, 0, 5:].sum())
+    torch.testing.assert_close(local, eager_weights(model, x)[1], rtol=0, atol=1e-5)
+    bert, x = tiny("BERT", torch.float64), inputs("BERT")
+    with recording(bert, "attn.hook_attn_scores") as cache, torch.no_grad():
+        bert(**x)
+        plain = cache["blocks.0.attn.hook_attn_scores"]
+        with scale_beta(bert, 2.0), wrap(bert, [0], beta_factor=1.5, steps=2):
+            bert(**x)
+        torch.testing.assert_close(cache["blocks.0.attn.hook_attn_scores"], 3 * plain)
+
+
+def test_a_cache_by_name_with_gradients() -> None:
+    model = tiny("GPT-2")
+    before = fingerprint(model)
+    with recording(model, ["hook_in", "blocks.1.attn.v.hook_out"]) as cache:
+        assert list(cache) == ["blocks.0.hook_in", "blocks.1.hook_in", "blocks.2.hook_in", "blocks.1.attn.v.hook_out"]
+        with pytest.raises(ValueError, match="was not computed"):
+            cache["blocks.0.hook_in"]
+        for seed in range(2):
+            output(model, inputs("GPT-2", seed=seed))
+    assert fingerprint(model) == before
+    assert dict(cache)["blocks.1.hook_in"].shape == (2, 7, 32)
+    assert torch.equal(
+        cache["blocks.1.hook_in"],
+        record(model, inputs("GPT-2", seed=1)).x[1].where(mask("GPT-2")[..., None], cache["blocks.1.hook_in"]),
+    )
+    cache["blocks.1.attn.v.hook_out"].square().sum().backward()
+    assert model.h[1].attn.c_attn.weight.grad.abs().sum() > 0
+    assert model.h[2].attn.c_attn.weight.grad is None
+    with pytest.raises(KeyError, match=r"'blocks.1.hook_out' was not recorded"):
+        cache["blocks.1.hook_out"]
+    with pytest.raises(ValueError, match="one vector per token"):
+        cache.trajectory()
+
+
+def test_a_cache_as_a_frame() -> None:
+    pytest.importorskip("pandas")
+    model, tok = tiny("BERT"), tokenizer()
+    names = ["blocks.1.hook_in", "blocks.0.attn.q.hook_out", "blocks.2.attn.hook_pattern"]
+    with recording(model, names) as cache, torch.no_grad():
+        model(**tok(["w1 w2 w3", "w4"], return_tensors="pt", padding=True, return_token_type_ids=False))
+    frame = cache.to_frame("blocks.1.hook_in", tok)
+    assert frame["token"].tolist() == ["[CLS]", "w1", "w2", "w3", "[SEP]", "[CLS]", "w4", "[SEP]"]
+    assert frame.loc[6, [0, 31]].tolist() == cache["blocks.1.hook_in"][1, 1, [0, 31]].tolist()
+    queries = cache.to_frame("blocks.0.attn.q.hook_out")
+    assert len(queries) == 8 * 4
+    row = queries.query("text == 1 and position == 2 and head == 3")
+    assert row[list(range(8))].to_numpy().tolist() == [cache["blocks.0.attn.q.hook_out"][1, 2, 3].tolist()]
+    pattern = cache.to_frame("blocks.2.attn.hook_pattern")
+    assert len(pattern) == 4 * (5 * 5 + 3 * 3)
+    assert pattern.groupby(["text", "head", "query"])["value"].sum().to_numpy() == pytest.approx(1.0)
+
+
+def test_wrong_points() -> None:
+    model, x = tiny("BERT"), inputs("BERT")
+    path = record(model, x, points=["blocks.1.hook_out", "blocks.1.hook_resid_mid", "blocks.0.mlp.hook_out"])
+    assert path.t.tolist() == [2, 1.5, 0]
+    for wrong, message in (("hook_q", "hook_resid_mid"), ("blocks.3.hook_out", "0 to 2"), ([], "points is empty")):
+        with pytest.raises(ValueError, match=message):
+            record(model, x, points=wrong)
+    with pytest.raises(ValueError, match="in parallel"):
+        record(tiny("GPT-NeoX"), inputs("GPT-NeoX"), points="hook_resid_mid")
+
+
+@pytest.mark.parametrize("name", ["BERT", "MPNet", "ModernBERT", "T5 encoder", "ALBERT"])
+def test_batches_of_different_lengths_equal_single_texts(name: str) -> None:
+    model, tok, texts = tiny(name, torch.float64), tokenizer(), words([3, 9, 1, 6, 6])
+    path = record(model, tok, texts, batch=3)
+    assert path.x.shape == (4, 5, 11, 32)
+    assert path.mask.sum(-1).tolist() == [5, 11, 3, 8, 8]
+    for i, text in enumerate(texts):
+        alone, n = record(model, tok, [text]), int(path.mask[i].sum())
+        torch.testing.assert_close(path.x[:, i, :n], alone.x[:, 0], rtol=0, atol=1e-6)
+        assert float(path.x[:, i, n:].abs().sum()) == 0
+        assert path.labels["token"][i] == ["[CLS]", *text.split(), "[SEP]"]
+    assert path.labels["text"] == [0, 1, 2, 3, 4]
+    assert path.labels["id"][2] == [2, 5 + int(texts[2][1:]), 3]
+
+
+def test_special_tokens_and_left_padding() -> None:
+    model, tok, texts = tiny("BERT"), tokenizer(), words([3, 5])
+    kept, dropped = record(model, tok, texts), record(model, tok, texts, special=False)
+    assert dropped.labels["position"] == [[1, 2, 3], [1, 2, 3, 4, 5]]
+    assert torch.equal(dropped.x[:, 1], kept.x[:, 1, 1:6])
+    assert kept.labels["special"][0] == [True, False, False, False, True]
+    x = dict(tok(texts, return_tensors="pt", padding=True, return_special_tokens_mask=True))
+    x.pop("token_type_ids", None)
+    assert torch.equal(record(model, x, special=False).x, dropped.x)
+    x.pop("special_tokens_mask")
+    with pytest.raises(ValueError, match="special_tokens_mask"):
+        record(model, x, special=False)
+    llama, ids = tiny("Llama", torch.float64), torch.tensor([[5, 6, 7, 8, 9], [0, 0, 7, 8, 9]])
+    positions = torch.tensor([[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]])
+    path = record(llama, {"input_ids": ids, "attention_mask": (ids > 0).long(), "position_ids": positions})
+    assert path.mask.tolist() == [[True] * 5, [True] * 3 + [False] * 2]
+    assert path.labels["position"][1] == [2, 3, 4]
+    torch.testing.assert_close(path.x[:, 1, :3], record(llama, {"input_ids": ids[1:, 2:]}).x[:, 0], rtol=0, atol=1e-6)
+
+
+def test_images() -> None:
+    path = record(tiny("DINOv2"), inputs("DINOv2"))
+    assert path.x.shape == (4, 2, 17, 32)
+    assert path.labels["token"][1][::15] == ["[CLS]", "patch 3,2"]
+    assert record(tiny("ViT"), inputs("ViT")["pixel_values"], special=False).x.shape == (4, 2, 16, 32)
+
+
+def test_a_shared_block_beyond_its_depth() -> None:
+    model, x = tiny("ALBERT", torch.float64), inputs("ALBERT")
+    deep = record(model, x, depth=9)
+    assert len(deep) == 10
+    assert torch.equal(deep.x[:4], record(model, x).x)
+    block, state = blocks(model)[0].module, deep.x[3][:1]  # the first text has no padding
+    for level in range(4, 10):
+        result = block(state, None)
+        state = result[0] if isinstance(result, tuple) else result
+        torch.testing.assert_close(deep.x[level][:1], state, rtol=0, atol=1e-12)
+    for name, depth, message in (("BERT", 6, "3 different blocks.*ALBERT"), ("ALBERT", 0, "depth = 0")):
+        with pytest.raises(ValueError, match=message):
+            record(tiny(name), inputs(name), depth=depth)
+
+
+def test_long_texts_are_truncated_with_a_warning() -> None:
+    model, tok = tiny("BERT"), tokenizer()
+    with pytest.warns(UserWarning, match="2 texts were longer than 32 tokens"):
+        path = record(model, tok, words([40, 3, 50]), batch=2)
+    assert path.mask.sum(-1).tolist() == [32, 5, 32]
+    assert path.labels["token"][0][-1] == "[SEP]"
+    with pytest.warns(UserWarning, match="1 texts were longer than 8 tokens"):
+        record(model, tok, words([9]), max_length=8)
+    for length, message in ((99, "takes at most 32"), (2, "expected at least 3: one token of the text beside the 2")):
+        with pytest.raises(ValueError, match=message):
+            record(model, tok, words([9]), max_length=length)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert record(model, tok, words([5])).about["truncated"] == 0
+
+
+BAD_TEXTS: list[tuple[Any, str]] = [
+    (["w1", " \n"], r"texts\[1\] is empty"),
+    (["w1", b"w2"], r"texts\[1\] is a bytes"),
+    (["w1", "\x00\x01"], r"texts\[1\].*binary"),
+    (["w1 \ud800"], r"texts\[0\] holds half a character \(position 3\)"),
+    ([], "texts is empty"),
+    ("w1 w2", "one string"),
+    ([{"body": "w1"}], r"texts\[0\] has no 'text', but body.*row\['body'\] for row in rows"),
+    ({"a": [0], "text": ["w1"]}, r"of columns \(a, text\), expected strings: pass one column"),
+    (["what is this language"], r"4 of 4 tokens are unknown .*100%, expected at most 10%.*max_unknown=1"),
+]
+
+
+@pytest.mark.parametrize(("texts", "message"), BAD_TEXTS)
+def test_bad_texts(texts: Any, message: str) -> None:
+    for run in (record, record_corpus):
+        with pytest.raises(ValueError, match=message):
+            run(tiny("BERT"), tokenizer(), texts)
+
+
+def test_bad_inputs() -> None:
+    model = tiny("BERT")
+    ids = torch.tensor([[5, 6, 7], [5, 6, 0]])
+    cases: list[tuple[Any, str]] = [
+        (tokenizer(), r"inputs are a \w+, expected a dict of tensors"),
+        ({"input_ids": [[1, 2]]}, "hold no tensors"),
+        ({"input_ids": torch.tensor([[1, 60]])}, "input_ids go from 1 to 60, but this model embeds ids 0 to 59"),
+        ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"input_ids has shape \(2, 0\): no tokens"),
+        ({"input_ids": torch.rand(1, 4)}, r"input_ids have dtype torch.float32, expected integers"),
+        ({"input_ids": ids}, "attends to padding"),
+        ({"input_ids": ids, "attention_mask": torch.ones(2, 3, 3)}, r"attention_mask has shape \(2, 3, 3\)"),
+    ]
+    for source, message in cases:
+        with pytest.raises(ValueError, match=message):
+            record(model, source)
+    with pytest.raises(ValueError, match="batch = 0"):
+        record(model, tokenizer(), ["w1"], batch=0)
+    assert record(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).mask.all()
+    small = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=20)
+    with pytest.raises(ValueError, match=r"token id 5\d but the model embeds 20 ids"):
+        record(transformers.BertModel(small), tokenizer(), ["w46 w47"])
+
+
+def test_unknown_tokens() -> None:
+    tok, tenth = tokenizer(), ["w1 w2 w3 w4 w5 w6 w7 w8 w9 what"]
+    assert unknown_share(tok, ["w1 w2 what", "w3"]) == 0.25
+    assert record(tiny("BERT"), tok, tenth).about["unknown_share"] == 0.1
+    assert record_corpus(tiny("BERT"), tok, tenth).unknown_share == 0.1
+    assert record(tiny("BERT"), tok, ["what is w1 w2"], max_unknown=1).about["unknown_share"] == 0.5
+    with pytest.raises(ValueError, match="max_unknown = 2"):
+        record(tiny("BERT"), tok, tenth, max_unknown=2)
+    with pytest.raises(ValueError, match=r"1\d\d\d of 1\d\d\d tokens"):  # long before the last of them
+        record_corpus(tiny("BERT"), tok, ("what " * 20 for _ in iter(int, 1)), batch=50)
+
+
+def test_half_precision() -> None:
+    model, x = tiny("BERT", torch.bfloat16), inputs("BERT")
+    path = record(model, x)
+    assert (path.x.dtype, path.about["dtype"]) == (torch.float32, "bfloat16")
+    assert record(model, x, dtype=torch.float64).x.dtype == torch.float64
+    with torch.no_grad():
+        model.encoder.layer[0].output.dense.weight.fill_(float("inf"))
+    with pytest.raises(ValueError, match=r"NaN or infinite states in bfloat16.*float32"):
+        record(model, x)
+
+
+class Rows:
+    """Iterates as a datasets.Dataset does: rows are dictionaries."""
+
+    def __iter__(self) -> Iterator[dict[str, object]]:
+        return ({"label": i, "text": text} for i, text in enumerate(words([3, 2, 4])))
+
+
+def test_rows_streams_and_columns_are_texts() -> None:
+    pandas = pytest.importorskip("pandas")
+    model, tok, texts = tiny("BERT"), tokenizer(), words([3, 2, 4])
+    path, moments = record(model, tok, texts, batch=2), record_corpus(model, tok, texts, batch=2)
+    sources: list[Any] = [Rows, lambda: iter(Rows()), lambda: (text for text in texts), lambda: tuple(texts)]
+    sources.append(lambda: pandas.DataFrame({"text": texts}, index=[7, 3, 3])["text"])
+    for make in sources:
+        assert torch.equal(record(model, tok, make(), batch=2).x, path.x)
+        assert torch.equal(record_corpus(model, tok, make(), batch=2).mean, moments.mean)
+    with pytest.raises(ValueError, match=r"texts\[1\] is a (float|NoneType), expected str"):
+        record(model, tok, pandas.Series(["w1", None]))
+
+
+def test_save_and_load(tmp_path) -> None:
+    path = record(tiny("BERT"), tokenizer(), words([3, 5]))
+    path.save(tmp_path / "path.safetensors")
+    again = type(path).load(tmp_path / "path.safetensors")
+    assert torch.equal(again.x, path.x)
+    assert (again.labels, again.about) == (path.labels, path.about)

