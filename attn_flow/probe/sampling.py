@@ -1,0 +1,163 @@
+"""Attention over a random sample of the keys: its error, the exponent of that error, and its prediction from logits.
+
+Of the N keys of a text that are not special, m are kept at random and weighted by N/m; special tokens are always kept.
+The squared error of the output is written as (1 - m/N) m^(-2b). The first factor is exact for a mean of N numbers, so
+attention that averages over many tokens has b = 1/2; attention that selects a few tokens has b near 0.
+
+If the values are independent normal numbers, the expected squared error depends on the attention weights alone: it is
+sum_j (p'_j - p_j)^2, with p the weights over all keys and p' those over the sample.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn_flow.probe.recording import Heads
+
+SMALLEST_SAMPLE = 8
+SIZES = 5  # sample sizes of a text
+GAUSSIAN_LOGITS = 2**20  # number of simulated logits behind one value of the curve of Gaussian logits
+LOGIT_SDS = np.concatenate([np.arange(0.0, 4.0, 0.25), np.arange(4.0, 8.0, 0.5), np.arange(8.0, 20.1, 2.0)])
+
+
+def sample_sizes(n: int) -> Tensor:
+    """Sample sizes (SIZES,) on a geometric grid from 8, or n/4 if that is less, to n/2.
+
+    Example:
+        >>> sample_sizes(512).tolist()
+        [8, 19, 45, 108, 256]
+    """
+    low, high = max(1, min(SMALLEST_SAMPLE, n // 4)), max(2, n // 2)
+    return torch.from_numpy(np.geomspace(low, high, SIZES).round().astype(np.int64))
+
+
+def decay_exponent(squared_errors: Tensor, sizes: Tensor, n: int | Tensor) -> Tensor:
+    """The exponent b (...) of squared errors (..., sizes) ~ (1 - m/n) m^(-2b), by least squares of the logarithms.
+
+    Args:
+        squared_errors: (..., sizes), of samples of m of n keys.
+        sizes: the m, (sizes,) or (..., sizes), all below n.
+        n: the number of keys, a number or (..., 1).
+
+    Example:
+        >>> sizes = torch.tensor([8, 16, 32])
+        >>> decay_exponent((1 - sizes / 64) / sizes, sizes, 64)
+        tensor(0.5000)
+    """
+    m = sizes.to(squared_errors)
+    y = (squared_errors.log() - torch.log1p(-m / n)) / 2
+    x = -m.log()
+    x = x - x.mean(-1, keepdim=True)
+    return (x * y).sum(-1) / x.square().sum(-1)
+
+
+def permuted_keys(special: Tensor, draws: int, generator: torch.Generator) -> Tensor:
+    """Indices (draws, N) of the keys that are not special, in random orders; the first m are a sample of size m."""
+    regular = (~special).nonzero()[:, 0]
+    order = torch.rand(draws, len(regular), generator=generator).argsort(-1)
+    return regular[order.to(regular.device)]
+
+
+def sampled_averages(heads: Heads, sample: Tensor) -> Tensor:
+    """What every head computes from samples of its keys, (draws, heads, queries, v).
+
+    Args:
+        heads: of one text in which every token sees every token; its queries may be those of some tokens only.
+        sample: indices (draws, m) of keys that are not special.
+    """
+    draws, m = sample.shape
+    special = heads.special.nonzero()[:, 0]
+    kept = torch.cat([special.expand(draws, -1), sample], dim=-1)
+    keys, values = (z[:, kept].transpose(0, 1) for z in (heads.keys, heads.values))
+    log_weights = torch.zeros(kept.shape[1]).to(keys)
+    log_weights[len(special) :] = math.log((heads.n - len(special)) / m)
+    queries = heads.queries.expand(draws, -1, -1, -1)
+    return scaled_dot_product_attention(queries, keys, values, attn_mask=log_weights[None, :], scale=1.0)
+
+
+def sampled_keys(m: int, generator: torch.Generator) -> Callable[[Heads, int, int], Tensor]:
+    """A replacement of attention: m random keys, drawn anew in every layer of every text; a `replacement.Predict`."""
+
+    def predict(heads: Heads, layer: int, text: int) -> Tensor:
+        return heads.combine(sampled_averages(heads, permuted_keys(heads.special, 1, generator)[:, :m])[0])
+
+    return predict
+
+
+def weight_errors(logits: Tensor, special: Tensor, order: Tensor, sizes: Tensor) -> Tensor:
+    """Expected squared error per component with independent normal values: E sum_j (p'_j - p_j)^2, (heads, sizes).
+
+    Args:
+        logits: (heads, queries, n).
+        special: (n,), the keys that are always kept.
+        order: (draws, N), from `permuted_keys`; the sample of size m is the first m.
+        sizes: (sizes,).
+
+    Returns:
+        Means over draws and queries, in float64.
+    """
+    logits = logits.double()
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    squares = weights.square()
+    n, (draws, N) = len(special), order.shape
+    rank = torch.empty(draws, n, dtype=torch.int64, device=order.device).scatter_(
+        1, order, torch.arange(N, device=order.device).expand(draws, -1)
+    )
+    is_sampled = (rank[:, None] < sizes.to(rank)[:, None]) & ~special  # (draws, sizes, n)
+    masks = is_sampled.to(weights).flatten(0, 1).mT
+    factor = (N / sizes.to(weights)).repeat(draws)
+    always, always_squared = (z[..., special].sum(-1, keepdim=True) for z in (weights, squares))
+    total, sampled_squares = weights.sum(-1, keepdim=True), squares @ masks
+    sampled = always + factor * (weights @ masks)
+    second = (always_squared + factor.square() * sampled_squares) / sampled.square()  # sum_j p'_j^2
+    cross = (always_squared + factor * sampled_squares) / (sampled * total)  # sum_j p'_j p_j
+    errors = second - 2 * cross + squares.sum(-1, keepdim=True) / total.square()
+    return errors.mean(-2).unflatten(-1, (draws, -1)).mean(-2)
+
+
+def logit_sd(logits: Tensor, special: Tensor) -> Tensor:
+    """Root mean square over queries of the standard deviation of a query's logits over the sampled keys, (heads,)."""
+    return logits[..., ~special].double().var(-1, correction=0).mean(-1).sqrt()
+
+
+def gaussian_exponent(sd: Tensor, n: int) -> Tensor:
+    """The exponent b of n independent Gaussian logits with standard deviation `sd` (...) and independent values.
+
+    Simulated at powers of two with fixed random numbers, and interpolated in log n and in sd.
+
+    Example:
+        >>> gaussian_exponent(torch.tensor([0.5, 1.0, 2.0, 3.3, 5.0]), 512).round(decimals=2)
+        tensor([0.4900, 0.4500, 0.2600, 0.1300, 0.0800], dtype=torch.float64)
+    """
+    power = max(3.0, math.log2(n))
+    low = math.floor(power)
+    share = power - low
+    exponents = (1 - share) * _gaussian_exponents(2**low)
+    if share > 0:
+        exponents = exponents + share * _gaussian_exponents(2 ** (low + 1))
+    return torch.as_tensor(np.interp(sd.double().cpu().numpy(), LOGIT_SDS, exponents))
+
+
+@functools.cache
+def _gaussian_exponents(n: int) -> np.ndarray:
+    """The exponents at LOGIT_SDS."""
+    z = torch.randn(GAUSSIAN_LOGITS // n, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sizes = sample_sizes(n)
+    exponents = [0.5]
+    for sd in LOGIT_SDS[1:]:
+        # The logits of a row are independent, so that its first m are a random sample.
+        weights = (sd * (z - z.amax(-1, keepdim=True))).exp()
+        sums, squares = weights.cumsum(-1), weights.square().cumsum(-1)
+        total = sums[:, -1:]
+        sampled, sampled_squares = sums[:, sizes - 1], squares[:, sizes - 1]
+        errors = sampled_squares / sampled.square() - 2 * sampled_squares / (sampled * total)
+        errors = errors + squares[:, -1:] / total.square()
+        exponents.append(float(decay_exponent(errors.mean(0), sizes, n)))
+    return np.array(exponents)
