@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attn_flow.geometry import Ellipsoid, Euclidean, Sphere
     from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Mixture, UniformSphere, VonMisesFisher
     from attn_flow.nn import ContinuousAttentionLayer, ContinuousMultiheadAttention
-    from attn_flow.prediction import LimitMap, limit, phases, resolution, zero_temperature_flow
+    from attn_flow.prediction import LimitMap, Sweep, limit, phases, resolution, sweep, zero_temperature_flow
     from attn_flow.transport.distances import wasserstein
 else:
     __getattr__, __dir__ = lazy_names(
@@ -36,7 +36,15 @@ else:
                 "VonMisesFisher",
             ),
             "attn_flow.nn": ("ContinuousAttentionLayer", "ContinuousMultiheadAttention"),
-            "attn_flow.prediction": ("LimitMap", "limit", "phases", "resolution", "zero_temperature_flow"),
+            "attn_flow.prediction": (
+                "LimitMap",
+                "Sweep",
+                "limit",
+                "phases",
+                "resolution",
+                "sweep",
+                "zero_temperature_flow",
+            ),
             "attn_flow.transport.distances": ("wasserstein",),
         },
     )
@@ -59,6 +67,7 @@ __all__ = [
     "Mixture",
     "Scheduled",
     "Sphere",
+    "Sweep",
     "Trajectory",
     "UniformSphere",
     "VonMisesFisher",
@@ -73,6 +82,7 @@ __all__ = [
     "phases",
     "resolution",
     "rk4",
+    "sweep",
     "wasserstein",
     "zero_temperature_flow",
 ]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which differ for colour-blind readers and are visible on white and on black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 TRUTH, PREDICTION, BASELINE = COLOURS[0], COLOURS[1], COLOURS[6]
+FORMATS = ("png", "svg", "pdf")
 PAGE_WIDTH = 748  # pixels of an image on a README page
 FONT_PIXELS = 12  # height of the font there
 LIGHT, DARK = ("#ffffff", "#222222"), ("#0d1117", "#e6edf3")  # background and foreground
@@ -80,13 +81,27 @@ def style(width: float = 10.0, dark: bool = False) -> Iterator[Any]:
         yield require_extra("matplotlib.pyplot")
 
 
-def save_figure(figure: Figure, path: str | os.PathLike[str], dpi: int = 150, tight: bool = False) -> None:
-    """Save a figure as PNG, atomically, with the background it was drawn with."""
+def save_figure(
+    figure: Figure, path: str | os.PathLike[str], dpi: int = 150, tight: bool = False, transparent: bool = False
+) -> None:
+    """Save a figure atomically, as PNG, SVG or PDF by the end of its name, and close it.
+
+    Args:
+        figure: the figure.
+        path: the file; an unknown ending is a ValueError.
+        dpi: pixels per inch of a PNG.
+        tight: cut the margins.
+        transparent: no background; otherwise that with which the figure was drawn.
+    """
+    kind = os.path.splitext(path)[1].lower().removeprefix(".")
+    if kind not in FORMATS:
+        raise ValueError(
+            f"{os.fspath(path)}: expected a name that ends in {', '.join('.' + kind for kind in FORMATS)}."
+        )
+    options = {"transparent": True} if transparent else {"facecolor": figure.get_facecolor()}
     box = "tight" if tight else None
-    write_atomically(
-        path,
-        lambda name: figure.savefig(name, format="png", dpi=dpi, bbox_inches=box, facecolor=figure.get_facecolor()),
-    )
+    write_atomically(path, lambda name: figure.savefig(name, format=kind, dpi=dpi, bbox_inches=box, **options))
+    require_extra("matplotlib.pyplot").close(figure)  # pyplot would keep it in memory
 
 
 def typeset(text: str) -> str:

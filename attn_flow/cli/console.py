@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -69,6 +71,12 @@ def echo(words: object) -> None:
     typer.echo(visible(words))
 
 
+def paragraph(words: object) -> None:
+    """Sentences on standard output, in lines that a terminal shows whole."""
+    width = min(100, shutil.get_terminal_size().columns)
+    typer.echo(textwrap.fill(visible(words), width, subsequent_indent="  " if str(words).startswith("- ") else ""))
+
+
 def print_json(content: Any) -> None:
     """One JSON object on standard output; JSON escapes control characters itself."""
     from attn_flow.base.files import to_plain
@@ -84,7 +92,8 @@ def print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
 
     shown = Table(title=Text(visible(title)), title_justify="left")
     for column in columns:
-        shown.add_column(column, justify="left" if column == columns[0] else "right", overflow="fold")
+        is_number = bool(rows) and isinstance(rows[0][columns.index(column)], (int, float)) and column != columns[0]
+        shown.add_column(column, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
         shown.add_row(*[Text(f"{v:.4g}" if isinstance(v, float) else visible(v)) for v in row])
     Console().print(shown)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +18,7 @@ from attn_flow.cli.console import (
     complain,
     echo,
     number_name,
+    paragraph,
     print_json,
     print_table,
     refuse_options,
@@ -28,12 +28,16 @@ from attn_flow.cli.console import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attn_flow import Attention, Cloud, LimitMap
+    from attn_flow import Attention, Cloud, LimitMap, Trajectory
 
 MAX_DISTANCES = 200  # times at which W2 is measured if only the end is given
 FILES = ("simulate.json", "simulate.png", "simulate.html", "path_beta_*.safetensors", "clouds_beta_*.png")
+SWEPT = ("beta", "n", "noise", "seed")
 
 Matrix = Annotated[str, typer.Option(help='"3,0;0,1" (rows ; entries ,) or a .npy, .pt or .safetensors file.')]
+Heads = Annotated[
+    str | None, typer.Option(help='"3,0;0,1", several heads as "3,0;0,1 | 1,0;0,1", or a .npy, .pt, .safetensors file.')
+]
 Beta = Annotated[str, typer.Option(help="Inverse temperatures, such as 10,100,inf.")]
 
 
@@ -51,6 +55,7 @@ def limit(
     from attn_flow.attention import Attention
     from attn_flow.cli.matrices import parse_numbers, parse_square
     from attn_flow.prediction import limit as predict_limit
+    from attn_flow.prediction.words import limit_sentences, why_no_t_min
 
     target = predict_limit(Attention.from_matrices(parse_square(G, "G"), parse_square(V, "V")), tol=tol)
     numbers = target.as_dict()
@@ -60,195 +65,217 @@ def limit(
     if as_json:
         print_json(numbers)
         return
-    words = {
-        "dimension": "dimension of E, where tokens concentrate",
-        "basis": "basis of E (rows: coordinates)",
-        "projector": "projector onto E",
-        "leading": "largest real part of the eigenvalues of V G",
-        "gap": "its distance to the next",
-        "frequencies": "rotation frequencies (radians per unit of time)",
-        "g": "rate g of a typical token (per unit of time)",
-        "rate_w1": "decay rate of W1 (per unit of time)",
-        "rate_w2": "decay rate of W2 (per unit of time)",
-        "exit_rate": "rate at which clusters leave E (per unit of time)",
-        "width": "beta W2^2 of clusters that stay",
-        "terminal_basis": "leading directions of V, where clusters end",
-    }
-    rows = [[words[name], _short(numbers[name])] for name in words if numbers[name] not in (None, [])]
-    print_table(f"The limit is {target.case}: {target.reason}.", ["quantity", "value"], rows)
-    echo("The prediction requires:")
-    for requirement in target.requires:
-        echo(f"  {requirement}")
+    paragraph(" ".join(limit_sentences(numbers)))
+    paragraph(f"How this is known: {target.reason}.")
+    if target.case == "fixed" and len(numbers["projector"]) <= 4:
+        entries = "; ".join(", ".join(f"{entry:.4g}" for entry in row) for row in numbers["projector"])
+        paragraph(f"A token x goes to Pi x / |Pi x| with the projector Pi = [{entries}].")
     if "times" in numbers:
         rows = [["not predicted" if v is None else v for v in row.values()] for row in numbers["times"]]
-        print_table("Times, in units of t", ["beta", "bound balances (t_beta)", "least W2 (t_min)"], rows)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list):
-        return json.dumps(_rounded(value))
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _rounded(value: Any) -> Any:
-    return [_rounded(entry) for entry in value] if isinstance(value, list) else round(value, 4)
+        columns = ["beta", "terms of the bound are equal (t_beta)", "W2 is least (t_min)"]
+        print_table("Predicted times, in units of t", columns, rows)
+        if any(row["t_min"] is None for row in numbers["times"]):
+            paragraph(f"No t_min is predicted: {why_no_t_min(numbers)}.")
+    echo("The prediction assumes:")
+    for need in target.requires:
+        paragraph(f"- {need}")
 
 
 def simulate(
     context: typer.Context,
-    G: Matrix,
-    V: Matrix,
+    G: Heads = None,
+    V: Heads = None,
     beta: Beta = "10,100",
-    tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens, or nodes with --quadrature.")] = 1000,
+    tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens, or nodes of the quadrature.")] = 1000,
     dim: Annotated[int | None, typer.Option(help="Dimension; by default that of G.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Random heads in dimension --dim, without --G, --V.")] = None,
+    kind: Annotated[str, typer.Option(help="softmax, unnormalised or sinkhorn.")] = "softmax",
+    noise: Annotated[float, typer.Option(min=0.0, help="Noise of every token, per unit of time.")] = 0.0,
     x0: Annotated[str | None, typer.Option(help="Your own tokens (n, d), a matrix or a file.")] = None,
-    quadrature: Annotated[bool, typer.Option(help="Weighted nodes instead of random tokens, d = 2, 3.")] = False,
+    random: Annotated[bool, typer.Option("--random", help="Random tokens also in d = 2, 3.")] = False,
     density: Annotated[float | None, typer.Option(hidden=True)] = None,
     t: Annotated[str, typer.Option(help="The end T (W2 is then measured at up to 200 times), or the times.")] = "20",
     h: Annotated[float, typer.Option(help="The step in time.")] = 0.1,
     step: Annotated[str, typer.Option(help="euler, rk4 or dopri5.")] = "rk4",
     seed: Seed = 0,
+    sweep: Annotated[str | None, typer.Option(help='A grid: "beta=10,100 n=500,1000 noise=0,.1 seed=0,1".')] = None,
+    figure: Annotated[Path | None, typer.Option(help="A .svg, .pdf or .png of the distances, transparent.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for simulate.html, .json, .png and the paths.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Run the flow for your own matrices and compare the cloud with the predicted limit, beta by beta.
 
-    Example: attn-flow simulate --G "3,0;0,1" --V "1,0;0,2" --beta 10,100,1000 --tokens 1000 --t 30
+    In d = 2 and 3 tokens are weighted nodes of a quadrature, which show the temperature and not the chance of a sample.
+
+    Examples:
+
+      attn-flow simulate --G "3,0;0,1" --V "1,0;0,2" --beta 10,100,1000 --out runs/simulate
+
+      attn-flow simulate --G "3,0;0,1" --V "1,0;0,2" --sweep "beta=10,100 noise=0,.1 seed=0,1,2" --out runs/sweep
     """
+    from attn_flow import Cloud
     from attn_flow.base.files import lock_for_writing
-    from attn_flow.cli.matrices import parse_matrix, parse_numbers, parse_square
+    from attn_flow.cli.matrices import parse_matrix, parse_numbers
+    from attn_flow.prediction import starting_cloud
 
     if density is not None:
         raise ValueError(f"`simulate --density {density:g}` is now `attn-flow density --kappa {density:g}`.")
-    G_matrix, V_matrix = parse_square(G, "G"), parse_square(V, "V")
-    d = G_matrix.shape[0]
-    if dim is not None and dim != d:
-        raise ValueError(f"--dim {dim} but G is {tuple(G_matrix.shape)}; leave --dim out or give a matrix to match.")
-    if x0 is not None:
-        refuse_options(context, "--x0 gives the tokens", "tokens", "quadrature")
-    cloud = initial_cloud(d, tokens, None if x0 is None else parse_matrix(x0, "x0"), quadrature, seed)
-    betas, times, progress = parse_numbers(beta, "beta"), parse_numbers(t, "t"), not (quiet or as_json)
+    attention = _attention(G, V, dim, heads, kind, seed)
     if out is not None:
         require_writable(out)
+    progress = not (quiet or as_json)
+    if sweep is not None:
+        refuse_options(context, "--sweep names the values", "beta", "noise", "x0", "step")
+        _sweep(attention, sweep, tokens, parse_numbers(t, "t"), h, seed, random, out, figure, as_json, progress)
+        return
+    if x0 is not None:
+        refuse_options(context, "--x0 gives the tokens", "tokens", "random")
+        cloud = Cloud(parse_matrix(x0, "x0"))
+        if cloud.x.shape[-1] != attention.dim:
+            raise ValueError(f"x0 has shape {tuple(cloud.x.shape)}, expected (n, {attention.dim}) to match G.")
+    else:
+        cloud = starting_cloud(attention.dim, tokens, seed, random=random or None)
+    betas, times = parse_numbers(beta, "beta"), parse_numbers(t, "t")
     with nullcontext() if out is None else lock_for_writing(out / "simulate.json"):
-        numbers = run_simulation(G_matrix, V_matrix, betas, cloud, times, h, step, out=out, progress=progress)
+        numbers = run_simulation(
+            attention, betas, cloud, times, h, step, noise=noise, seed=seed, out=out, figure=figure, progress=progress
+        )
     if as_json:
         print_json(numbers)
     else:
-        _print_simulation(numbers, f"{len(cloud.x)} tokens in d = {d}, seed {seed}", out)
+        _print_simulation(numbers, out)
 
 
-def _print_simulation(numbers: dict[str, Any], words: str, out: Path | None) -> None:
-    runs = numbers["runs"]
-    print_table(
-        f"Distance W2 to the predicted limit ({numbers['limit']['case']}); {words}",
-        ["beta", "smallest W2", "at time", "W2 at the end", "tokens resolve it", "phases (times)"],
-        [
-            [r["beta"], r["min_w2"], r["t_min"], r["w2"][-1], r["resolution"]["verdict"], _phase_words(r["phases"])]
-            for r in runs
-        ],
-    )
-    requirements: dict[str, list[bool | None]] = {}
-    for requirement in (requirement for run in runs for requirement in run["requires"]):
-        requirements.setdefault(requirement["name"], []).append(requirement["met"])
-    for met, label in ((True, "met"), (None, "not checked")):
-        if names := ", ".join(name for name, values in requirements.items() if all(v is met for v in values)):
-            echo(f"Requirements {label}: {names}.")
-    for doubt in {doubt: None for run in runs for doubt in run["doubts"]}:
-        betas = ", ".join(number_name(float(run["beta"])) for run in runs if doubt in run["doubts"])
-        echo(f"Doubt (beta {betas}): {doubt}")
-    if out is not None:
-        echo(f"Written to {out}.")
-
-
-def _phase_words(phases: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{p['phase']} {p['start']:.3g} to {p['end']:.3g}" for p in phases)
-
-
-def initial_cloud(d: int, n: int, x: Tensor | None = None, use_quadrature: bool = False, seed: int = 0) -> Cloud:
-    """Tokens x (n, d) as a cloud, n nodes of a quadrature of the uniform distribution, or n uniform random tokens."""
+def _attention(G: str | None, V: str | None, dim: int | None, heads: int | None, kind: str, seed: int) -> Attention:
+    """The attention of the options: given matrices, or random heads."""
     import torch
 
-    from attn_flow import Cloud, Sphere
-    from attn_flow.measures import quadrature
+    from attn_flow import Attention
+    from attn_flow.cli.matrices import parse_square
 
-    if x is not None:
-        if x.shape[-1] != d:
-            raise ValueError(f"x0 has shape {tuple(x.shape)}, expected (n, {d}) to match G.")
-        return Cloud(x)
-    if use_quadrature:
-        if d not in (2, 3):
-            raise ValueError(f"d = {d}: quadrature nodes exist for d = 2 and 3; leave --quadrature out.")
-        return quadrature.circle(n) if d == 2 else quadrature.fibonacci(n)
-    return Cloud(Sphere().uniform(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+    if G is None and V is None:
+        if dim is None or heads is None:
+            raise ValueError("give --G and --V, or --dim and --heads for random heads.")
+        return Attention.random(
+            dim, heads, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, kind=kind
+        )
+    if G is None or V is None:
+        raise ValueError('give both --G and --V; the identity in d = 2 is "1,0;0,1".')
+    parts = {name: [parse_square(head, name) for head in text.split("|")] for name, text in (("G", G), ("V", V))}
+    shapes = {tuple(matrix.shape) for matrices in parts.values() for matrix in matrices}
+    if len(shapes) > 1 or len(parts["G"]) != len(parts["V"]):
+        counts = ", ".join(f"{name}: {len(each)} of {tuple(each[0].shape)}" for name, each in parts.items())
+        raise ValueError(f"heads of G and V differ ({counts}); expected as many, of one size.")
+    if heads is not None and heads != len(parts["G"]):
+        raise ValueError(f'--heads {heads} but G has {len(parts["G"])}; separate heads by "|".')
+    d = parts["G"][0].shape[0]
+    if dim is not None and dim != d:
+        raise ValueError(f"--dim {dim} but G is {(d, d)}; leave --dim out or give a matrix to match.")
+    return Attention.from_matrices(torch.stack(parts["G"]), torch.stack(parts["V"]), kind=kind)
 
 
 def run_simulation(
-    G: Tensor,
-    V: Tensor,
-    betas: list[float],
+    attention: Attention,
+    betas: Sequence[float],
     cloud: Cloud,
     t: Sequence[float],
     h: float,
     step: str = "rk4",
     *,
+    noise: float = 0.0,
+    seed: int = 0,
     out: str | Path | None = None,
+    figure: str | Path | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Run a flow for every beta and measure its distance to the predicted limit.
 
     Args:
-        G, V: matrices (d, d).
+        attention: the attention, whose own beta is not used.
         cloud: the initial tokens (n, d).
         t: one end T, or at least three increasing times.
+        noise, seed: independent noise of every token per unit of time, and its seed.
         out: a folder for the paths, figures, a page and simulate.json; files of an earlier run there are removed.
+        figure: a .svg, .pdf or .png file for the figure of the distances, without background.
 
     Returns:
-        "limit", "caption", "n", and "runs": for every beta t, w2, t_min, min_w2, phases, requires, doubts, resolution.
+        "limit" (None where no limit is known, for the reason "no_limit"), "sentences", "caption", "n", "d", and "runs":
+        for every beta t, mean_length (the length of the mean token), and where there is a limit w2, t_min, min_w2,
+        phases, requires, doubts, resolution.
     """
-    from attn_flow import Attention, flow
-    from attn_flow import limit as predict_limit
+    from attn_flow import flow
     from attn_flow.base.checks import require_choice
     from attn_flow.base.files import to_plain
+    from attn_flow.prediction.words import limit_sentences
 
     require_choice("step", step, ("euler", "rk4", "dopri5"))
-    target = predict_limit(Attention.from_matrices(G, V))
+    target, no_limit = _limit_for(attention, cloud)
     times = _saved_times(t, h)
-    attentions = [Attention.from_matrices(G, V, beta) for beta in betas]  # a wrong beta is refused before the first run
-    if progress:
-        seconds = len(betas) * estimate_seconds(attentions[0], target, cloud, times, h, step)
-        complain(f"About {seconds:.2g} s: {len(betas)} betas, {len(times)} distances each.", "cyan")
+    attentions = [replace(attention, beta=beta) for beta in betas]  # a wrong beta is refused before the first run
     runs, paths = [], []
-    for beta, attention in zip(betas, attentions):
-        path = flow(attention, cloud, times, step=step, h=h, progress=progress)
-        runs.append(_run_numbers(attention, beta, target, path))
+    for beta, one in zip(betas, attentions):
+        path = flow(one, cloud, times, step=step, h=h, noise=_noise(noise, seed), progress=progress)
+        runs.append(_run_numbers(one, beta, target, path, noise))
         paths.append(path if out is not None else None)
-    kind = "tokens" if cloud.weights is None else "weighted nodes"
-    caption = f"{len(cloud.x)} {kind} in d = {cloud.x.shape[-1]}, {step}, $h = {h:.3g}$; limit case: {target.case}."
-    coarse = ", ".join(number_name(r["beta"]) for r in runs if r["resolution"]["verdict"] == "unresolved")
-    unmet = {
-        requirement["name"]: None for run in runs for requirement in run["requires"] if requirement["met"] is False
-    }
-    if coarse:
-        caption += rf" Too few points for the prediction at $\beta$ = {coarse}."
-    if unmet:
-        caption += f" Requirements that are not met: {', '.join(unmet)}."
-    numbers = {"limit": target.as_dict(), "runs": runs, "n": len(cloud.x), "caption": caption}
+    n, d = cloud.x.shape
+    words = "tokens" if cloud.weights is None else "weighted nodes"
+    caption = f"{n} {words} in d = {d}, {attention.kind}, {step}, steps of {h:.3g}"
+    caption += f", noise {noise:g} with seed {seed}" if noise else ""
+    limit_numbers = None if target is None else target.as_dict()
+    sentences = [no_limit] if limit_numbers is None else limit_sentences(limit_numbers)
+    if noise and target is not None:
+        sentences.append("This prediction is for the flow without noise.")
+    numbers: dict[str, Any] = {"limit": limit_numbers, "no_limit": no_limit, "sentences": sentences, "runs": runs}
+    numbers |= {"n": n, "d": d, "caption": caption + "."}
     if out is not None:
         _write(Path(out), numbers, paths, target)
+    if figure is not None:
+        from attn_flow.base.figures import save_figure
+        from attn_flow.pages.figures import simulation_figure
+
+        save_figure(simulation_figure(numbers), figure, transparent=True)
     return dict(to_plain(numbers))
 
 
-def _run_numbers(attention: Attention, beta: float, target: LimitMap, path: Any) -> dict[str, Any]:
-    """The numbers of one run: distances, phases, resolution, and what is predicted at this beta."""
-    from attn_flow import phases, resolution
+def _limit_for(attention: Attention, cloud: Cloud) -> tuple[LimitMap | None, str]:
+    """The predicted limit of this cloud, or None and the reason in words."""
+    from attn_flow import limit as predict_limit
 
+    try:
+        target = predict_limit(attention)
+        if not target.rotates:
+            target.push_forward(cloud)
+    except ValueError as error:
+        return None, f"No limit is predicted, so that no distance is measured: {error}"
+    return target, ""
+
+
+def _noise(sigma: float, seed: int) -> Any:
+    """The noise of a run, from a generator of its own; None without noise."""
+    import torch
+
+    from attn_flow.dynamics.noise import independent
+
+    return independent(sigma, torch.Generator().manual_seed(seed)) if sigma else None
+
+
+def _run_numbers(
+    attention: Attention, beta: float, target: LimitMap | None, path: Trajectory, noise: float
+) -> dict[str, Any]:
+    """The numbers of one run: distances, phases, resolution, and what is predicted at this beta."""
+    from attn_flow import Cloud, phases, resolution
+
+    length = Cloud(path.x, path.weights).mean.norm(dim=-1)
+    run: dict[str, Any] = {"beta": beta, "t": path.t.tolist(), "mean_length": length.tolist(), "w2": None, "phases": []}
+    run |= {"t_min_predicted": None, "doubts": [], "note": ""}
+    if target is None:
+        return run
     measured = resolution(attention, path.cloud(0), warn=False)
-    is_cold = 1 < beta < math.inf
+    is_cold = 1 < beta < math.inf and not noise
     stays = target.terminal is not None and target.terminal.exit_rate == 0 and target.width is not None
     return {
-        "beta": beta,
+        **run,
         **phases(path, target, warn=False).as_dict(),
         "t_min_predicted": target.t_min(beta) if is_cold else None,
         "min_w2_predicted": target.width.w2(beta) if is_cold and stays and target.width else None,
@@ -260,11 +287,44 @@ def _run_numbers(attention: Attention, beta: float, target: LimitMap, path: Any)
     }
 
 
-def _write(out: Path, numbers: dict[str, Any], paths: list[Any], target: LimitMap) -> None:
+def _print_simulation(numbers: dict[str, Any], out: Path | None) -> None:
+    from attn_flow.prediction.words import phase_words, why_no_t_min
+
+    runs, title = numbers["runs"], f"{numbers['caption']} Times in units of t."
+    paragraph(" ".join(numbers["sentences"]))
+    if numbers["limit"] is None:
+        rows = [[run["beta"], run["t"][-1], run["mean_length"][0], run["mean_length"][-1]] for run in runs]
+        print_table(title, ["beta", "time", "length of the mean token at the start", "at the end"], rows)
+    else:
+        columns = ["beta", "least W2", "at time", "predicted", "W2 at the end", "its course"]
+        rows = [
+            [run["beta"], run["min_w2"], run["t_min"], _or_none(run["t_min_predicted"]), run["w2"][-1]]
+            + [phase_words(run["phases"])]
+            for run in runs
+        ]
+        print_table(f"Distance W2 to the predicted limit. {title}", columns, rows)
+        if any(run["t_min_predicted"] is None for run in runs) and not numbers["limit"]["exit_rate"]:
+            paragraph(f"No time of least W2 is predicted: {why_no_t_min(numbers['limit'])}.")
+        doubts = {doubt: None for run in runs for doubt in run["doubts"]}
+        for doubt in doubts:
+            betas = ", ".join(number_name(float(run["beta"])) for run in runs if doubt in run["doubts"])
+            paragraph(f"Beta {betas} does not meet an assumption of the prediction: {doubt}.")
+        if not doubts:
+            echo("The cloud meets every assumption of the prediction that can be checked.")
+    if out is not None:
+        echo(f"Written to {out}; open {out / 'simulate.html'} in a browser.")
+
+
+def _or_none(value: float | None) -> Any:
+    return "none" if value is None else value
+
+
+def _write(out: Path, numbers: dict[str, Any], paths: list[Any], target: LimitMap | None) -> None:
     """Write the paths, figures, page and numbers of a run, and remove those of an earlier one."""
+    from attn_flow.base.drawing import clouds_figure
     from attn_flow.base.figures import save_figure
     from attn_flow.base.files import versions, write_json
-    from attn_flow.pages.figures import beta_words, clouds_figure, simulation_figure
+    from attn_flow.pages.figures import beta_words, simulation_figure
     from attn_flow.pages.simulation import page_clouds, write_simulation
 
     old = sorted(file for pattern in FILES for file in out.glob(pattern))
@@ -272,38 +332,73 @@ def _write(out: Path, numbers: dict[str, Any], paths: list[Any], target: LimitMa
         complain(f"{out} has an earlier run; removed: {', '.join(file.name for file in old)}", "cyan")
     for file in old:
         file.unlink()
+    bases = (None, None) if target is None else (target.basis, target.terminal.basis if target.terminal else None)
     for run, path in zip(numbers["runs"], paths):
         name = number_name(run["beta"])
         path.save(out / f"path_beta_{name}.safetensors")
         if path.x.shape[-1] in (2, 3):
-            least = run["w2"].index(min(run["w2"]))
+            title, least = beta_words(run["beta"], numbers["n"]), len(path) // 2
+            if run["w2"] is not None:
+                least = run["w2"].index(min(run["w2"]))
+                title += f": nearest to the predicted limit at $t = {path.t[least]:.3g}$"
             shown = sorted({0, least // 3, least, (least + len(path) - 1) // 2, len(path) - 1})
-            title = (
-                f"{beta_words(run['beta'], numbers['n'])}: nearest to the predicted limit at $t = {path.t[least]:.3g}$"
-            )
-            save_figure(clouds_figure(path, shown, target, title), out / f"clouds_beta_{name}.png")
+            save_figure(clouds_figure(path.t, path.x, shown, *bases, title), out / f"clouds_beta_{name}.png")
     save_figure(simulation_figure(numbers), out / "simulate.png")
     write_simulation(out / "simulate.html", numbers, [page_clouds(path) for path in paths])
     write_json({**numbers, "versions": versions()}, out / "simulate.json")
 
 
-def estimate_seconds(attention: Attention, target: LimitMap, cloud: Cloud, times: Tensor, h: float, step: str) -> float:
-    """Processor seconds of one beta, from one step and one distance that are measured here."""
-    import torch
+def _sweep(
+    attention: Attention,
+    text: str,
+    tokens: int,
+    times: list[float],
+    h: float,
+    seed: int,
+    random: bool,
+    out: Path | None,
+    figure: Path | None,
+    as_json: bool,
+    progress: bool,
+) -> None:
+    """Run a grid and print its table; with a folder, also sweep.json, sweep.csv and sweep.png."""
+    from attn_flow import sweep
+    from attn_flow.base.figures import save_figure
+    from attn_flow.cli.matrices import parse_numbers
+    from attn_flow.prediction import starting_cloud
 
-    from attn_flow import Trajectory, flow
-    from attn_flow.prediction import w2_curve
-
-    still = Trajectory(torch.zeros(1), cloud.x[None], cloud.weights)
-    steps = sum(math.ceil(float(interval) / h - 1e-9) for interval in times.diff())
-    work = (lambda: flow(attention, cloud, [0.0, h], step=step, h=h), lambda: w2_curve(still, target))
-    seconds = 0.0
-    for run, count in zip(work, (steps, len(times))):
-        run()  # the first call also loads modules
-        start = time.process_time()
-        run()
-        seconds += count * (time.process_time() - start)
-    return seconds
+    axes: dict[str, list[float]] = {}
+    for part in text.replace(";", " ").split():
+        name, _, values = part.partition("=")
+        if name not in SWEPT or not values:
+            raise ValueError(f'--sweep {text!r}: expected {", ".join(SWEPT)}, such as "beta=10,100 seed=0,1".')
+        axes[name] = parse_numbers(values, name)
+    result = sweep(
+        attention,
+        times[0] if len(times) == 1 else times,
+        betas=axes.get("beta", [10.0, 100.0]),
+        noise=axes.get("noise", [0.0]),
+        n=[int(v) for v in axes.get("n", [tokens])],
+        seeds=[int(v) for v in axes.get("seed", [seed])],
+        clouds=lambda n, seed: starting_cloud(attention.dim, n, seed, random=random or None),
+        h=h,
+        folder=out,
+        progress=progress,
+    )
+    if out is not None:
+        result.to_csv(out / "sweep.csv")
+        save_figure(result.plot(), out / "sweep.png")
+    if figure is not None:
+        save_figure(result.plot(), figure, transparent=True)
+    if as_json:
+        print_json({"t": result.t, "rows": result.rows})
+        return
+    names = {"beta": "beta", "n": "tokens", "noise": "noise", "seed": "seed", "w2_min": "least W2", "t_min": "at time"}
+    names |= {"t_min_predicted": "predicted", "w2_end": "W2 at the end", "unmet": "assumptions not met"}
+    rows = [[_or_none(row[name]) for name in names] for row in result.rows]
+    print_table(f"{len(result)} runs up to t = {float(result.t[-1]):g}", list(names.values()), rows)
+    if out is not None:
+        echo(f"Written to {out}: sweep.json, sweep.csv, sweep.png. The same command continues a stopped sweep.")
 
 
 def _saved_times(t: Sequence[float], h: float) -> Tensor:

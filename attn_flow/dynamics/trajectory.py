@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attn_flow.base import checks
+from attn_flow.base import checks, drawing
 from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.measures import Cloud
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PANELS = 5  # times that a figure shows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,6 +81,52 @@ class Trajectory:
     def cloud(self, index: int) -> Cloud:
         """The cloud at one time, with the weights and the mask of the trajectory."""
         return Cloud(self.x[index], self.weights, self.mask)
+
+    def plot(self, predicted: Tensor | None = None, indices: Sequence[int] | None = None, title: str = "") -> Figure:
+        """A figure of the clouds of one path (T, n, d) at some of its times; it needs matplotlib.
+
+        Args:
+            predicted: a basis (d, k) of the subspace of the limits, such as `limit(attention).basis`.
+            indices: which times to show; by default five.
+            title: what stands above the panels.
+
+        Returns:
+            A matplotlib figure. `fig.savefig("clouds.svg", transparent=True)` writes it for a paper.
+
+        Example:
+            >>> path = Trajectory(torch.arange(3.0), torch.randn(3, 20, 3))
+            >>> len(path.plot().axes)
+            3
+        """
+        if indices is None:
+            shown = torch.linspace(0, len(self) - 1, min(len(self), PANELS))
+            indices = [int(i) for i in shown.round()]
+        return drawing.clouds_figure(self.t, self.x, indices, predicted, title=title)
+
+    def animate(
+        self,
+        path: str | os.PathLike[str],
+        predicted: Tensor | None = None,
+        curve: Tensor | None = None,
+        seconds: float = 8.0,
+    ) -> None:
+        """Write one path (T, n, d) as an animated GIF; it needs matplotlib.
+
+        Args:
+            path: the file, such as "tokens.gif".
+            predicted: a basis (d, k) of the subspace of the limits, such as `limit(attention).basis`.
+            curve: (T,), distances to draw below the tokens, such as `phases(path, limit).w2`.
+            seconds: the duration.
+
+        Example:
+            >>> import tempfile
+            >>> Trajectory(torch.arange(3.0), torch.randn(3, 9, 2)).animate(f"{tempfile.mkdtemp()}/tokens.gif")
+        """
+        drawing.animate_clouds(path, self.t, self.x, predicted, curve=curve, seconds=seconds)
+
+    def _repr_html_(self) -> str:
+        """The path in a notebook: its repr, and a figure where it is one path of tokens and matplotlib is there."""
+        return drawing.html_text([repr(self)], self.plot if self.x.ndim == 3 and self.x.shape[-1] > 1 else None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trajectory to a safetensors file, atomically."""

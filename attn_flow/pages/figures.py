@@ -1,86 +1,19 @@
-"""Figures of simulations: clouds with the predicted set S cap E, distances to the predicted limit, and densities."""
+"""Figures of simulations: distances to the predicted limit, and densities."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attn_flow.base.figures import BASELINE, PREDICTION, TRUTH, caption, style
+from attn_flow.base.figures import PREDICTION, TRUTH, caption, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from attn_flow import DensityPath, LimitMap, Trajectory
-
-
-def clouds_figure(path: Trajectory, times: Sequence[int], limit: LimitMap | None = None, title: str = "") -> Figure:
-    """A path of clouds in d = 2 or 3 at some of its times, over the predicted S cap E and V's leading directions."""
-    d = path.x.shape[-1]
-    if path.x.ndim != 3 or d not in (2, 3):
-        raise ValueError(f"x has shape {tuple(path.x.shape)}, expected (T, n, d) with d = 2 or 3.")
-    with style() as pyplot:
-        figure = pyplot.figure(figsize=(2.2 * len(times), 3.1))
-        start = path.x[0].detach().cpu()
-        radius = float(start.norm(dim=-1).max())
-        colour = torch.atan2(start[:, 1], start[:, 0]).numpy()
-        for panel, index in enumerate(times, start=1):
-            axes: Any = figure.add_subplot(1, len(times), panel, projection="3d" if d == 3 else None)
-            x = path.x[index].detach().cpu().numpy()
-            if limit is not None:
-                end = None if limit.terminal is None else limit.terminal.basis
-                _subspace(axes, end, radius, color=BASELINE, marker="s", label="leading directions of $V$")
-                _subspace(axes, limit.basis, radius, color=PREDICTION, marker="o", label=r"predicted $S \cap E$")
-            limits = {"vmin": -math.pi, "vmax": math.pi}
-            axes.scatter(*x.T, c=colour, cmap="twilight", s=6, alpha=0.8, linewidths=0, **limits)
-            axes.set_title(f"$t = {float(path.t[index]):.3g}$", loc="center", y=0.96 if d == 3 else None)
-            bound = 1.12 * radius
-            axes.set(xlim=(-bound, bound), ylim=(-bound, bound), xticks=[], yticks=[])
-            axes.set_axis_off()
-            if d == 3:
-                axes.set(zlim=(-bound, bound))
-                axes.set_box_aspect((1, 1, 1), zoom=1.35)
-                _wire_sphere(axes, radius)
-            else:
-                axes.set_aspect("equal")
-                axes.add_patch(pyplot.Circle((0, 0), radius, fill=False, color="0.85", lw=0.4, zorder=0))
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-        handles, labels = axes.get_legend_handles_labels()
-        if handles:
-            figure.legend(handles, labels, loc="outside lower right", ncols=2)
-        plane = "" if d == 2 else r" in the plane of the first two coordinates"
-        caption(figure, f"Tokens keep the colour of their angle at $t = {float(path.t[0]):.3g}${plane}.")
-    return figure
-
-
-def _subspace(axes: Any, basis: Tensor | None, radius: float, color: str, marker: str, label: str) -> None:
-    """The sphere of a subspace of dimension 1 or 2: two points or a great circle; nothing where it is everything."""
-    if basis is None or basis.shape[1] > 2 or basis.shape[1] == basis.shape[0] == 3:
-        return
-    basis = basis.detach().cpu()
-    if basis.shape[1] == 1:
-        ends = radius * torch.cat([basis, -basis], dim=1).numpy()
-        axes.plot(*ends, marker, ms=9, mfc="none", mec=color, mew=1.3, label=label, zorder=3)
-        return
-    turn = torch.linspace(0, 2 * math.pi, 120, dtype=basis.dtype)
-    ring = radius * (basis @ torch.stack([turn.cos(), turn.sin()])).numpy()
-    axes.plot(*ring, color=color, lw=1.2 if marker == "o" else 0.8, ls="-" if marker == "o" else ":", label=label)
-
-
-def _wire_sphere(axes: Any, radius: float) -> None:
-    """Meridians and parallels in light grey, to see where tokens are on the sphere."""
-    turn = torch.linspace(0, 2 * math.pi, 60)
-    for angle in torch.linspace(0, math.pi, 7)[:-1].tolist():
-        x, y, z = turn.cos() * math.cos(angle), turn.cos() * math.sin(angle), turn.sin()
-        axes.plot(radius * x, radius * y, radius * z, color="0.85", lw=0.4, zorder=0)
-    for height in (-0.5, 0.0, 0.5):
-        ring = math.sqrt(1 - height**2)
-        axes.plot(
-            radius * ring * turn.cos(), radius * ring * turn.sin(), radius * height, color="0.85", lw=0.4, zorder=0
-        )
+    from attn_flow import DensityPath
 
 
 def beta_words(beta: float, n: int) -> str:
@@ -94,6 +27,8 @@ def beta_words(beta: float, n: int) -> str:
 def simulation_figure(numbers: dict[str, Any]) -> Figure:
     """W2 to the predicted limit against time, with predicted slopes and t_min; least W2 and its time against beta."""
     runs, limit = numbers["runs"], numbers["limit"]
+    if limit is None:
+        return _mean_figure(numbers)
     finite = [run for run in runs if math.isfinite(run["beta"]) and run["beta"] > 0]
     panels = 3 if len(finite) > 1 else 1
     with style() as pyplot:
@@ -118,6 +53,18 @@ def simulation_figure(numbers: dict[str, Any]) -> Figure:
         figure.legend(*left.get_legend_handles_labels(), loc="outside right upper")
         if panels == 3:
             _against_beta(grid[0][1], grid[0][2], finite)
+        caption(figure, numbers["caption"])
+    return figure
+
+
+def _mean_figure(numbers: dict[str, Any]) -> Figure:
+    """The length of the mean token over time, where no limit is predicted."""
+    with style(width=6.0) as pyplot:
+        figure, axes = pyplot.subplots(figsize=(6, 3.6))
+        for run in numbers["runs"]:
+            axes.plot(run["t"], run["mean_length"], label=beta_words(run["beta"], numbers["n"]))
+        axes.set(xlabel="time $t$", ylabel="length of the mean token", ylim=(0, 1.05))
+        axes.legend()
         caption(figure, numbers["caption"])
     return figure
 

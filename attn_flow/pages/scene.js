@@ -118,8 +118,9 @@ function drawCurves(canvas, {curves, end, spans = [], marks = [], cursor = null,
     c.setLineDash([4, 4]); c.strokeStyle = colour("target");
     for (const mark of marks) if (mark.t <= end) {
       c.beginPath(); c.moveTo(px(mark.t), over); c.lineTo(px(mark.t), h - under); c.stroke();
-      c.fillStyle = colour("target"); c.textAlign = px(mark.t) > w - 60 ? "right" : "left";
-      c.fillText(mark.name, px(mark.t) + (px(mark.t) > w - 60 ? -4 : 4), h - under - 6);
+      const fits = px(mark.t) + c.measureText(mark.name).width + 8 <= w;
+      c.fillStyle = colour("target"); c.textAlign = fits ? "left" : "right";
+      c.fillText(mark.name, px(mark.t) + (fits ? 4 : -4), over + 30);
     }
     c.setLineDash([]); c.lineWidth = 2;
     let at = left;

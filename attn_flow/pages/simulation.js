@@ -28,8 +28,7 @@ const spansOf = run => run.phases.map(p => ({from: p.start, to: p.end, name: PHA
 const highest = Math.max(...data.runs.flatMap(run => run.w2.y)) * 1.1;
 
 function build() {
-  at("told").textContent = data.told;
-  at("about").textContent = data.about;
+  for (const name of ["lead", "sentences", "about"]) at(name).textContent = data[name];
   for (const run of data.runs) {
     const card = document.createElement("section");
     card.append(made("h2", run.name));
@@ -52,10 +51,14 @@ function build() {
   head.append(...data.columns.map(name => made("th", name)));
   at("table").append(head, ...data.rows.map(row => {
     const line = document.createElement("tr");
-    line.append(...row.map(v => made("td", typeof v === "number" ? shown(v) : v ?? "")));
+    line.append(...row.map((v, k) => {
+      const cell = made("td", typeof v === "number" ? shown(v) : v ?? "");
+      cell.dataset.name = data.columns[k];  // the heading, where a narrow page shows a row as a list
+      return cell;
+    }));
     return line;
   }));
-  at("doubts").append(...data.doubts.map(words => made("li", words)));
+  at("remarks").append(...data.remarks.map(words => made("li", words)));
   at("time").max = end;
   at("time").addEventListener("input", e => { playing = false; move(+e.target.value); });
   at("run").addEventListener("click", () => { playing = !playing; if (now >= end) now = 0; move(now); });
@@ -80,7 +83,7 @@ function draw() {
   for (const run of data.runs) {
     if (run.clouds) drawCloud(run.cloudCanvas, view, data.d, cloudAt(run, now), run.colours, data.basis);
     const marks = run.t_min_predicted === null ? [] : [{t: run.t_min_predicted, name: "predicted t_min"}];
-    const curve = {t: run.w2.t, y: run.w2.y, stroke: colour("accent"), name: "W2 to the predicted law"};
+    const curve = {t: run.w2.t, y: run.w2.y, stroke: colour("accent"), name: data.curve};
     drawCurves(run.curveCanvas, {curves: [curve], end, top: highest, spans: spansOf(run), marks, cursor: now});
   }
 }

@@ -9,6 +9,7 @@ from attn_flow.prediction.rates import Rates
 from attn_flow.prediction.requirements import PredictionWarning, Requirement
 from attn_flow.prediction.spectrum import Spectrum, spectrum
 from attn_flow.prediction.statistics import OverSeeds, PhasesOverSeeds, over_seeds, phases_over_seeds
+from attn_flow.prediction.sweep import Sweep, starting_cloud, sweep
 from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase
 from attn_flow.prediction.zero_temperature import zero_temperature_flow
 
@@ -27,6 +28,7 @@ __all__ = [
     "ResolutionWarning",
     "Settled",
     "Spectrum",
+    "Sweep",
     "TerminalPhase",
     "fit_bound",
     "limit",
@@ -37,6 +39,8 @@ __all__ = [
     "settle",
     "spectrum",
     "split",
+    "starting_cloud",
+    "sweep",
     "w2_curve",
     "zero_temperature_flow",
 ]

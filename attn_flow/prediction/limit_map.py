@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.base import checks
+from attn_flow.base import checks, drawing
 from attn_flow.base.files import to_plain
 from attn_flow.measures import Cloud, UniformSphere, as_cloud
 from attn_flow.prediction import batches
@@ -27,6 +27,7 @@ from attn_flow.prediction.rates import Rates, concentration_rates, jordan_power
 from attn_flow.prediction.requirements import Requirement, check_requirements, requirements
 from attn_flow.prediction.spectrum import Spectrum, spectrum
 from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase, exit_of_clusters, terminal_phase
+from attn_flow.prediction.words import limit_sentences
 from attn_flow.prediction.zero_temperature import Support, check_support, is_nonzero, linear_part, zero_temperature_flow
 
 Times = float | Sequence[float] | Tensor
@@ -90,6 +91,10 @@ class LimitMap:
         if self.terminal is not None and self.terminal.exit_rate:
             words.append(f"exit rate {self.terminal.exit_rate:.6g}")
         return f"LimitMap({', '.join(words)})"
+
+    def _repr_html_(self) -> str:
+        """The prediction in a notebook, in sentences."""
+        return drawing.html_text([repr(self), *limit_sentences(self.as_dict())])
 
     def __iter__(self) -> Iterator[LimitMap]:
         return iter(self.elements)

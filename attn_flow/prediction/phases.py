@@ -11,18 +11,22 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from attn_flow.base import drawing
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.measures import Cloud
 from attn_flow.prediction import batches
 from attn_flow.prediction.limit_map import LimitMap
 from attn_flow.prediction.requirements import PredictionWarning, Requirement
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FALL = 0.75  # a path concentrates if W2 falls at least to this part of its start
 NEAR = 1.25  # it rests while W2 is within this factor of its least value, or of the predicted cluster width
@@ -86,6 +90,15 @@ class Phases:
             return f"Phases(batch {tuple(self.t_min.shape)}, min W2 {self.min_w2.min():.3g} to {self.min_w2.max():.3g})"
         words = ", ".join(f"{phase.name} [{phase.start:.3g}, {phase.end:.3g}]" for phase in self.intervals)
         return f"Phases({words}; min W2 {self.min_w2:.3g} at t = {self.t_min:.3g}, {len(self.doubts)} doubts)"
+
+    def plot(self) -> Figure:
+        """A figure of W2 over time with the phases as shaded intervals; it needs matplotlib."""
+        spans = [(phase.name, phase.start, phase.end) for phase in self.intervals]
+        return drawing.distance_figure(self.t, self.w2, spans)
+
+    def _repr_html_(self) -> str:
+        """The phases in a notebook: sentences and the figure."""
+        return drawing.html_text([repr(self), self.note, *self.doubts], self.plot)
 
     def __iter__(self) -> Iterator[Phases]:
         return iter(self.elements)

@@ -34,10 +34,16 @@ def test_limit_has_the_numbers_of_the_paper() -> None:
 
 
 def test_limit_is_read_as_sentences() -> None:
-    words = run("limit", *SYMMETRIC, "--beta", "100")
-    assert "The limit is fixed" in words
-    assert "per unit of time" in words
-    assert "The prediction requires:" in words
+    words = " ".join(run("limit", *SYMMETRIC, "--beta", "100").split())
+    assert "tokens gather at two opposite points, +-(1, 0)" in words
+    assert "they leave again, at rate 1, towards the leading direction of V, +-(0, 1)" in words
+    assert "The prediction assumes:" in words
+    assert "rate_w2" not in words
+    oblique = " ".join(run("limit", "--G", "2,.5;0,1", "--V", "1,0;0,1").split())
+    assert "Pi = [1, 0.5; 0, 0]" in oblique
+    stays = " ".join(run("limit", "--G", "1,0;0,3", "--V", "3,0;0,.5", "--beta", "100").split())
+    assert "They stay there" in stays
+    assert "No t_min is predicted" in stays
 
 
 def test_matrices_from_files(tmp_path) -> None:
@@ -74,12 +80,87 @@ def test_simulate_repeats_itself_and_takes_own_tokens(tmp_path) -> None:
     assert first == second
     np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(7, 2)))
     assert "7 tokens" in run(*words, "--x0", str(tmp_path / "x.npy"))
-    assert "weighted nodes" in run(*words, "--tokens", "20", "--quadrature")
+    assert "20 weighted nodes" in run(*words, "--tokens", "20")
+    assert "20 tokens" in run(*words, "--tokens", "20", "--random")
 
 
-def test_simulate_doubts_a_prediction_whose_requirements_fail() -> None:
-    words = ["simulate", *SYMMETRIC, "--beta", "3,100", "--tokens", "100", "--t", "2", "--quiet"]
-    assert "Doubt (beta 100)" in " ".join(run(*words).split())
+def test_the_default_simulation_meets_the_assumptions_and_colder_is_nearer() -> None:
+    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--tokens", "300", "--t", "9", "--h", ".2"]
+    runs = json.loads(run(*words, "--json"))["runs"]
+    assert [r["beta"] for r in runs] == [10, 100]
+    assert not any(r["doubts"] for r in runs)
+    assert runs[1]["min_w2"] < runs[0]["min_w2"] / 2
+    assert runs[1]["t_min"] == pytest.approx(runs[1]["t_min_predicted"], rel=0.05)
+    assert "meets every assumption" in run(*words, "--beta", "10", "--quiet")
+
+
+def test_simulate_names_an_assumption_that_is_not_met() -> None:
+    words = ["simulate", *SYMMETRIC, "--beta", "3,100", "--tokens", "100", "--t", "2", "--quiet", "--random"]
+    assert "Beta 100 does not meet an assumption of the prediction" in " ".join(run(*words).split())
+
+
+def test_simulate_says_why_no_time_is_predicted() -> None:
+    words = ["simulate", "--G", "1,0;0,3", "--V", "3,0;0,.5", "--beta", "30", "--tokens", "50", "--t", "2", "--quiet"]
+    output = " ".join(run(*words).split())
+    assert "No time of least W2 is predicted" in output
+    assert "they stay" in output
+
+
+@pytest.mark.parametrize("kind", ["unnormalised", "sinkhorn"])
+def test_kinds_without_a_limit_are_simulated(kind, tmp_path) -> None:
+    words = [
+        "simulate",
+        "--G",
+        "1,0;0,1",
+        "--V",
+        "1,0;0,1",
+        "--beta",
+        "1",
+        "--tokens",
+        "30",
+        "--t",
+        "3",
+        "--kind",
+        kind,
+    ]
+    numbers = json.loads(run(*words, "--json", "--out", str(tmp_path)))
+    assert numbers["limit"] is None
+    assert numbers["runs"][0]["mean_length"][-1] > numbers["runs"][0]["mean_length"][0]  # towards one cluster
+    assert (tmp_path / "simulate.html").exists()
+    assert "No limit is predicted" in run(*words, "--quiet")
+
+
+def test_heads_and_noise() -> None:
+    words = ["simulate", "--beta", "20", "--tokens", "40", "--t", "2", "--json"]
+    two = json.loads(run(*words, "--G", "3,0;0,1 | 2,0;0,1", "--V", "1,0;0,1|1,0;0,1"))
+    assert two["limit"]["case"] == "nonlinear"
+    assert two["runs"][0]["w2"][-1] < two["runs"][0]["w2"][0]
+    assert json.loads(run(*words, "--heads", "2", "--dim", "4"))["d"] == 4
+    one = [*words, "--G", "3,0;0,1", "--V", "1,0;0,1"]
+    calm, first, second = (json.loads(run(*one, *more)) for more in ((), ("--noise", ".2"), ("--noise", ".2")))
+    assert first == second
+    assert first["runs"][0]["w2"][-1] != calm["runs"][0]["w2"][-1]
+
+
+def test_a_figure_for_papers(tmp_path) -> None:
+    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--tokens", "30", "--t", "2", "--quiet"]
+    for name in ("w2.svg", "w2.pdf"):
+        run(*words, "--figure", str(tmp_path / name))
+        assert (tmp_path / name).stat().st_size > 1000
+    assert "ends in .png, .svg, .pdf" in run(*words, "--figure", "w2.jpg", code=2)
+
+
+def test_a_sweep_writes_its_table_and_continues(tmp_path) -> None:
+    grid = ["--sweep", "beta=10,100 seed=0,1", "--random", "--tokens", "60", "--t", "4", "--out", str(tmp_path)]
+    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", *grid]
+    rows = json.loads(run(*words, "--json"))["rows"]
+    assert [(row["beta"], row["seed"]) for row in rows] == [(10, 0), (10, 1), (100, 0), (100, 1)]
+    assert rows[0]["w2_min"] != rows[1]["w2_min"]
+    assert {"sweep.json", "sweep.csv", "sweep.png"} <= {file.name for file in tmp_path.iterdir()}
+    assert "4 runs up to t = 4" in run(*words, "--quiet")
+    assert "of a sweep with other settings" in run(*words[:-1], str(tmp_path), "--t", "5", code=2)
+    assert "leave out --beta" in run(*words, "--beta", "3", code=2)
+    assert "expected beta, n, noise, seed" in run("simulate", *SYMMETRIC, "--sweep", "colour=1", code=2)
 
 
 def test_density_goes_to_the_limit(tmp_path) -> None:

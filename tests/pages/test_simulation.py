@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from attn_flow import Attention, Trajectory, flow, limit
-from attn_flow.cli.simulation import initial_cloud, run_simulation
-from attn_flow.pages.figures import clouds_figure, simulation_figure
+from attn_flow.cli.simulation import run_simulation
+from attn_flow.pages.figures import simulation_figure
 from attn_flow.pages.simulation import TIMES, TOKENS, page_clouds
+from attn_flow.prediction import starting_cloud
 
 SCRIPT = """
     const canvas = data.runs[0].cloudCanvas, pictures = [];
@@ -26,7 +27,7 @@ SCRIPT = """
     const played = 0 < first && first < now, cloud = cloudAt(data.runs[1], end);
     at('run').click();
     return {pictures: new Set(pictures).size, played, runs: document.querySelectorAll('section').length,
-            rows: document.querySelectorAll('#table tr').length, told: at('told').textContent, basis: data.basis,
+            rows: document.querySelectorAll('#table tr').length, told: at('lead').textContent, basis: data.basis,
             last: Array.from({length: cloud.n}, (_, i) => token(cloud, i)),
             middle: norm(token(cloudAt(data.runs[0], end / 3 + 0.01), 2)), w2: data.runs[1].w2.y};
 """
@@ -37,7 +38,14 @@ SCRIPT = """
 @pytest.mark.parametrize(("d", "width"), [(3, 1200), (2, 390)])
 def test_the_page_shows_the_run(tmp_path, d, width):
     G, V = (torch.diag(torch.tensor(z[:d], dtype=torch.float64)) for z in ([3.0, 1.0, 1.0], [1.0, 2.0, 1.0]))
-    numbers = run_simulation(G, V, [10.0, float("inf")], initial_cloud(d, 30), [2.0], 0.1, out=tmp_path)
+    numbers = run_simulation(
+        Attention.from_matrices(G, V),
+        [10.0, float("inf")],
+        starting_cloud(d, 30, random=True),
+        [2.0],
+        0.1,
+        out=tmp_path,
+    )
     found = browser.look(tmp_path / "simulate.html", SCRIPT, tmp_path, width)
     assert (found["pictures"], found["runs"], found["rows"]) == (3, 2, 3)
     assert found["played"]
@@ -61,12 +69,13 @@ def test_a_page_holds_few_tokens_and_times_and_none_it_cannot_draw():
 
 def test_beyond_three_dimensions_the_page_has_curves_alone(tmp_path):
     eye = torch.eye(4, dtype=torch.float64)
-    run_simulation(eye * torch.tensor([3.0, 1, 1, 1]), eye, [10.0], initial_cloud(4, 20), [1.0], 0.1, out=tmp_path)
+    attention = Attention.from_matrices(eye * torch.tensor([3.0, 1, 1, 1]), eye)
+    run_simulation(attention, [10.0], starting_cloud(4, 20), [1.0], 0.1, out=tmp_path)
     page = (tmp_path / "simulate.html").read_text()
     data = json.loads(page.split("const data = ")[1].split(";</script>")[0])
     assert data["runs"][0]["clouds"] is None
     assert data["basis"] == []
-    assert "two and three dimensions" in data["told"]
+    assert "two and three dimensions" in data["lead"]
 
 
 CASES = {
@@ -79,7 +88,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_prediction_is_drawn(case) -> None:
     G, V = (torch.tensor(A, dtype=torch.float64) for A in CASES[case])
-    numbers = run_simulation(G, V, [5.0, 50.0], initial_cloud(2, 60, use_quadrature=True), [8.0], 0.2)
+    numbers = run_simulation(Attention.from_matrices(G, V), [5.0, 50.0], starting_cloud(2, 60), [8.0], 0.2)
     first, *others = simulation_figure(numbers).axes
     labels = " ".join(line.get_label() for line in first.lines)
     assert ("c_2" in labels) == (case in ("fixed", "width"))
@@ -94,7 +103,7 @@ def test_the_prediction_is_drawn(case) -> None:
 def test_clouds_lie_over_the_predicted_subspace(d, k) -> None:
     V = torch.diag(torch.tensor([2.0] * k + [1.0] * (d - k))).double()
     attention = Attention.from_matrices(torch.eye(d).double(), V, beta=5.0)
-    figure = clouds_figure(flow(attention, initial_cloud(d, 20), [0.0, 1.0]), [0, 1], limit(attention))
+    figure = flow(attention, starting_cloud(d, 20), [0.0, 1.0]).plot(limit(attention).basis)
     drawn = next(line for line in figure.axes[0].lines if "predicted" in line.get_label())
     points = torch.tensor([list(z) for z in (drawn.get_data_3d() if d == 3 else drawn.get_data())])
     assert float(points[k:].abs().max()) < 1e-12  # in E, which is spanned by the first k axes

@@ -1,0 +1,344 @@
+"""A grid of flows: attentions, betas, noise, numbers of tokens and seeds, each compared with its predicted limit."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attn_flow.attention import Attention
+from attn_flow.base import checks
+from attn_flow.base.drawing import lines_figure
+from attn_flow.base.extras import require_extra
+from attn_flow.base.files import digest, lock_for_writing, to_plain, write_atomically, write_json
+from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.flow import flow
+from attn_flow.dynamics.noise import Noise
+from attn_flow.dynamics.trajectory import Trajectory
+from attn_flow.measures import Cloud, VonMisesFisher, as_cloud, quadrature
+from attn_flow.observe.quantities import clusters
+from attn_flow.prediction.limit_map import LimitMap, limit
+from attn_flow.prediction.phases import Phases, phases
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+AXES = ("attention", "beta", "noise", "n", "seed")
+TOKENS_AT_ONCE = 2**16  # tokens of the clouds that run as one batch
+CLUSTER_DISTANCE = 0.05  # tokens that are nearer than this are one cluster
+
+
+def starting_cloud(d: int, n: int, seed: int = 0, *, random: bool | None = None, kappa: float = 1.0) -> Cloud:
+    """Tokens of the von Mises-Fisher distribution around (1, ..., d), which has no symmetry of diagonal matrices.
+
+    Args:
+        d: the dimension.
+        n: the number of tokens.
+        seed: of random tokens.
+        random: True: independent tokens. False: weighted nodes of a quadrature, without sampling noise, for d = 2, 3.
+            None: nodes where they exist.
+        kappa: the concentration of the distribution; 0 is the uniform one.
+
+    Returns:
+        A `Cloud` (n, d) on the unit sphere, float64.
+
+    Example:
+        >>> starting_cloud(2, 100), starting_cloud(5, 100)
+        (Cloud(x (100, 2) float64, weights), Cloud(x (100, 5) float64))
+    """
+    checks.require_count(d=d, n=n)
+    random = d not in (2, 3) if random is None else random
+    direction = torch.arange(1, d + 1, dtype=torch.float64)
+    mu = VonMisesFisher(direction / direction.norm(), kappa)
+    if random:
+        return Cloud(mu.sample(n, generator=torch.Generator().manual_seed(seed)))
+    if d == 3:
+        return quadrature.fibonacci(n, mu.density)
+    if d != 2:
+        raise ValueError(f"d = {d}: quadrature nodes exist for d = 2 and 3; use random tokens.")
+    angle = 2 * math.pi * (torch.arange(n, dtype=torch.float64) + (math.sqrt(5) - 1) / 2) / n  # no node on an axis
+    x = torch.stack([angle.cos(), angle.sin()], dim=-1)
+    return Cloud(x, mu.density(x))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sweep:
+    """The runs of a grid, one row each, as `sweep` returns them.
+
+    Attributes:
+        t: (T,), the times at which W2 was measured.
+        rows: dictionaries with the keys of the grid ("attention", "beta", "noise", "n", "seed"); "w2", the distances to
+            the predicted limit at the times t; "w2_min" and "t_min", the least of them and its time; "w2_end";
+            "t_min_predicted"; "phases", their names; "exit_rate" and "exit_rate_predicted"; "clusters" at the end; and
+            "unmet", the requirements of the prediction that the run does not meet. None: not predicted or not measured.
+    """
+
+    t: Tensor
+    rows: tuple[dict[str, Any], ...]
+
+    def __repr__(self) -> str:
+        sizes = (f"{len(values)} {name}" for name in AXES if len(values := self.values(name)) > 1)
+        return f"Sweep({len(self.rows)} runs: {' x '.join(sizes) or 'one'}, {len(self.t)} times to {self.t[-1]:g})"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def values(self, name: str) -> list[Any]:
+        """The values of one axis of the grid, in the order in which they were given."""
+        return list(dict.fromkeys(row[name] for row in self.rows))
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame with one row a run; the column "w2" holds lists. It needs pandas."""
+        return require_extra("pandas").DataFrame(list(self.rows))
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows without the curves as comma-separated values."""
+        names = [name for name in self.rows[0] if name != "w2"]
+
+        def write(name: str) -> None:
+            with open(name, "w", newline="", encoding="utf-8") as file:
+                table = csv.DictWriter(file, names, extrasaction="ignore")
+                table.writeheader()
+                table.writerows(self.rows)
+
+        write_atomically(path, write)
+
+    def plot(self, against: str | None = None) -> Figure:
+        """The least W2 and its time against one axis of the grid, averaged over seeds; it needs matplotlib.
+
+        Args:
+            against: "beta", "n", "noise" or "attention"; by default the first of them with several values.
+
+        Returns:
+            A figure with one line for every combination of the other axes, bars for the standard deviation over seeds,
+            and dashes for the predicted times.
+        """
+        names = ("beta", "n", "noise", "attention")
+        against = against or next((name for name in names if len(self.values(name)) > 1), "beta")
+        checks.require_choice("against", against, names)
+        others = [name for name in AXES if name not in (against, "seed") and len(self.values(name)) > 1]
+        lines = []
+        for values in itertools.product(*(self.values(name) for name in others)):
+            chosen = [row for row in self.rows if all(row[k] == v for k, v in zip(others, values))]
+            points = [[row for row in chosen if row[against] == value] for value in self.values(against)]
+            lines.append((", ".join(f"{k} {v}" for k, v in zip(others, values)), points))
+        return lines_figure(against, self.values(against), lines)
+
+
+def sweep(
+    attentions: Attention | Sequence[Attention] | Mapping[str, Attention],
+    t: float | Sequence[float] | Tensor,
+    *,
+    betas: Sequence[float] | None = None,
+    noise: Sequence[float] = (0.0,),
+    n: Sequence[int] = (800,),
+    seeds: Sequence[int] = (0,),
+    clouds: Callable[[int, int], Tensor | Cloud] | None = None,
+    h: float = 0.05,
+    folder: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> Sweep:
+    """Run a grid of flows on the sphere and compare each with its predicted limit.
+
+    Runs that differ in beta and seed only are one batch. A run depends on its own settings alone, not on the others.
+
+    Args:
+        attentions: an `Attention`, or several of one dimension, which may have names.
+        t: the times at which W2 is measured; one number T stands for 101 times from 0 to T.
+        betas: inverse temperatures; by default that of each attention.
+        noise: standard deviations of independent noise per unit of time (0: none).
+        n: numbers of tokens.
+        seeds: seeds of the tokens and of the noise.
+
+    Other arguments:
+        clouds: a function (n, seed) -> tokens (n, d) or a `Cloud` of n tokens; by default `starting_cloud`.
+        h: the longest step in time.
+        folder: where finished batches are kept (sweep.json). The same call continues there after it was stopped.
+        progress: show a progress bar on standard error.
+
+    Returns:
+        A `Sweep`: `rows`, `to_frame()`, `to_csv(path)`, `plot()`.
+
+    Example:
+        >>> G, V = torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0]))
+        >>> result = sweep(Attention.from_matrices(G, V), 12.0, betas=[10, 100, 1000], n=[200], h=0.1)
+        >>> result
+        Sweep(3 runs: 3 beta, 101 times to 12)
+        >>> [round(row["w2_min"], 2) for row in result.rows]  # colder is nearer
+        [0.53, 0.18, 0.06]
+    """
+    named = _named(attentions)
+    d = next(iter(named.values())).dim
+    make = clouds or (lambda count, seed: starting_cloud(d, count, seed))
+    times = torch.tensor(checks.time_grid(t), dtype=torch.float64)
+    grid = [("betas", (1.0,) if betas is None else betas), ("noise", noise), ("n", n), ("seeds", seeds)]
+    if empty := [name for name, values in grid if len(values) == 0]:
+        raise ValueError(f"{empty[0]} is empty, expected at least one value.")
+    checks.require_positive(h=h)
+    checks.require_nonnegative(**{"the largest noise": max(noise), "the least noise": min(noise)})
+    settings = {
+        "attentions": {name: _identity(each) for name, each in named.items()},
+        "grid": [betas, noise, n, seeds],
+        "t": times.tolist(),
+        "h": h,
+        "start": digest({str(count): as_cloud(make(count, seeds[0])).x for count in n}),
+    }
+    file = None if folder is None else Path(folder) / "sweep.json"
+    with nullcontext() if file is None else lock_for_writing(file):
+        rows = [] if file is None else _finished(file, to_plain(settings))
+        parts = list(_batches(named, betas, noise, n, seeds))
+        with progress_bar("sweep", sum(len(part) for part in parts), progress) as advance:
+            done = 0
+            for part in parts:
+                done += len(part)
+                if len(rows) < done:
+                    rows += _run(part, named[part[0]["attention"]], make, times, h)
+                    if file is not None:
+                        write_json({"settings": settings, "rows": rows}, file)
+                advance(len(part), note=", ".join(f"{name} {part[0][name]}" for name in ("attention", "n", "noise")))
+    return Sweep(times, tuple(rows))
+
+
+def _named(attentions: Attention | Sequence[Attention] | Mapping[str, Attention]) -> dict[str, Attention]:
+    """Attentions by name; those without a name are numbered."""
+    if isinstance(attentions, Attention):
+        attentions = [attentions]
+    if not isinstance(attentions, Mapping):
+        attentions = {str(i): each for i, each in enumerate(attentions)}
+    dimensions = {each.dim for each in attentions.values()}
+    if len(dimensions) != 1:
+        raise ValueError(f"attentions of dimensions {sorted(dimensions)}, expected one or more of the same dimension.")
+    if any(each.G.ndim != 3 for each in attentions.values()):
+        raise ValueError("an attention is a batch itself; give its elements as a list.")
+    return dict(attentions)
+
+
+def _identity(attention: Attention) -> str:
+    """A digest of the weights and options of an attention."""
+    tensors = {name: value for name, value in vars(attention).items() if isinstance(value, Tensor)}
+    return digest(tensors, {"kind": attention.kind, "beta": repr(attention.beta), "causal": str(attention.causal)})
+
+
+def _finished(file: Path, settings: Any) -> list[dict[str, Any]]:
+    """The rows of an interrupted sweep with these settings."""
+    if not file.exists():
+        return []
+    content = json.loads(file.read_text())
+    if content["settings"] != settings:
+        raise ValueError(f"{file} is of a sweep with other settings; choose another folder, or remove the file.")
+    return [{name: math.inf if value == "inf" else value for name, value in row.items()} for row in content["rows"]]
+
+
+def _batches(
+    named: dict[str, Attention],
+    betas: Sequence[float] | None,
+    noise: Sequence[float],
+    n: Sequence[int],
+    seeds: Sequence[int],
+) -> list[list[dict[str, Any]]]:
+    """The grid as lists of runs that differ in beta and seed only."""
+    batches = []
+    for name, sigma, count in itertools.product(named, noise, n):
+        own = [float(b) for b in betas] if betas is not None else [None]
+        for is_hardmax in (False, True):
+            runs = [
+                {"attention": name, "beta": beta, "noise": float(sigma), "n": int(count), "seed": int(seed)}
+                for beta, seed in itertools.product([b for b in own if (b == math.inf) == is_hardmax], seeds)
+            ]
+            size = max(1, TOKENS_AT_ONCE // count)
+            batches += [runs[i : i + size] for i in range(0, len(runs), size)]
+    return batches
+
+
+def _run(
+    part: list[dict[str, Any]],
+    attention: Attention,
+    make: Callable[[int, int], Tensor | Cloud],
+    times: Tensor,
+    h: float,
+) -> list[dict[str, Any]]:
+    """The rows of one batch."""
+    first = [as_cloud(make(run["n"], run["seed"])) for run in part]
+    is_weighted = first[0].weights is not None
+    cloud = Cloud(
+        torch.stack([each.x for each in first]),
+        torch.stack([each.probabilities for each in first]) if is_weighted else None,
+    )
+    attention = attention.to(cloud.x.dtype)
+    if part[0]["beta"] == math.inf:
+        attention = replace(attention, beta=math.inf)
+    elif part[0]["beta"] is not None:
+        betas = torch.tensor([run["beta"] for run in part], dtype=cloud.x.dtype)
+        attention = replace(attention, beta=betas[:, None].expand(-1, attention.heads))
+    sigma = part[0]["noise"]
+    noise = None if sigma == 0 else _noise_by_seed(sigma, [run["seed"] for run in part])
+    path = flow(attention, cloud, times, h=h, noise=noise)
+    target, result = _compare(attention, path, part[0]["beta"])
+    counts = clusters(Cloud(path.x[-1], cloud.weights), tol=CLUSTER_DISTANCE).counts.tolist()
+    return [
+        _row(run, target, None if result is None else result[i], count, attention)
+        for i, (run, count) in enumerate(zip(part, counts))
+    ]
+
+
+def _compare(attention: Attention, path: Trajectory, beta: float | None) -> tuple[LimitMap | None, Phases | None]:
+    """The predicted limit and the phases of a batch; None where no limit is known."""
+    try:
+        target = limit(attention)
+        return target, phases(path, target, warn=False)
+    except ValueError:  # this kind of attention has no limit map, or a token has no certified limit
+        return None, None
+
+
+def _row(
+    run: dict[str, Any], target: LimitMap | None, result: Phases | None, count: int, attention: Attention
+) -> dict[str, Any]:
+    """The numbers of one run."""
+    beta = run["beta"]
+    if beta is None:
+        beta = float(torch.as_tensor(attention.beta).flatten()[0])
+    row: dict[str, Any] = {**run, "beta": beta, "clusters": count}
+    names = (
+        "w2_min",
+        "t_min",
+        "t_min_predicted",
+        "w2_end",
+        "phases",
+        "exit_rate",
+        "exit_rate_predicted",
+        "unmet",
+        "w2",
+    )
+    row |= dict.fromkeys(names)
+    if target is None or result is None:
+        return row
+    leaving = next((phase for phase in result.intervals if phase.name == "terminal"), None)
+    row["w2_min"], row["t_min"] = float(result.min_w2), float(result.t_min)
+    row["t_min_predicted"] = target.t_min(beta) if 1 < beta < math.inf else None
+    row["w2_end"], row["w2"] = float(result.w2[-1]), result.w2.tolist()
+    row["phases"] = ", ".join(phase.name for phase in result.intervals)
+    row["exit_rate"] = None if leaving is None else leaving.rate
+    row["exit_rate_predicted"] = None if target.terminal is None else target.terminal.exit_rate
+    row["unmet"] = ", ".join(need.name for need in result.requires if need.met is False)
+    return row
+
+
+def _noise_by_seed(sigma: float, seeds: list[int]) -> Noise:
+    """Independent noise of every token, drawn for each cloud of the batch from a generator of its own."""
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def draw(x: Tensor) -> Tensor:
+        each = [torch.randn(x.shape[1:], generator=generator, dtype=x.dtype) for generator in generators]
+        return sigma * torch.stack(each).to(x.device)
+
+    return draw

@@ -1,0 +1,97 @@
+"""A limit and the phases of a run in sentences, for the terminal, pages and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Numbers = Mapping[str, Any]  # LimitMap.as_dict() or Phases.as_dict()
+
+PHASES = {
+    "concentrating": "falls until {end:.3g}",
+    "metastable": "rests until {end:.3g}",
+    "terminal": "then rises",
+    "spreading": "never falls",
+}
+
+
+def limit_sentences(limit: Numbers) -> list[str]:
+    """What is predicted for large beta, from `LimitMap.as_dict()`: where tokens gather, how fast, and what follows.
+
+    Example:
+        >>> import torch
+        >>> from attn_flow import Attention, limit
+        >>> G, V = torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0]))
+        >>> limit_sentences(limit(Attention.from_matrices(G, V)).as_dict())[0]
+        'At low temperature tokens gather at two opposite points, +-(1, 0).'
+    """
+    case, k = limit["case"], limit.get("dimension") or 0
+    if case == "batch":
+        return [f"{len(limit['elements'])} limits, one for every element of the batch."]
+    if case == "undefined":
+        return [f"No limit is predicted: {limit['reason']}."]
+    if case == "nonlinear":
+        return [f"The limit has no formula ({limit['reason']}).", *_after(limit)]
+    if case == "stationary":
+        return ["At low temperature nothing moves: M = V G is a multiple of the identity.", *_after(limit)]
+    where = f"on a sphere of dimension {k - 1}"
+    if k == 1:
+        where = f"at two opposite points, +-{_vector([row[0] for row in limit['basis']])}"
+    elif k == 2:
+        where = "on a great circle"
+    words = [f"At low temperature tokens gather {where}."]
+    if case == "rotating" and k == len(limit["basis"]):
+        words = ["Tokens rotate for ever and gather nowhere: all eigenvalues of M = V G have the same real part."]
+    elif case == "rotating":
+        words = [f"At low temperature tokens gather {where} and rotate in it for ever."]
+    if case == "jordan":
+        words.append(
+            "They approach slowly, like a power of time: the leading eigenvalues of M = V G form a Jordan block."
+        )
+    if limit["rate_w2"] is not None:
+        words.append(f"The distance W2 to this limit falls like exp(-{limit['rate_w2']:.3g} t).")
+    if limit["kernel"] is not None:
+        words.append("G is singular: nothing is predicted for tokens in its kernel.")
+    return words + _after(limit)
+
+
+def _after(limit: Numbers) -> list[str]:
+    """What happens after tokens have gathered."""
+    basis = limit["terminal_basis"]
+    if basis is None or len(basis[0]) != 1:
+        end = "the leading subspace of V"
+    else:
+        end = f"the leading direction of V, +-{_vector([row[0] for row in basis])}"
+    rate = limit["exit_rate"]
+    if rate == 0:
+        width = "" if limit["width"] is None else f" with a width of {limit['width'] ** 0.5:.3g} / sqrt(beta)"
+        return [f"They stay there{width}: W2 has no least value to predict."]
+    if isinstance(rate, float):
+        return [f"At finite beta they leave again, at rate {rate:.3g}, towards {end}."]
+    reason = limit["terminal_reason"]
+    if rate == "inf":
+        return [f"At finite beta no such clusters last: {reason}."]
+    return [f"When they leave is not predicted: {reason}."] if reason else []
+
+
+def why_no_t_min(limit: Numbers) -> str:
+    """Why no time of least W2 is predicted, in words."""
+    unmet = [need["text"] for need in limit["requires"] if need["met"] is False]
+    return unmet[0] if unmet else limit["terminal_reason"] or limit["reason"]
+
+
+def phase_words(phases: Sequence[Mapping[str, Any]]) -> str:
+    """What W2 does in the phases of `Phases.as_dict()["phases"]`, with times.
+
+    >>> phase_words([{"phase": "concentrating", "start": 0.0, "end": 7.0}])
+    'falls until 7'
+    """
+    return ", ".join(PHASES[phase["phase"]].format(**phase) for phase in phases)
+
+
+def _vector(entries: Sequence[float]) -> str:
+    """A direction, with the sign that makes its largest entry positive."""
+    sign = -1 if max(entries) < -min(entries) else 1
+    if len(entries) > 4:
+        return "e, the leading eigenvector of V G"
+    return f"({', '.join(f'{sign * entry + 0.0:.3g}' for entry in entries)})"

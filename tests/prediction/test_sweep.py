@@ -1,0 +1,105 @@
+"""A grid of flows: its rows are those of single runs, it continues after a kill, and it is a table and a figure."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attn_flow import Attention, flow, limit, phases, sweep
+from attn_flow.prediction import starting_cloud
+
+G, V = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.diag(torch.tensor([1.0, 2.0])).double()
+ATTENTION = Attention.from_matrices(G, V)
+
+
+def test_every_row_is_a_run_of_its_own() -> None:
+    others = {"exit": ATTENTION, "identity": Attention.identity(2)}
+    result = sweep(others, 4.0, betas=[5.0, math.inf], n=[20, 30], seeds=[0, 1], h=0.2, clouds=random_cloud)
+    assert len(result) == 16
+    assert repr(result) == "Sweep(16 runs: 2 attention x 2 beta x 2 n x 2 seed, 101 times to 4)"
+    for row in (result.rows[2], result.rows[-1]):
+        attention = others[row["attention"]]
+        attention = replace(attention, beta=row["beta"]).to(torch.float64)
+        path = flow(attention, random_cloud(row["n"], row["seed"]), result.t, h=0.2)
+        expected = phases(path, limit(attention), warn=False)
+        torch.testing.assert_close(torch.tensor(row["w2"], dtype=torch.float64), expected.w2, atol=1e-9, rtol=1e-9)
+        assert row["t_min"] == pytest.approx(float(expected.t_min))
+
+
+def random_cloud(n: int, seed: int):
+    return starting_cloud(2, n, seed, random=True)
+
+
+def test_noise_depends_on_the_seed_alone() -> None:
+    options = {"betas": [5.0], "noise": [0.3], "n": [20], "h": 0.2}
+    both, second = sweep(ATTENTION, 1.0, seeds=[1, 2], **options), sweep(ATTENTION, 1.0, seeds=[2], **options)
+    assert both.rows[1]["w2"] == pytest.approx(second.rows[0]["w2"], abs=1e-12)
+    assert both.rows[0]["w2"] != both.rows[1]["w2"]
+
+
+def test_a_sweep_continues_after_a_kill(tmp_path) -> None:
+    asked = []
+
+    def clouds(n: int, seed: int):
+        if len(asked) == 4:  # two to identify the sweep, one batch, then the second is interrupted
+            raise KeyboardInterrupt
+        asked.append(n)
+        return starting_cloud(2, n)
+
+    options = {"betas": [5.0, 50.0], "h": 0.2, "folder": tmp_path}
+    whole = sweep(ATTENTION, 2.0, n=[10, 12], **(options | {"folder": None}))
+    with pytest.raises(KeyboardInterrupt):
+        sweep(ATTENTION, 2.0, n=[10, 12], clouds=clouds, **options)
+    assert len(json.loads((tmp_path / "sweep.json").read_text())["rows"]) == 2
+    result = sweep(ATTENTION, 2.0, n=[10, 12], **options)
+    assert [row["w2"] for row in result.rows] == [row["w2"] for row in whole.rows]
+    with pytest.raises(ValueError, match="other settings"):
+        sweep(ATTENTION, 3.0, n=[10, 12], **options)
+
+
+def test_table_and_figure(tmp_path) -> None:
+    result = sweep(ATTENTION, 8.0, betas=[10.0, 100.0], n=[100], seeds=[0, 1], h=0.2)
+    frame = result.to_frame()
+    assert list(frame["beta"]) == [10, 10, 100, 100]
+    assert (frame["w2_min"].to_numpy()[2:] < frame["w2_min"].to_numpy()[:2]).all()
+    result.to_csv(tmp_path / "rows.csv")
+    assert (tmp_path / "rows.csv").read_text().count("\n") == 5
+    least, times = result.plot().axes
+    assert [line.get_ydata()[0] for line in times.lines if line.get_label() == "predicted"] == pytest.approx(
+        [limit(ATTENTION).t_min(10.0)]
+    )
+    assert least.get_xscale() == "log"
+
+
+def test_attention_without_a_limit_has_clusters_only() -> None:
+    (row,) = sweep(Attention.identity(2, kind="unnormalised"), 3.0, betas=[1.0], n=[20], h=0.1).rows
+    assert row["w2_min"] is None
+    assert row["clusters"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"betas": []}, "betas is empty"),
+        ({"seeds": []}, "seeds is empty"),
+        ({"noise": [-1.0]}, "noise"),
+        ({"attentions": [ATTENTION, Attention.identity(3)]}, "same dimension"),
+    ],
+)
+def test_wrong_grids_are_refused(options, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        sweep(**({"attentions": ATTENTION, "t": 1.0, "n": [5]} | options))
+
+
+@pytest.mark.parametrize(("d", "random", "has_weights"), [(2, None, True), (3, None, True), (5, None, False)])
+def test_starting_clouds_have_the_mean_of_their_distribution(d, random, has_weights) -> None:
+    cloud = starting_cloud(d, 4000, random=random)
+    assert (cloud.weights is not None) == has_weights
+    direction = torch.arange(1, d + 1).double()
+    mean = cloud.mean
+    assert torch.cosine_similarity(mean, direction, dim=0) > 0.99
+    assert starting_cloud(d, 400, random=True, seed=1).x.shape == (400, d)
+    with pytest.raises(ValueError, match="quadrature"):
+        starting_cloud(5, 10, random=False)
