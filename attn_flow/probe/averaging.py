@@ -22,13 +22,14 @@ from attn_flow.probe.sampling import (
     SIZES,
     decay_exponent,
     gaussian_exponent,
+    head_phases,
     logit_sd,
     permuted_keys,
     sample_sizes,
     sampled_averages,
     weight_errors,
 )
-from attn_flow.theory.random_energy import PHASES, phase
+from attn_flow.theory.random_energy import PHASES
 
 MIN_TEXTS = 8  # for a verdict
 MEAN_FIELD_EXPONENT = 0.5
@@ -87,8 +88,7 @@ class Averaging:
 
     def phases(self) -> Tensor:
         """0 warm, 1 middle, 2 frozen: the phase of every head at the mean length of the texts, (layers, heads)."""
-        n = max(2, round(float(self.tokens.double().mean())))
-        return torch.from_numpy(phase(self.logit_sd.mean(-1).numpy(), n)).long()
+        return head_phases(self.logit_sd, self.tokens)
 
     def curve(self) -> tuple[Tensor, Tensor]:
         """Sample sizes (sizes,) and relative errors (layers, sizes), geometric means over texts, for a figure."""

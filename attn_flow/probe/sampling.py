@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_flow.probe.recording import Heads
+from attn_flow.theory.random_energy import phase
 
 SMALLEST_SAMPLE = 8
 SIZES = 5  # sample sizes of a text
@@ -123,8 +124,29 @@ def weight_errors(logits: Tensor, special: Tensor, order: Tensor, sizes: Tensor)
 
 
 def logit_sd(logits: Tensor, special: Tensor) -> Tensor:
-    """Root mean square over queries of the standard deviation of a query's logits over the sampled keys, (heads,)."""
-    return logits[..., ~special].double().var(-1, correction=0).mean(-1).sqrt()
+    """Root mean square over queries of the standard deviation of a query's logits over visible regular keys, (heads,).
+
+    Args:
+        logits: (heads, queries, n), -inf for keys that a query does not see.
+        special: (n,), keys that do not count.
+    """
+    logits = logits[..., ~special]
+    is_visible = logits > -torch.inf
+    count = is_visible.sum(-1, keepdim=True).clamp(min=1)
+    mean = logits.where(is_visible, 0.0).sum(-1, keepdim=True) / count
+    variance = (logits - mean).where(is_visible, 0.0).square().sum(-1, keepdim=True) / count
+    return variance.double().mean((-2, -1)).sqrt()
+
+
+def head_phases(sd: Tensor, tokens: Tensor) -> Tensor:
+    """Phases (layers, heads) of heads by their logits' standard deviation (layers, heads, texts): indices of PHASES.
+
+    Args:
+        sd: from `logit_sd`.
+        tokens: (texts,), the numbers of keys that were counted; the thresholds are those of their mean.
+    """
+    n = max(2, round(float(tokens.double().mean())))
+    return torch.from_numpy(phase(sd.mean(-1).numpy(), n)).long()
 
 
 def gaussian_exponent(sd: Tensor, n: int) -> Tensor:
