@@ -2,7 +2,7 @@
 
 arXiv 2605.07772 says that a trained FFN lets tokens leave clusters near the last layers; only a digest is known to us,
 so quantities and nulls are ours. Directions u = x/|x|; e = (1/beta) log mean_ij exp(beta <u_i, u_j>), i != j, is the
-energy of section 0 of docs/theory.md up to constants: 1 for one cluster. Its change in a layer is that of the attention
+energy of docs/theory.md up to constants: 1 for one cluster. Its change in a layer is that of the attention
 part plus that of the FFN part. Nulls: the untrained twin, and FFN outputs given to other tokens of the same text.
 """
 

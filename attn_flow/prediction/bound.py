@@ -64,7 +64,7 @@ def fit_bound(
 
     Least squares in log W2 with C >= 0 and c >= 0, until W2 has come back to 0.75 of its start and saturates. The bound
     is not sharp in beta: at a fixed time the distance to the zero-temperature flow falls almost like 1/beta (measured
-    exponents are -0.97 to -0.89, THEORY 14), not like sqrt(log beta/beta). K and C depend on the range of betas.
+    exponents are -0.97 to -0.89), not like sqrt(log beta/beta). K and C depend on the range of betas.
 
     Args:
         paths: one path (T, n, d), or (T, seeds, n, d), for each of two or more finite betas, as `flow` returns them.

@@ -3,7 +3,7 @@
 For large beta the distribution mu_t of the tokens concentrates on P_# mu_0,
 W(mu_t, P_# mu_0) <= K (sqrt(log(beta+1)/beta) e^{Ct} + e^{-ct})   (Alcalde, Bungert, Riedl, Roith, arXiv 2605.10931),
 where P(x) = Pi x / |Pi x| and Pi is the spectral projector of M = V G for the eigenvalues of largest real part.
-THEORY 1, 12 and 14 derive what is computed here.
+docs/theory.md says which formulas are proved there and which are derived here.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class LimitMap:
 
         Clusters are as narrow as the temperature resolves, e^{-gt} = beta^{-1/2}, at t = log(beta)/(2g). From then on
         their offset, beta^{-1/2}, grows at the exit rate, while the W2 of tokens that linger falls like e^{-c_2 t}.
-        min W2 ~ beta^{-1/2} is claimed for kappa >= 4 g; near kappa = 2 g the relative correction is
-        beta^{-|kappa/2g - 1|}, and for kappa < 2 g the exponent is smaller.
+        min W2 ~ beta^{-1/2} is claimed for rates.tail >= 3 g and beta >= 100, where the exponent is within 0.03 of it.
+        Near tail = 2 g it is reached slowly, and for tail < 2 g it is smaller (docs/theory.md).
 
         None where this does not apply: dim E > 1, V does not map E into itself, or clusters do not leave at a known,
         finite rate. `requires` names the condition, and the distribution must not be symmetric.

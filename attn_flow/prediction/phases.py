@@ -1,7 +1,7 @@
 """The phases of a flow: when it concentrates, rests at its limit and leaves, with rates fitted and predicted.
 
 They are read off the curve W2(mu_t, P_# mu_0). Low-temperature attention first falls towards P_# mu_0 at rate c_2; for
-finite beta it is finally taken over by V (arXiv 2605.10931, THEORY 1 and 14). Whether it rests in between is a question
+finite beta it is finally taken over by V (arXiv 2605.10931). Whether it rests in between is a question
 of rates: a curve that falls and rises at comparable rates has a least value but no rest.
 """
 

@@ -1,6 +1,6 @@
 """How fast tokens concentrate at zero temperature: rates of x' = P_x M x / |N x|, where N = G for full support.
 
-THEORY 1 derives them from the spectrum of M = V G (arXiv 2605.10931).
+docs/theory.md derives them from the spectrum of M = V G.
 """
 
 from __future__ import annotations

@@ -59,11 +59,11 @@ def requirements(
         text = "rates and t_min hold for distributions with a positive, bounded density where tokens linger"
         needs.append(Requirement("bounded density", text))
     if rates is not None and terminal is not None:
-        needs += _requirements_of_t_min(spectrum, terminal)
+        needs += _requirements_of_t_min(spectrum, rates, terminal)
     return tuple(needs)
 
 
-def _requirements_of_t_min(spectrum: Spectrum, terminal: TerminalPhase) -> list[Requirement]:
+def _requirements_of_t_min(spectrum: Spectrum, rates: Rates, terminal: TerminalPhase) -> list[Requirement]:
     """What t_min and the exit rate assume; where it is not met they are None."""
     is_simple = spectrum.case == "fixed" and spectrum.dimension == 1
     text = f"t_min and the exit rate are derived for two limits +-e (dim E = 1); here dim E = {spectrum.dimension}"
@@ -84,9 +84,9 @@ def _requirements_of_t_min(spectrum: Spectrum, terminal: TerminalPhase) -> list[
     )
     needs.append(Requirement("clusters leave", text, None if rate is None else 0 < rate < math.inf))
     if rate:
-        text = (
-            "t_min and the exit need a distribution without the reflection symmetry of G and V; a symmetric one stays"
-        )
+        text = f"min W2 ~ beta^(-1/2) needs the tail to fall at 3 g or faster; here {rates.tail / rates.g:.3g} g"
+        needs.append(Requirement("fast tail", text, rates.tail >= 3 * rates.g * (1 - 1e-9)))
+        text = "t_min and the exit need a distribution without the mirror symmetry of G and V: a symmetric one stays"
         needs.append(Requirement("asymmetric distribution", text))
     return needs
 

@@ -1,7 +1,7 @@
 """The leading spectral subspace of a matrix, from its ordered real Schur form.
 
 The direction of e^{tau M} x tends to the invariant subspace E of the eigenvalues with the largest real part, along
-the spectral projector Pi, which is oblique unless M is normal (arXiv 2605.10931; THEORY 1). The Schur form is used
+the spectral projector Pi, which is oblique unless M is normal (arXiv 2605.10931). The Schur form is used
 because eigenvectors do not exist for Jordan blocks and are inaccurate near them.
 """
 

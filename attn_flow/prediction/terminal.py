@@ -1,7 +1,7 @@
 """What clusters at +-e do once they have formed: collapse, keep a width, stay, or leave towards V's leading direction.
 
 A cluster that sees only itself moves by x' = P_x V x. Write _ for compressions to e^perp, let V e = v e, G e = gamma e
-and lambda = v gamma (THEORY 1, 12).
+and lambda = v gamma (docs/theory.md).
 
 lambda > 0: tokens of a cluster attract each other. If gamma > 0 each cluster sees itself and its offset y obeys
     y' = (V_ - v) y; if gamma < 0 it sees its antipode, y+' = v y+ + V_ y-.

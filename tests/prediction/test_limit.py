@@ -160,7 +160,7 @@ def test_rotating_limit_follows_the_tokens() -> None:
 
 
 def test_rotating_push_forward_costs_the_same_for_any_size_of_M() -> None:
-    """M = [[1.5, -k, 0], [4/k, 1.5, 0], [0, 0, 0.5]] turns at frequency 2 whatever k is (THEORY 14)."""
+    """M = [[1.5, -k, 0], [4/k, 1.5, 0], [0, 0, 0.5]] turns at frequency 2 whatever k is."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Operations(TorchDispatchMode):
@@ -373,7 +373,7 @@ def test_what_clusters_do(G: Tensor, V: Tensor, exit_rate: float | None, words: 
 
 
 def test_modes_of_a_width_against_the_closed_form() -> None:
-    """mu_k = [sum_j k_j (V_j/G_j)(lambda - lambda_j)/|v|] prod_i (v/V_i)^{k_i} for diagonal blocks (THEORY 12)."""
+    """mu_k = [sum_j k_j (V_j/G_j)(lambda - lambda_j)/|v|] prod_i (v/V_i)^{k_i} for diagonal blocks."""
     v, values, scores = -1.0, np.array([-3.0, -2.0]), np.array([2.0, 3.0])
     width = limit(attention(diag(1, *scores), diag(v, *values))).width
     for degree in range(1, 5):

@@ -1,4 +1,4 @@
-"""Phases of curves whose answer is known, and of flows whose phases THEORY 1 and 14 give; numbers over seeds."""
+"""Phases of curves whose answer is known, and of flows whose phases theory gives; numbers over seeds."""
 
 import json
 import math
@@ -100,7 +100,7 @@ def test_phases_of_the_mean_field_flow() -> None:
 
 
 @pytest.mark.parametrize(("beta", "least", "t_min"), [(10.0, 0.617, 4.0), (100.0, 0.228, 9.0)])
-def test_the_example_of_theory_14_has_no_metastable_phase(beta: float, least: float, t_min: float) -> None:
+def test_comparable_rates_leave_no_metastable_phase(beta: float, least: float, t_min: float) -> None:
     A = attention(beta, diag(2.2, 1), diag(1, 1.7))
     result = phases(flow(A, skewed(300), torch.linspace(0, 20, 81), h=0.1), limit(A))
     assert (float(result.min_w2), float(result.t_min)) == (
@@ -182,9 +182,11 @@ def test_settling_is_the_mean_not_the_merger_of_two_sides() -> None:
 
 @pytest.mark.slow
 def test_exponents_of_the_least_distance() -> None:
-    """min W2 ~ beta^{-1/2} for kappa >= 4 g; a smaller exponent near kappa = 2 g, as t_min's docstring says."""
-    for G, V, low, high in ((diag(3, 1), diag(1, 2), -0.52, -0.46), (diag(2.2, 1), diag(1, 1.7), -0.45, -0.36)):
-        rates = limit(attention(10.0, G, V)).rates
+    """min W2 ~ beta^{-1/2} for kappa >= 3 g, a "fast tail" of `requires`; less near kappa = 2 g."""
+    cases = ((diag(3, 1), diag(1, 2), -0.52, -0.46, True), (diag(2.2, 1), diag(1, 1.7), -0.45, -0.36, False))
+    for G, V, low, high, is_fast in cases:
+        rates, requires = limit(attention(10.0, G, V)).rates, limit(attention(10.0, G, V)).requires
+        assert [need.met for need in requires if need.name == "fast tail"] == [is_fast]
         assert rates.kappa / (2 * rates.g) == pytest.approx(float(G[0, 0]) / 2)
         least = []
         for beta in (100.0, 1000.0):
@@ -194,7 +196,7 @@ def test_exponents_of_the_least_distance() -> None:
 
 
 def test_the_error_from_zero_temperature_falls_faster_than_the_bound() -> None:
-    """Like beta^{-0.97} at t = 1 (THEORY 14), where the bound has sqrt(log beta/beta)."""
+    """Like beta^{-0.97} at t = 1, where the bound has sqrt(log beta/beta)."""
     cloud, errors = skewed(400), []
     for beta in (100.0, 1000.0):
         warm = flow(attention(beta), cloud, [0.0, 1.0], h=0.05)

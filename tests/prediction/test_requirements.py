@@ -57,7 +57,7 @@ def test_t_min_refuses_and_names_the_condition(condition: str) -> None:
 
 
 def test_clusters_do_not_leave_at_once_where_V_turns_the_limit() -> None:
-    """THEORY 14: W2 is least at t = 5.0 for beta = 15 and later for 30, where log(beta)/(2g) gives 3.25 and 4.08."""
+    """W2 is least at t = 5.0 for beta = 15 and later for 30, where log(beta)/(2g) gives 2.7 and 3.4."""
     G, V = WITHOUT_T_MIN["E invariant under V"]
     for beta, t_min in ((15.0, 5.0), (30.0, 6.6)):
         A = Attention.from_matrices(G, V, beta=beta)
