@@ -36,7 +36,47 @@ def replace_states(
     return tuple(x if a is before else a for a in args), {k: x if v is before else v for k, v in kwargs.items()}
 
 
-class LayerClock:
+class BlockListener:
+    """What listens to the beginning of a block, also when gradient checkpointing computes the block a second time.
+
+    Since transformers 5.23 a block checkpoints its `forward`, inside of its hooks, which then run only once.
+    """
+
+    def enter_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The forward pre-hook of the block."""
+        self.enter_block(module, args, kwargs)
+        block: Any = module
+        is_checkpointed = block.training and getattr(block, "gradient_checkpointing", False)
+        if not is_checkpointed or type(block).__call__ is not nn.Module.__call__:  # before 5.23 hooks are inside
+            return
+        if not isinstance(block._gradient_checkpointing_func, ListenedCheckpoint):
+            block._gradient_checkpointing_func = ListenedCheckpoint(block)
+
+
+class ListenedCheckpoint:
+    """The checkpointing function of a block for one call, with the listeners inside of what is checkpointed."""
+
+    def __init__(self, block: Any) -> None:
+        self.block, self.checkpoint = block, block._gradient_checkpointing_func
+
+    def __call__(self, function: Any, *args: Any) -> Any:
+        self.block._gradient_checkpointing_func = self.checkpoint
+        kwargs = getattr(function, "keywords", {})  # of functools.partial
+
+        def enter_and_run(*args: Any) -> Any:
+            for hook in list(self.block._forward_pre_hooks.values()):
+                listener = getattr(hook, "__self__", None)
+                if isinstance(listener, BlockListener):
+                    listener.enter_block(self.block, args, kwargs)
+            return function(*args)
+
+        return self.checkpoint(enter_and_run, *args)
+
+
+class LayerClock(BlockListener):
     """Which layer is running: counts the blocks in a forward pass, since a shared block runs several times."""
 
     def __init__(self, layers: list[Block]) -> None:
@@ -50,7 +90,7 @@ class LayerClock:
         stack.callback(root.register_forward_pre_hook(self._begin).remove)
         stack.callback(root.register_forward_hook(self._end, always_call=True).remove)
         for module in {id(b.module): b.module for b in self.blocks}.values():
-            stack.callback(module.register_forward_pre_hook(self._count_block).remove)
+            stack.callback(module.register_forward_pre_hook(self.listen, with_kwargs=True).remove)
 
     def _begin(self, *_: Any) -> None:
         self._count, self.is_running = -1, True
@@ -58,11 +98,13 @@ class LayerClock:
     def _end(self, *_: Any) -> None:
         self.is_running = False
 
-    def _count_block(self, module: nn.Module, *_: Any) -> None:
+    def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._count += self.is_running
+        super().listen(module, args, kwargs)
+
+    def enter_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         indices = [b.index for b in self.blocks if b.module is module]
-        if self.is_running:
-            self._count += 1
-        # A block that is not shared is known by itself. Gradient checkpointing may run it a second time.
+        # A block that is not shared is known by itself, also when it is computed a second time.
         self.layer = indices[0] if len(indices) == 1 else self._count
 
 

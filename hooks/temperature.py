@@ -80,7 +80,7 @@ def _as_tensor(name: str, value: float | Tensor | Sequence[Any]) -> Tensor:
     if isinstance(value, Tensor):
         return value
     try:
-        return torch.tensor(value, dtype=torch.get_default_dtype())
+        return torch.tensor(value, dtype=torch.float64)  # cast to the dtype of the queries later
     except (TypeError, ValueError):
         raise ValueError(f"{name} is a {type(value).__name__}, expected numbers.") from None
 

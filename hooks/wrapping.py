@@ -8,7 +8,7 @@ the pretrained layer.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +19,7 @@ from attn_flow.dynamics.steppers import euler
 from attn_flow.geometry import Euclidean, Geometry
 from attn_flow.hooks.attachment import (
     Attachment,
+    BlockListener,
     LayerClock,
     hidden_states,
     input_states,
@@ -184,6 +185,17 @@ def find_wrapped_forward(module: nn.Module) -> tuple[str, WrappedForward | None]
 class BlockFlow(WrappedForward):
     """x' = f(x) - x for the whole block f."""
 
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Without gradient checkpointing, which would compute the block again without its changed temperature."""
+        block: Any = self.module
+        if not getattr(block, "gradient_checkpointing", False):
+            return super().original(*args, **kwargs)
+        block.gradient_checkpointing = False
+        try:
+            return super().original(*args, **kwargs)
+        finally:
+            block.gradient_checkpointing = True
+
     def flow(self, *args: Any, **kwargs: Any) -> Any:
         x0, output = input_states(args, kwargs), [None]
         # x + (f(x) - x) is rounded; computed in float64 it rounds back to f(x). A geometry keeps its own precision.
@@ -199,18 +211,18 @@ class BlockFlow(WrappedForward):
         return with_hidden_states(output[0], (wide + u).to(x0.dtype))
 
 
-class AttentionFlow(WrappedForward):
+class AttentionFlow(WrappedForward, BlockListener):
     """x' = A(x) in place of one residual attention step. The block adds the displacement x(horizon) - x(0)."""
 
     x0: Tensor | None = None  # the residual stream before the block, while the block runs
 
     def attach(self, stack: ExitStack) -> None:
         super().attach(stack)
-        stack.callback(self.block.module.register_forward_pre_hook(self.enter_block, with_kwargs=True).remove)
+        stack.callback(self.block.module.register_forward_pre_hook(self.listen, with_kwargs=True).remove)
         if isinstance(self.module, nn.MultiheadAttention):  # torch's fused path skips `forward` unless there is a hook
             stack.callback(self.module.register_forward_hook(do_nothing).remove)
 
-    def enter_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.x0 = input_states(args, kwargs)
 
     def flow(self, *args: Any, **kwargs: Any) -> Any:

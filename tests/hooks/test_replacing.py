@@ -111,7 +111,7 @@ def test_models_of_one_config_do_not_touch_each_other(tmp_path) -> None:
     replace_attention(b, [1], steps=3)
     assert config.to_dict() == plain.config.to_dict() == before
     assert [entry["layers"] for entry in (a.config.attn_flow[0], b.config.attn_flow[0])] == [[0], [1]]
-    assert a.encoder.layer[0].attention.self.config is a.config
+    assert all(module.config is a.config for module in a.modules() if hasattr(module, "config"))
     a.save_pretrained(tmp_path)
     assert torch.equal(run(load(tmp_path), inputs("BERT")), run(a, inputs("BERT")))
     again = transformers.BertModel.from_pretrained(tmp_path).eval()  # with a warning of transformers
@@ -272,24 +272,28 @@ def without_dropout(model: nn.Module) -> None:
 @pytest.mark.parametrize("name", ["BERT", "ModernBERT", "GPT-2", "Llama", "T5 encoder", "DeBERTa-v2"])
 def test_gradient_checkpointing_also_after_the_with(name: str, reentrant: bool) -> None:
     """The gradient of the query weights without checkpointing, with it, and in a backward pass after the `with`."""
-    options, grads, layers = {"steps": 3, "beta_factor": 0.7}, [], [0, 2]
-    for kind in ("plain", "inside", "after", "replaced"):
+    factors = {0: 0.7, 2: 1.3}
+    grads: dict[str, Tensor] = {}
+    for kind in ("plain", "inside", "after", "replaced", "plain block", "block"):
         model, x = tiny(name, torch.float64), inputs(name, torch.float64)
-        if kind != "plain":
+        if "plain" not in kind:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
         without_dropout(model)
         if kind == "replaced":
-            replace_attention(model, layers, **options, learn_beta=True)
-            output(model, x).sin().sum().backward()
-        elif kind == "after":
-            with scale_beta(model, 0.7, layers), wrap(model, layers, steps=3):
-                loss = output(model, x).sin().sum()
-            loss.backward()
-            assert not blocks(model)[0].module._forward_pre_hooks
+            for layer, factor in factors.items():
+                replace_attention(model, [layer], steps=3, beta_factor=factor, learn_beta=True)
+            loss = output(model, x).sin().sum()
         else:
-            with wrap(model, layers, **options):
-                output(model, x).sin().sum().backward()
-        grads.append(blocks(model)[1][blocks(model)[1].architecture.q].weight.grad)
-    for grad in grads[1:]:
-        torch.testing.assert_close(grad, grads[0], rtol=1e-9, atol=1e-12)
+            table = torch.tensor(list(factors.values()), dtype=torch.float64)[:, None].expand(-1, 4)
+            with scale_beta(model, table, list(factors)), wrap(model, list(factors), steps=3, block="block" in kind):
+                loss = output(model, x).sin().sum()
+                if kind == "inside":
+                    loss.backward()
+        if kind != "inside":
+            loss.backward()
+            assert kind == "replaced" or not blocks(model)[0].module._forward_pre_hooks
+        grads[kind] = torch.cat([block[block.architecture.q].weight.grad.flatten() for block in blocks(model)])
+    for kind, grad in grads.items():
+        expected = grads["plain block" if "block" in kind else "plain"]
+        torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-12)
