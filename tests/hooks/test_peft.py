@@ -21,7 +21,7 @@ TARGETS = {
     "DeBERTa-v3": ["query_proj", "value_proj", "dense"],
     "MPNet": ["q", "v", "o"],
     "ModernBERT": ["Wqkv", "Wo"],
-    "DINOv2": ["q_proj", "v_proj"],
+    "DINOv2": ["q_proj", "v_proj", "query", "value"],  # the names of transformers 5 and 4
     "GPT-2": ["c_attn", "c_proj"],
     "GPT-NeoX": ["query_key_value", "dense"],
     "Llama": ["q_proj", "v_proj", "o_proj"],

@@ -170,6 +170,9 @@ def test_a_quantisation_config(tmp_path: Path) -> None:
         requires_calibration = False
         is_serializable = is_trainable = property(lambda self: False)
 
+        def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
+            pass
+
         def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
             for module in list(model.modules()):
                 for name, child in module.named_children():
@@ -228,9 +231,18 @@ def test_saved_code_is_only_run_when_asked(tmp_path: Path) -> None:
 
 # --- transformers' attention interface ---
 
+V4 = transformers.__version__.startswith("4.")
+needs_transformers_5 = pytest.mark.skipif(V4, reason="transformers 4 does not pass arguments to its attention")
 OWN_ATTENTION = {"DeBERTa", "DeBERTa-v2", "DeBERTa-v3", "MPNet", "torch", "torch pre-norm"}
 
 
+@pytest.mark.skipif(not V4, reason="transformers 5 has the interface")
+def test_the_attention_interface_needs_transformers_5() -> None:
+    with pytest.raises(RuntimeError, match="install transformers 5, or use scale_beta"):
+        register_attention()
+
+
+@needs_transformers_5
 @every_architecture
 def test_the_attention_interface(name: str, tmp_path: Path) -> None:
     if name in OWN_ATTENTION:
@@ -250,6 +262,7 @@ def test_the_attention_interface(name: str, tmp_path: Path) -> None:
             )
 
 
+@needs_transformers_5
 def test_the_attention_interface_by_layer_and_with_a_surrogate() -> None:
     register_attention()
     plain, model, x = tiny("Llama"), tiny("Llama"), inputs("Llama")
