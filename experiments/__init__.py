@@ -1,4 +1,4 @@
-"""Experiments: `papers` reproduces published results, the other modules measure real encoders and trained stacks.
+"""Experiments: `papers` reproduces published results and trains small stacks, `encoders` measures real models.
 
 Every experiment is a module with `compute(quick, seed, progress) -> dict` and `plot(numbers) -> Figure`.
 """
@@ -15,34 +15,34 @@ PAPERS = (
     "concentration",
     "synchronisation",
     "metastability",
+    "multi_head",
+    "noise",
+    "spectral_selection",
+    "lost_in_the_middle",
+    "trained_limit",
     "multiscale",
     "phase_diagram",
     "staircase",
-    "spectral_selection",
-    "multi_head",
-    "noise",
     "noisy_threshold",
     "random_weights",
-    "lost_in_the_middle",
     "normalisation",
     "long_context",
+    "gap_counting",
     "hardmax",
     "gaussian",
+    "trained_stacks",
 )
-MODELS = (
+ENCODERS = (
     "histograms",
-    "gap_counting",
     "layer_jacobians",
     "affine_rank",
     "energy_by_layer",
     "wrapped_layer",
-    "trained_stacks",
-    "mean_field",
-    "zoo",
-    "cold_heads",
     "fine_tuning",
 )
+MODELS = ("mean_field", "zoo", "cold_heads")
 MODULES = {name: f"attn_flow.experiments.papers.{name}" for name in PAPERS}
+MODULES |= {name: f"attn_flow.experiments.encoders.{name}" for name in ENCODERS}
 MODULES |= {name: f"attn_flow.experiments.{name}" for name in MODELS}
 NAMES = tuple(MODULES)
 

@@ -27,7 +27,8 @@ def run_experiment(
         progress: show progress bars.
 
     Returns:
-        Its numbers, with "claims" (each with "value", "expected", "holds") and "run".
+        Its numbers, with "claims" (each with "value", "expected", "source", "holds") and "run". The figure of a quick
+        run says so on itself.
     """
     from attn_flow.hooks.loading import without_bars  # of models that an experiment loads
 
@@ -39,6 +40,9 @@ def run_experiment(
         numbers = experiment.compute(quick=quick, seed=seed, progress=progress, **options)
     run = {"name": name, "quick": quick, "seed": seed, "seconds": round(time.perf_counter() - start, 1)}
     if out is not None:
-        save_figure(experiment.plot(numbers), Path(out) / f"{name}.png", tight=True)
+        figure = experiment.plot(numbers)
+        if quick:
+            figure.text(0.995, 0.995, "quick run", ha="right", va="top", fontsize=11, color="#d55e00")
+        save_figure(figure, Path(out) / f"{name}.png", tight=True)
         write_json({"run": {**run, "versions": versions()}, **numbers}, Path(out) / f"{name}.json")
     return {**to_plain(numbers), "run": run}

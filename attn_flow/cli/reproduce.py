@@ -54,9 +54,13 @@ def reproduce(
             numbers = run_experiment(each, out, quick=quick, seed=seed, progress=not (quiet or as_json))
         results[each] = numbers
         if not as_json:
-            rows = [["yes" if c["holds"] else "NO", c["claim"], c["value"], _expected(c)] for c in numbers["claims"]]
-            columns = ["holds", "claim", "measured", "expected"]
+            rows = [
+                ["yes" if c["holds"] else "NO", c["claim"], c["value"], _expected(c), c.get("source", "")]
+                for c in numbers["claims"]
+            ]
+            columns = ["holds", "claim", "measured", "expected", "source"]
             print_table(f"{each}, {numbers['run']['seconds']} s", columns, rows)
+            echo("Sources: theorem (of the paper), derived (a formula derived here), observed (no formula gives it).")
             echo(f"Written to {out / each}.json and {out / each}.png.")
     if as_json:
         print_json(results if name == "all" else results[name])

@@ -81,6 +81,11 @@ class Sweep:
             the predicted limit at the times t; "w2_min" and "t_min", the least of them and its time; "w2_end";
             "t_min_predicted"; "phases", their names; "exit_rate" and "exit_rate_predicted"; "clusters" at the end; and
             "unmet", the requirements of the prediction that the run does not meet. None: not predicted or not measured.
+
+    Example:
+        >>> result = sweep(Attention.identity(3), 1.0, betas=[1, 4], n=[50], seeds=[0, 1], h=0.2)
+        >>> len(result), result.values("beta"), result.rows[0]["clusters"] > 1
+        (4, [1.0, 4.0], True)
     """
 
     t: Tensor

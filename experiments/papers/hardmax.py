@@ -47,11 +47,19 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
             "flow with hardmax attention against x <- (x + alpha mean)/(1 + alpha): largest distance",
             cells["definition"],
             at_most=1e-12,
+            source="derived",
         ),
-        bound("leaders: largest displacement in 60 steps", cells["leader_motion"], at_most=1e-12),
-        bound("followers of a leader that ever change whom they follow", cells["changed"], at_most=0.0),
-        bound("distance to the leader over (1+alpha)^-k: largest relative error", cells["rate_error"], at_most=1e-6),
-        bound("Frank-Wolfe: largest ratio of the best gap to its bound", gaps["ratio"], at_most=1.0),
+        bound("leaders: largest displacement in 60 steps", cells["leader_motion"], at_most=1e-12, source="theorem"),
+        bound(
+            "followers of a leader that ever change whom they follow", cells["changed"], at_most=0.0, source="theorem"
+        ),
+        bound(
+            "distance to the leader over (1+alpha)^-k: largest relative error",
+            cells["rate_error"],
+            at_most=1e-6,
+            source="derived",
+        ),
+        bound("Frank-Wolfe: largest ratio of the best gap to its bound", gaps["ratio"], at_most=1.0, source="theorem"),
         bound(
             "hull vertices that move although G = I is positive (vertices, but no leaders)",
             cells["moving_vertices"],

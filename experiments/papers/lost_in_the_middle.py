@@ -52,19 +52,29 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
             theory.consensus_rates(2)[1],
             0.01,
         ),
-        bound("causal: largest distance from x_1(0) at the end", collapse_["end"], at_most=1e-2),
-        claim("t_crit at lambda = 1, M = 8, beta = 1", t_crit, 2.457489, 5.1e-7),
-        claim("t_crit at beta = 2", theory.recency_time(2.0, LAM, SYMBOLS), 0.600716, 5.1e-7),
-        bound("recency slope while every profile is U-shaped", ends(theory.u_shape_time(BETA, LAM)), at_least=0.0),
-        bound("recency slope of the profile just before t_crit", ends(0.99 * t_crit), at_least=0.0),
-        bound("recency slope just after", ends(1.01 * t_crit), at_most=0.0),
+        bound("causal: largest distance from x_1(0) at the end", collapse_["end"], at_most=1e-2, source="theorem"),
+        claim("t_crit at lambda = 1, M = 8, beta = 1", t_crit, 2.457489, 5.1e-7, source="theorem"),
+        claim("t_crit at beta = 2", theory.recency_time(2.0, LAM, SYMBOLS), 0.600716, 5.1e-7, source="theorem"),
+        bound(
+            "recency slope while every profile is U-shaped",
+            ends(theory.u_shape_time(BETA, LAM)),
+            at_least=0.0,
+            source="theorem",
+        ),
+        bound("recency slope of the profile just before t_crit", ends(0.99 * t_crit), at_least=0.0, source="theorem"),
+        bound("recency slope just after", ends(1.01 * t_crit), at_most=0.0, source="theorem"),
     ]
     for p in profiles:
         what = f"particles at t = {p['t']:.3g}, N = {N}: "
-        claims.append(bound(what + "mean relative distance from N-position theory", p["error"], at_most=0.1))
+        claims.append(
+            bound(what + "mean relative distance from N-position theory", p["error"], at_most=0.1, source="derived")
+        )
         claims.append(
             bound(
-                what + "mean relative distance from its limit", p["continuum_error"], at_most=3 * max(1.0, p["t"]) / N
+                what + "mean relative distance from its limit",
+                p["continuum_error"],
+                at_most=3 * max(1.0, p["t"]) / N,
+                source="theorem",
             )
         )
     return {

@@ -54,12 +54,24 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         switches = {str(d): [theory.switch_point(k, d) for k in range(1, 6)] for d in (2, 3, 8)}
         advance()
     claims = [
-        bound(f"growth rates on the circle, {c['kind']}: largest relative error, k = 1..6", c["error"], at_most=0.01)
+        bound(
+            f"growth rates on the circle, {c['kind']}: largest relative error, k = 1..6",
+            c["error"],
+            at_most=0.01,
+            source="derived",
+        )
         for c in circle
     ]
-    claims.append(bound("growth rates on S^2, k = 1..5: largest relative error", sphere["error"], at_most=0.01))
+    claims.append(
+        bound("growth rates on S^2, k = 1..5: largest relative error", sphere["error"], at_most=0.01, source="derived")
+    )
     claims += [
-        bound(f"growth rates from the mean-field drift, d = {h['d']}: relative error", h["error"], at_most=1e-4)
+        bound(
+            f"growth rates from the mean-field drift, d = {h['d']}: relative error",
+            h["error"],
+            at_most=1e-4,
+            source="derived",
+        )
         for h in high
     ]
     claims.append(claim("fraction of betas whose fastest simulated mode is k_max", selected["agreement"], 1.0, 0.0))
@@ -79,7 +91,13 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
             )
         )
         claims.append(  # a weak one: the noise of a seed decides between neighbouring k
-            claim(what + "mean number of clusters, against k_max", np.mean(run["clusters"]), run["k_max"], 1.0)
+            claim(
+                what + "mean number of clusters, against k_max",
+                np.mean(run["clusters"]),
+                run["k_max"],
+                1.0,
+                source="theorem",
+            )
         )
     return {
         "seed": seed, "circle": circle, "sphere": sphere, "high": high, "selected": selected, "runs": runs,

@@ -42,7 +42,9 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     entropy_rho = np.linspace(-0.03, 1, 60)
     entropy = {str(b): theory.attention_entropy(entropy_rho, b, 32).tolist() for b in (1.0, 4.0, 9.0)}
     claims = [
-        bound("total energy: largest fall between times, relative", energy["total_fall"], at_most=1e-12),
+        bound(
+            "total energy: largest fall between times, relative", energy["total_fall"], at_most=1e-12, source="theorem"
+        ),
         bound("a single head's energy falls at some time: largest fall, relative", energy["head_fall"], at_least=1e-3),
     ]
     claims += [
@@ -54,12 +56,20 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
             "unequal heads are faster than averaged ones: smallest ratio",
             min(r["theory"] / rates[0]["theory"] for r in rates[1:]),
             at_least=1.0,
+            source="derived",
         ),
-        claim("V_h = G_h: fraction of steps where the energy falls", broken[0]["fraction"], 0.0, 0.0),
+        claim("V_h = G_h: fraction of steps where the energy falls", broken[0]["fraction"], 0.0, 0.0, source="theorem"),
         bound("V_h orthogonal to G_h: fraction of steps where the energy falls", broken[-1]["fraction"], at_least=0.05),
     ]
     off = max(float(np.abs(np.subtract(run["measured"], run["theory"])).max()) for run in simplex)
-    claims.append(bound("scalar heads on a simplex: largest distance of rho' from its closed form", off, at_most=1e-12))
+    claims.append(
+        bound(
+            "scalar heads on a simplex: largest distance of rho' from its closed form",
+            off,
+            at_most=1e-12,
+            source="derived",
+        )
+    )
     if trained is not None:
         largest = max(abs(layer["mean"]) for layer in trained["layers"])
         what = "MiniLM: largest mean cosine of attention outputs with the energy gradient (1 for a gradient flow)"

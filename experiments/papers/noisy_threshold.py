@@ -48,9 +48,16 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         for r in runs
     ]
     claims += [
-        bound("circle, below beta*: an ordered law decays above D_c", ends["below, ordered"], at_most=0.5),
-        bound("circle, above beta*: an ordered law survives there", ends["above, ordered"], at_least=0.5),
-        bound("circle, above beta*: a small law decays there", ends["above, small"], at_most=0.9),
+        bound(
+            "circle, below beta*: an ordered law decays above D_c",
+            ends["below, ordered"],
+            at_most=0.5,
+            source="derived",
+        ),
+        bound(
+            "circle, above beta*: an ordered law survives there", ends["above, ordered"], at_least=0.5, source="derived"
+        ),
+        bound("circle, above beta*: a small law decays there", ends["above, small"], at_most=0.9, source="derived"),
     ]
     return {"seed": seed, "runs": runs, "ends": ends, "claims": claims}
 

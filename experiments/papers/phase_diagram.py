@@ -47,9 +47,12 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     errors = {d: float(np.nanmedian(np.abs(b[inside] / curve[inside] - 1))) for d, b in boundary.items()}
     claims = [
         bound(
-            "d = 1024: median relative distance of the boundary from the equiangular time", errors["1024"], at_most=0.05
+            "d = 1024: median relative distance of the boundary from the equiangular time",
+            errors["1024"],
+            at_most=0.05,
+            source="theorem",
         ),
-        bound("d = 128: the same", errors["128"], at_most=0.15),
+        bound("d = 128: the same", errors["128"], at_most=0.15, source="theorem"),
         bound("d = 2: the same (the curve is not the boundary there)", errors["2"], at_least=0.15),
         bound(
             "d = 1024: smallest beta that has not clustered by t = 30",

@@ -48,9 +48,9 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         for r in density
     ]
     claims += [
-        bound("2/3-1/3 measure is stationary: largest speed", atoms["speed"], at_most=1e-12),
+        bound("2/3-1/3 measure is stationary: largest speed", atoms["speed"], at_most=1e-12, source="theorem"),
         claim("beta at which the smaller atom becomes stable", atoms["threshold"], math.log(2) / 2, 1e-3),
-        claim("fraction of random starts in one cluster, d >= 3", spread["fraction"], 1.0, 0.0),
+        claim("fraction of random starts in one cluster, d >= 3", spread["fraction"], 1.0, 0.0, source="theorem"),
     ]
     return {"seed": seed, "near": near, "density": density, "atoms": atoms, "spread": spread, "claims": claims}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_flow.experiments import affine_rank, energy_by_layer, layer_jacobians
+from attn_flow.experiments.encoders import affine_rank, energy_by_layer, layer_jacobians
 from attn_flow.experiments.papers import random_weights
 from attn_flow.experiments.twins import _turned, taken_out
 from attn_flow.hooks import attentions, blocks, record

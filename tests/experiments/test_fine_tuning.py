@@ -5,8 +5,17 @@ from importlib.util import find_spec
 import pytest
 from matplotlib.figure import Figure
 
-from attn_flow.experiments import fine_tuning
-from attn_flow.experiments.fine_tuning import HELD_OUT, OPTIONS, PAGES, TRAINING, _mean, fine_tune, plot, sentences
+from attn_flow.experiments.encoders import fine_tuning
+from attn_flow.experiments.encoders.fine_tuning import (
+    HELD_OUT,
+    OPTIONS,
+    PAGES,
+    TRAINING,
+    _mean,
+    fine_tune,
+    plot,
+    sentences,
+)
 
 
 def test_no_sentence_is_on_both_sides() -> None:

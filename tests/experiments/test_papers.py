@@ -1,5 +1,6 @@
 """Every experiment of the papers: its quick run holds all its claims, its numbers are plain, its plot is a figure."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -12,7 +13,12 @@ from attn_flow.experiments.claims import bound, chance, claim
 
 README = Path(__file__).parents[2] / "experiments" / "README.md"
 SLOW = {"layer_jacobians", "gap_counting", "hardmax", "gaussian"}
-OWN_TESTS = {"wrapped_layer", "trained_stacks", "mean_field", "zoo", "cold_heads", "fine_tuning"}
+OWN_TESTS = {"wrapped_layer", "trained_stacks", "mean_field", "zoo", "cold_heads", "fine_tuning", "trained_limit"}
+
+
+@functools.cache
+def quick_numbers(name):
+    return load(name).compute(quick=True, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +27,7 @@ OWN_TESTS = {"wrapped_layer", "trained_stacks", "mean_field", "zoo", "cold_heads
 )
 def test_quick_run(name):
     experiment = load(name)
-    numbers = experiment.compute(quick=True, seed=0)
+    numbers = quick_numbers(name)
     assert [c for c in numbers["claims"] if not c["holds"]] == []
     assert len(numbers["claims"]) >= 3
     weak = [c["claim"] for c in numbers["claims"] if (chance(c) or 0) > 0.05]
@@ -34,6 +40,53 @@ def test_quick_run(name):
     for before, after in zip(figure.axes, again.axes, strict=True):
         for one, other in zip(before.lines, after.lines, strict=True):
             np.testing.assert_allclose(one.get_xydata().astype(float), other.get_xydata().astype(float), rtol=1e-12)
+
+
+REGRESSIONS = {  # numbers of an earlier run, with the tolerance for other sizes of the quadrature
+    "least W2": ([0.511, 0.182, 0.061], 0.004),
+    "d = 3": ([0.34, 0.22, 0.28, 0.62], 0.015),
+    "oblique": ([0.085, 0.763], 0.005),
+    "beta = 1": (1.0, 0.02),
+    "own argmax": (0.94, 0.02),
+}
+
+
+def test_numbers_of_concentration_do_not_change():
+    numbers = quick_numbers("concentration")
+    runs, three = {r["beta"]: r for r in numbers["mean_field"]["runs"]}, numbers["three"]
+    values = {
+        "least W2": [runs[beta]["min_w2"] for beta in (10.0, 100.0, 1000.0)],
+        "d = 3": [row["min_w2"] for row in three["runs"]],
+        "oblique": numbers["oblique"]["l2"],
+        "beta = 1": runs[1.0]["min_w2"] / runs[1.0]["w2"][0],
+        "own argmax": three["ten"]["self_argmax"],
+    }
+    for name, (expected, tolerance) in REGRESSIONS.items():
+        np.testing.assert_allclose(values[name], expected, atol=tolerance, rtol=0, err_msg=name)
+
+
+def test_a_claim_has_a_source():
+    assert claim("x", 1.0, 1.1, 0.2)["source"] == "derived"
+    assert bound("x", 1.0, at_most=1.0)["source"] == "observed"
+    assert bound("x", 1.0, at_most=1.0, source="theorem")["source"] == "theorem"
+
+
+def test_the_figure_of_a_quick_run_says_so(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    from attn_flow.experiments import reproduction
+
+    figures = {}
+    experiment = type("", (), {"compute": lambda **_: {"claims": []}, "plot": lambda numbers: Figure()})
+    monkeypatch.setattr(reproduction, "load", lambda name: experiment)
+    monkeypatch.setattr(
+        reproduction,
+        "save_figure",
+        lambda figure, path, tight: figures.update({path: [t.get_text() for t in figure.texts]}),
+    )
+    for quick in (True, False):
+        reproduction.run_experiment("some", tmp_path / str(quick), quick=quick)
+    assert list(figures.values()) == [["quick run"], []]
 
 
 def test_finite_n_loses_the_cold_betas():

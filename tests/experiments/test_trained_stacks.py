@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attn_flow.experiments import trained_stacks
-from attn_flow.experiments.trained_stacks import COLDER, LONGER, correlation, one, plot, spread, summarise
+from attn_flow.experiments.papers import trained_stacks
+from attn_flow.experiments.papers.trained_stacks import COLDER, LONGER, correlation, one, plot, spread, summarise
 
 
 def made_up(accuracy: float, clusters: float, horizon: float, seed: int) -> dict[str, object]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_flow import Attention
-from attn_flow.experiments import wrapped_layer
+from attn_flow.experiments.encoders import wrapped_layer
 
 
 def test_small_spectrum_is_that_of_the_large_matrix() -> None:

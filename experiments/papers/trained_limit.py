@@ -1,0 +1,212 @@
+"""A trained stack in which the theorem is seen: trained tokens end near P_# mu_0 of their own learned weights.
+
+A cold stack with one head (arXiv 2605.10931) learns the task `side`: on which side of an unknown plane do most of 200
+tokens on the sphere lie? The distance W2 of its last cloud to the limit predicted from the learned Q, K, V is compared
+with that of the untrained stack, and with the limit of the same weights turned by a random rotation. Then it is run
+longer than it was trained, into the phase that V dominates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_flow.attention import Attention
+from attn_flow.base.progress import progress_bar
+from attn_flow.dynamics.trajectory import Trajectory
+from attn_flow.experiments.claims import bound
+from attn_flow.experiments.figures import COLOURS, caption, label, panels
+from attn_flow.nn.stack import DeepStack
+from attn_flow.prediction import limit, resolution, w2_curve
+from attn_flow.train.loop import evaluate, train_stack
+from attn_flow.train.recipes import Recipe, recipe
+from attn_flow.train.stacks import make_stack
+from attn_flow.train.tasks import PLANE_NORMAL, Task, generator_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "G and V symmetric": {},
+    "G symmetric": {"symmetric": "G"},
+    "V symmetric": {"symmetric": "V"},
+    "free": {"symmetric": "none"},
+    "symmetric, beta 60": {"beta": 60.0},
+    "symmetric, 400 tokens": {"tokens": 400},
+    "symmetric, beta learned": {"learn_beta": True},
+}
+BASE = "G and V symmetric"
+LONGER = (1, 2, 4, 8)  # times the trained horizon
+CLOUDS, HELD_OUT = 8, 200  # inputs on which W2 and accuracy are measured
+ROTATIONS = 4
+
+
+def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
+    seeds, names = range(seed, seed + (2 if quick else 5)), list(VARIANTS)[:1] if quick else list(VARIANTS)
+    runs = []
+    with progress_bar("trained_limit", len(seeds) * len(names), progress) as advance:
+        for s in seeds:
+            for name in names:
+                runs.append(one(name, s, quick))
+                advance(1, note=f"{name}, seed {s}: accuracy {runs[-1]['trained']['accuracy']:.3f}")
+    return summarise(runs)
+
+
+def one(name: str, seed: int, quick: bool = False) -> dict[str, Any]:
+    """Train one stack; measure it untrained, trained, and run longer."""
+    chosen = replace(recipe("side"), seed=seed, **VARIANTS[name])
+    if quick:
+        chosen = replace(chosen, tokens=40, updates=60, warmup=10, steps=8)
+    task = chosen.make_task()
+    untrained = measure(make_stack(chosen, task.stack_options).eval(), task, chosen)
+    stack = train_stack(chosen, evaluate_every=chosen.updates).stack
+    factors = LONGER[:2] if quick else LONGER
+    longer = [
+        measure(stack.rerun(horizon=chosen.horizon * c, steps=chosen.steps * c), task, chosen, rotations=(c == 1))
+        for c in factors
+    ]
+    return {
+        "variant": name,
+        "seed": seed,
+        "untrained": untrained,
+        "trained": longer[0],
+        "longer": longer,
+        "mean_sign": mean_sign(task, seed),
+    }
+
+
+@torch.no_grad()
+def measure(stack: DeepStack, task: Task, chosen: Recipe, rotations: bool = True) -> dict[str, Any]:
+    """Accuracy on held-out inputs, and W2 to the limit of the weights as parts of W2 at the start."""
+    x = task.held_out(CLOUDS, generator_of(chosen.seed, "learned")).x
+    ((path, _),), (attention,) = stack.paths(x), stack.attentions()
+    t = torch.linspace(0, stack.options.horizon, path.shape[0], dtype=torch.float64)
+    attention, path = attention.to(torch.float64), path.double()
+    target = limit(attention)
+    numbers: dict[str, Any] = {
+        "accuracy": evaluate(stack, task, chosen.seed, size=HELD_OUT)["held_out_accuracy"],
+        "case": target.case,
+        "dimension": target.dimension,
+        "beta": float(torch.as_tensor(attention.beta).flatten()[0]),
+        "resolution": float(resolution(attention, path[0], warn=False).number.mean()),
+        "normal": None,
+        **distances(attention, t, path),
+    }
+    if target.spectrum is not None and target.dimension == 1:  # the plane that the limit separates, against the task's
+        left = target.spectrum.projector[target.spectrum.projector.abs().sum(1).argmax()]
+        numbers["normal"] = float((left / left.norm() @ torch.tensor(PLANE_NORMAL, dtype=torch.float64)).abs())
+    if rotations:
+        generator = torch.Generator().manual_seed(chosen.seed)
+        each = [distances(rotated(attention, generator), t[[0, -1]], path[[0, -1]])["w2"] for _ in range(ROTATIONS)]
+        numbers["rotated"] = float(np.mean(each))
+    return numbers
+
+
+def distances(attention: Attention, t: Tensor, path: Tensor) -> dict[str, Any]:
+    """W2 to the limit of these weights at the end and its least value, over W2 at the start, and the curve."""
+    curve = w2_curve(Trajectory(t, path), limit(attention))  # (T, clouds)
+    share = (curve / curve[0]).mean(-1)
+    least = int(share.argmin())
+    return {"w2": float(share[-1]), "least": float(share[least]), "t_least": float(t[least]), "curve": share.tolist()}
+
+
+def rotated(attention: Attention, generator: torch.Generator) -> Attention:
+    """The same attention in coordinates that are turned at random: its limit has nothing to do with these tokens."""
+    R = torch.linalg.qr(torch.randn(attention.dim, attention.dim, generator=generator, dtype=torch.float64))[0]
+    return Attention.from_matrices(R @ attention.G @ R.mT, R @ attention.OV @ R.mT, attention.beta)
+
+
+def mean_sign(task: Task, seed: int) -> float:
+    """The accuracy of the side on which the mean token lies, which knows the plane."""
+    batch = task.held_out(HELD_OUT, generator_of(seed, "held out"))
+    side = (batch.x.mean(1) @ torch.tensor(PLANE_NORMAL) > 0).long()
+    return float((side == batch.y).double().mean())
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over seeds by variant, the finding in words, and the claims."""
+    table = []
+    for name in dict.fromkeys(run["variant"] for run in runs):
+        group = [run for run in runs if run["variant"] == name]
+        row: dict[str, Any] = {"variant": name, "seeds": len(group)}
+        row["cases"] = sorted({run["trained"]["case"] for run in group})
+        row["mean_sign"] = float(np.mean([run["mean_sign"] for run in group]))
+        for when, what in (("untrained", "w2"), ("untrained", "accuracy"), ("trained", "w2"), ("trained", "accuracy")):
+            row[f"{when}_{what}"] = [run[when][what] for run in group]
+        for what in ("least", "rotated", "normal", "beta", "resolution"):
+            row[what] = [run["trained"][what] for run in group]
+        for what in ("accuracy", "w2"):
+            row[f"longer_{what}"] = [[entry[what] for entry in run["longer"]] for run in group]
+        table.append(row)
+    numbers = {"runs": runs, "table": table, "longer": list(LONGER[: len(runs[0]["longer"])])}
+    return {**numbers, "finding": finding(numbers), "claims": claims(numbers)}
+
+
+def finding(numbers: dict[str, Any]) -> str:
+    """The result in words, from the numbers."""
+    base = numbers["table"][0]
+    nearest = min(numbers["table"], key=lambda row: float(np.mean(row["trained_w2"])))
+    farthest = max(numbers["table"], key=lambda row: float(np.mean(row["trained_w2"])))
+    reaches = [row["variant"] for row in numbers["table"] if max(row["trained_w2"]) < 0.5]
+    last = [float(np.mean(row)) for row in zip(*base["longer_accuracy"])]
+    return (
+        f"Accuracy {_mean(base['trained_accuracy'])} where the sign of the mean token reaches {base['mean_sign']:.2f}. "
+        f"W2 to the limit of the learned weights, over W2 at the start: {_mean(nearest['trained_w2'])} with "
+        f"{nearest['variant']}, {_mean(farthest['trained_w2'])} with {farthest['variant']} (untrained "
+        f"{_mean(nearest['untrained_w2'])} and {_mean(farthest['untrained_w2'])}, limits of rotated weights "
+        f"{_mean(nearest['rotated'])}). Below one half for every seed: {', '.join(reaches) or 'none'}. Run "
+        f"{numbers['longer'][-1]} times longer, accuracy goes from {last[0]:.2f} to {last[-1]:.2f}."
+    )
+
+
+def _mean(values: list[float]) -> str:
+    return f"{np.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def claims(numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    """What would refute that trained tokens go to the limit of their weights."""
+    base = numbers["table"][0]
+    w2, untrained, rotated = (float(np.mean(base[name])) for name in ("trained_w2", "untrained_w2", "rotated"))
+    return [
+        bound("G and V symmetric: mean accuracy", float(np.mean(base["trained_accuracy"])), at_least=0.9),
+        bound("accuracy of the sign of the mean token", base["mean_sign"], at_most=0.75),
+        bound(
+            "G and V symmetric: W2 to the limit over W2 at the start, worst seed", max(base["trained_w2"]), at_most=0.5
+        ),
+        bound("the same over that of untrained stacks", w2 / untrained, at_most=0.8),
+        bound("the same over that to limits of rotated weights", w2 / rotated, at_most=0.5),
+    ]
+
+
+def plot(numbers: dict[str, Any]) -> Figure:
+    """W2 by parametrisation, the plane that was found, and what happens when a stack is run longer."""
+    figure, axes = panels(3, title="Trained stacks and the limit of their own weights")
+    table = numbers["table"]
+    for j, (key, words) in enumerate(
+        (("untrained_w2", "untrained"), ("rotated", "trained, limit of rotated weights"), ("trained_w2", "trained"))
+    ):
+        for i, row in enumerate(table):
+            x = i + 0.22 * (j - 1)
+            axes[0].plot(
+                [x] * len(row[key]), row[key], "o", ms=4, color=COLOURS[(6, 4, 0)[j]], label=words if i == 0 else None
+            )
+    axes[0].set_xticks(range(len(table)), [row["variant"] for row in table], rotation=35, ha="right", fontsize=7)
+    axes[0].axhline(1.0, color="0.8", lw=0.8, zorder=0)
+    axes[0].set_ylim(bottom=0)
+    label(axes[0], "every dot a seed", "parametrisation", "W2 to the limit / at the start")
+    for i, row in enumerate(table):
+        for axis, key in ((axes[1], "longer_accuracy"), (axes[2], "longer_w2")):
+            mean = np.mean(row[key], axis=0)
+            axis.plot(
+                numbers["longer"], mean, "o-", ms=4, lw=1.2, color=COLOURS[i % len(COLOURS)], label=row["variant"]
+            )
+    for axis, title, y in ((axes[1], "accuracy", "accuracy"), (axes[2], "distance", "W2 to the limit / at the start")):
+        axis.set_xscale("log", base=2)
+        label(axis, f"{title} of stacks run longer", "horizon / trained horizon", y, legend=axis is axes[2])
+    axes[1].axhline(table[0]["mean_sign"], color="0.6", ls=":", lw=1)
+    caption(figure, f"Task side, d = 3; {max(row['seeds'] for row in table)} seeds. {numbers['finding']}")
+    return figure
