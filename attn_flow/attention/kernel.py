@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.base.checks import can_read
+from attn_flow.base.torch_private import uses_forward_mode
 from attn_flow.kernels import dense, near, series
 
 Kernel = Literal["auto", "dense", "near", "series"]
@@ -36,7 +37,7 @@ def choose_kernel(
     if kernel == "auto":
         tensors = [z for z in (queries, keys, values, log_weights, scale) if isinstance(z, Tensor)]
         has_gradient = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
-        has_derivatives = has_gradient or dense.uses_forward_mode() or not can_read(*tensors)
+        has_derivatives = has_gradient or uses_forward_mode() or not can_read(*tensors)
         is_large = queries.shape[-2] * keys.shape[-2] >= MIN_PAIRS and keys.shape[-1] <= near.MAX_WIDTH
         if not is_large or causal or exclude_self or has_derivatives or queries.device.type != "cpu":
             kernel = "dense"

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from attn_flow.base.torch_private import is_transformed
+
 # float32 logits above this size have errors above 1e-5, which exp() turns into relative errors of the weights.
 MAX_FLOAT32_LOGIT = 200.0
 
@@ -27,7 +29,7 @@ def can_read(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    return not any(z.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(z) for z in tensors)
+    return not any(z.is_meta or is_transformed(z) for z in tensors)
 
 
 def working_dtype(dtype: torch.dtype, logit_bound: Tensor) -> torch.dtype:

@@ -26,16 +26,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attn_flow.base.checks import can_read
+from attn_flow.base.torch_private import fused_with_log_sum, uses_forward_mode
 
 MIN_WIDTH = 16  # the fused CPU kernel takes 1.5 times as long for narrower queries, keys and values
 BLOCK_ENTRIES = 2**18  # logits in memory at a time in `average_by_rows`: 1 MB of float32
 TIE_ROUNDINGS = 16  # scores that differ by fewer rounding errors than this are ties of the hardmax
 
 Weights = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-# The operation behind torch's fused attention on CPUs also returns the log-sum-exp. It has no public name; without it
-# ordinary operations are used.
-_FUSED_WITH_LOG_SUM = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 def softmax_average(
@@ -85,11 +82,11 @@ def average_and_log_sum(
     tensors = [z for z in (queries, keys, values, log_weights, scale) if isinstance(z, Tensor)]
     has_gradient = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
     is_plain = queries.device.type == "cpu" and can_read(*tensors) and not uses_forward_mode()
-    if _FUSED_WITH_LOG_SUM is None or has_gradient or exclude_self or not is_plain:
+    if fused_with_log_sum is None or has_gradient or exclude_self or not is_plain:
         options: Any = {"scale": scale, "causal": causal, "exclude_self": exclude_self}
         return average_by_rows(softmax_weights, queries, keys, values, log_weights, **options)
     q, k, v, scale, batch = _to_fused_layout(queries, keys, values, log_weights, scale)
-    average, log_sum = _FUSED_WITH_LOG_SUM(q, k, v, 0.0, causal, scale=scale)
+    average, log_sum = fused_with_log_sum(q, k, v, 0.0, causal, scale=scale)
     m = queries.shape[-2]
     average = average[..., : values.shape[-1]].reshape(*batch, m, values.shape[-1])
     log_sum = log_sum.to(queries.dtype).reshape(*batch, m)
@@ -119,11 +116,6 @@ def hardmax_average(
     """
     options = {"causal": causal, "exclude_self": exclude_self}
     return average_by_rows(hardmax_weights, queries, keys, values, log_weights, **options)[0]
-
-
-def uses_forward_mode() -> bool:
-    """Whether forward-mode derivatives are being computed (torch.func.jvp, jacfwd, dual numbers)."""
-    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
 
 def _to_fused_layout(
