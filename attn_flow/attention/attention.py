@@ -11,7 +11,6 @@ number to all logits of a query, which the softmax ignores.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Sequence
@@ -21,21 +20,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from attn_flow.attention import weights
 from attn_flow.attention.fields import Field
 from attn_flow.attention.kernel import Kernel, choose_kernel
-from attn_flow.attention.weights import (
-    WEIGHT_AXES,
-    Ensemble,
-    as_beta,
-    bound_projection,
-    check_tokens,
-    check_weights,
-    head_axis,
-    one_head,
-    project,
-    random_weights,
-    sum_heads,
-)
 from attn_flow.base import checks
 from attn_flow.kernels import dense, sinkhorn
 from attn_flow.measures import Cloud, Measure, as_cloud
@@ -99,13 +86,18 @@ class Attention(Field):
         set_field = functools.partial(object.__setattr__, self)
         for name in ("Q", "K", "V", "O", "query_bias"):
             weight = getattr(self, name)
-            if isinstance(weight, Tensor) and weight.ndim == WEIGHT_AXES[name] - 1:
+            if isinstance(weight, Tensor) and weight.ndim == weights.WEIGHT_AXES[name] - 1:
                 set_field(name, weight[None])  # one head
-        set_field("dim", check_weights({name: getattr(self, name) for name in WEIGHT_AXES if name != "beta"}, self.dim))
+        set_field(
+            "dim",
+            weights.check_weights(
+                {name: getattr(self, name) for name in weights.WEIGHT_AXES if name != "beta"}, self.dim
+            ),
+        )
         if self.kind == "hardmax":
             set_field("kind", "softmax")
             set_field("beta", math.inf)
-        set_field("beta", as_beta(self.beta, self.heads))
+        set_field("beta", weights.as_beta(self.beta, self.heads))
         if self.is_hardmax and self.kind != "softmax":
             raise ValueError(f"beta = inf with kind = {self.kind!r}; only softmax attention has a limit (hardmax).")
         if self.kind == "sinkhorn" and (self.causal or not self.self_attention):
@@ -150,7 +142,7 @@ class Attention(Field):
         d: int,
         heads: int = 1,
         head_dim: int | None = None,
-        ensemble: Ensemble = "gaussian",
+        ensemble: weights.Ensemble = "gaussian",
         beta: float | Tensor = 1.0,
         *,
         generator: torch.Generator | None = None,
@@ -162,33 +154,34 @@ class Attention(Field):
 
         Args:
             head_dim: the rank k of every head, which only "gaussian" uses; d / heads by default.
-            ensemble: "gaussian", "symmetric" (G = V), "orthogonal" or "goe" (G = I, V symmetric), as described in
-                `attention.weights.random_weights`.
+            ensemble: "gaussian": Q, K, V, O with independent entries of variance 1/d.
+                "symmetric": G = V = (A + A^T)/sqrt(2), A with entries of variance 1/d (a gradient flow).
+                "orthogonal": G and V uniform in O(d).
+                "goe": G = I, V from the Gaussian orthogonal ensemble, as in the phase diagrams of arXiv 2312.10794.
             options: further arguments of `Attention`.
 
         Example:
             >>> Attention.random(16, heads=4, generator=torch.Generator().manual_seed(0)).Q.shape
             torch.Size([4, 4, 16])
         """
-        weights: dict[str, Any] = random_weights(
-            d, heads, head_dim, ensemble, generator=generator, dtype=dtype, device=device
-        )
-        return cls(**weights, beta=beta, **options)
+        factory: dict[str, Any] = {"generator": generator, "dtype": dtype, "device": device}
+        return cls(**weights.random_weights(d, heads, head_dim, ensemble, **factory), beta=beta, **options)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Its weights and beta by name, those that are tensors."""
-        return {name: z for name in WEIGHT_AXES if isinstance(z := getattr(self, name), Tensor)}
+        return {name: z for name in weights.WEIGHT_AXES if isinstance(z := getattr(self, name), Tensor)}
 
     @property
     def heads(self) -> int:
         """The number of heads."""
-        return max((z.shape[-axes] for name, z in self.tensors.items() if (axes := head_axis(name, z))), default=1)
+        tensors = {name: z for name, z in self.tensors.items() if name != "value_bias"}
+        return max((z.shape[-weights.WEIGHT_AXES[name]] for name, z in tensors.items()), default=1)
 
     @property
     def batch_shape(self) -> torch.Size:
         """The leading axes of the weights and of beta, broadcast."""
-        return torch.broadcast_shapes(*(z.shape[: -WEIGHT_AXES[name]] for name, z in self.tensors.items()))
+        return torch.broadcast_shapes(*(z.shape[: -weights.WEIGHT_AXES[name]] for name, z in self.tensors.items()))
 
     @property
     def is_hardmax(self) -> bool:
@@ -244,7 +237,7 @@ class Attention(Field):
 
     def with_beta(self, beta: float | Tensor) -> Attention:
         """The same attention at another inverse temperature."""
-        return self.copy_with(beta=as_beta(beta, self.heads))
+        return self.copy_with(beta=weights.as_beta(beta, self.heads))
 
     def with_context(self, context: Measure | Tensor | None) -> Attention:
         """The same attention to a fixed measure, or to tokens (..., m, d), instead of the cloud itself."""
@@ -263,9 +256,9 @@ class Attention(Field):
 
     def copy_with(self, **fields: Any) -> Attention:
         """A copy with other fields, which are not checked: for modules, whose weights change."""
-        attention = copy.copy(self)
-        for name, value in fields.items():
-            object.__setattr__(attention, name, value)
+        attention = object.__new__(type(self))
+        for name in self.__dataclass_fields__:
+            object.__setattr__(attention, name, fields[name] if name in fields else getattr(self, name))
         return attention
 
     def drift(self, cloud: Tensor | Cloud, context: Measure | Tensor | None = None) -> Tensor:
@@ -289,10 +282,8 @@ class Attention(Field):
         cloud = as_cloud(cloud)
         attention = self if context is None else self.with_context(context)
         attention.check_cloud(cloud)
-        dtype, x = cloud.x.dtype, cloud.zero_padding(cloud.x)
-        if checks.working_dtype(dtype, attention.logit_bound(cloud.max_norm)) != dtype:
-            attention, x = attention.in_float64(), x.double()
-        drift = attention(0.0, x, cloud.log_weights).to(dtype)
+        attention, x = attention._in_working_precision(cloud)
+        drift = attention(0.0, cloud.zero_padding(x), cloud.log_weights).to(cloud.x.dtype)
         if checks.can_read(drift) and not math.isfinite(float(drift.detach().sum())):
             raise FloatingPointError("the drift is not finite: logits or values overflow. Use smaller tokens or beta.")
         return cloud.zero_padding(drift)
@@ -306,16 +297,16 @@ class Attention(Field):
         queries = self._queries(x)
         # Kernels save work where queries, keys and values are one tensor.
         is_shared = y is x and self.Q is None and self.query_bias is None and self.K is None
-        keys = queries if is_shared else project(y, self.K)
-        values = keys if self.K is None and self.V is None else project(y, self.V)
+        keys = queries if is_shared else weights.project(y, self.K)
+        values = keys if self.K is None and self.V is None else weights.project(y, self.V)
         log_weights = None if log_weights is None else log_weights[..., None, :]  # (..., 1, n)
         average = self._average(queries, keys, values, log_weights)  # (..., heads, n, v)
-        drift = sum_heads(average, self.O)
+        drift = weights.sum_heads(average, self.O)
         return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
 
     def _queries(self, x: Tensor) -> Tensor:
         """Q x + b, (..., heads or 1, n, k)."""
-        queries = project(x, self.Q)
+        queries = weights.project(x, self.Q)
         return queries if self.query_bias is None else queries + self.query_bias[..., None, :]
 
     def _average(self, queries: Tensor, keys: Tensor, values: Tensor, log_weights: Tensor | None) -> Tensor:
@@ -340,12 +331,12 @@ class Attention(Field):
         drift = torch.zeros_like(x)
         for h in range(self.heads):
             beta = self.beta[..., min(h, self.beta.shape[-1] - 1), None] if isinstance(self.beta, Tensor) else self.beta
-            g_h = one_head(g, h)[..., 0, :, :]
+            g_h = weights.one_head(g, h)[..., 0, :, :]
             average = mu.tilted_mean(g_h, beta)
             if self.kind == "unnormalised":
                 average = average * (beta * mu.log_partition(g_h, beta)).exp()[..., None]
-            values = project(average, None if self.V is None else one_head(self.V, h))
-            drift = drift + sum_heads(values, None if self.O is None else one_head(self.O, h))
+            values = weights.project(average, None if self.V is None else weights.one_head(self.V, h))
+            drift = drift + weights.sum_heads(values, None if self.O is None else weights.one_head(self.O, h))
         return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
 
     def matrix(self, cloud: Tensor | Cloud) -> Tensor:
@@ -361,33 +352,30 @@ class Attention(Field):
         n = cloud.x.shape[-2]
         if math.prod(batch) * self.heads * n**2 > MAX_MATRIX_ENTRIES:
             raise ValueError(f"the attention matrix of {n} tokens has over 2^30 entries; `drift` does not form it.")
-        eye = torch.eye(n, dtype=cloud.x.dtype, device=cloud.x.device)
-        dtype, x = cloud.x.dtype, cloud.x
-        attention = self
-        if checks.working_dtype(dtype, self.logit_bound(cloud.max_norm)) != dtype:
-            attention, x, eye = self.in_float64(), x.double(), eye.double()
+        attention, x = self._in_working_precision(cloud)
+        eye = torch.eye(n, dtype=x.dtype, device=x.device)
         log_weights = None if cloud.log_weights is None else cloud.log_weights.to(x.dtype)[..., None, :]
-        queries, keys = attention._queries(x), project(x, attention.K)
+        queries, keys = attention._queries(x), weights.project(x, attention.K)
         shape = (*torch.broadcast_shapes(queries.shape[:-2], keys.shape[:-2]), n, n)
         A = attention.copy_with(kernel="dense")._average(queries, keys, eye.expand(shape), log_weights)
-        return A.expand(*A.shape[:-3], self.heads, n, n).to(dtype)
+        return A.expand(*A.shape[:-3], self.heads, n, n).to(cloud.x.dtype)
+
+    def _in_working_precision(self, cloud: Cloud) -> tuple[Attention, Tensor]:
+        """The attention and the tokens, in float64 if float32 cannot resolve the logits of this cloud."""
+        if checks.working_dtype(cloud.x.dtype, self.logit_bound(cloud.max_norm)) == cloud.x.dtype:
+            return self, cloud.x
+        return self.in_float64(), cloud.x.double()
 
     def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
-        check_tokens("x", cloud.x, self.dim, self.tensors)
+        weights.check_tokens("x", cloud.x, self.dim, self.tensors)
         shapes = [cloud.x.shape[:-2], self.batch_shape]
         if isinstance(self.context, Cloud):
-            check_tokens("context", self.context.x, self.dim, self.tensors)
+            weights.check_tokens("context", self.context.x, self.dim, self.tensors)
             shapes.append(self.context.x.shape[:-2])
         if not self.self_attention:
             count = (cloud.probabilities > 0).sum(-1)
             checks.require(count >= 2, "self_attention=False requires at least two unmasked tokens per cloud.")
-        try:
-            return torch.broadcast_shapes(*shapes)
-        except RuntimeError:
-            raise ValueError(
-                f"the batch {tuple(shapes[0])} of the tokens and {tuple(self.batch_shape)} of the weights do not "
-                "broadcast; for one beta per batch element pass beta[:, None]."
-            ) from None
+        return weights.broadcast_batches(*shapes)
 
     @torch.no_grad()
     def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
@@ -396,8 +384,8 @@ class Attention(Field):
         key_radius = radius
         if isinstance(self.context, Cloud):
             key_radius = torch.maximum(self.context.max_norm, torch.as_tensor(radius, dtype=self.context.x.dtype))
-        queries = bound_projection(radius, self.Q, self.query_bias)  # (..., heads)
-        return torch.as_tensor(self.beta * queries * bound_projection(key_radius, self.K)).amax()
+        queries = weights.bound_projection(radius, self.Q, self.query_bias)  # (..., heads)
+        return torch.as_tensor(self.beta * queries * weights.bound_projection(key_radius, self.K)).amax()
 
     @property
     def not_exchangeable_because(self) -> tuple[str, ...]:
@@ -407,9 +395,3 @@ class Attention(Field):
             "a context": self.context is not None,
         }
         return tuple(reason for reason, applies in reasons.items() if applies)
-
-
-def require_attention(what: str, field: object) -> None:
-    """Raise TypeError, in the name of a prediction, unless the field is an Attention to its own cloud."""
-    if not isinstance(field, Attention) or field.context is not None:
-        raise TypeError(f"{what} has no theory for {field!r}, expected an Attention alone.")

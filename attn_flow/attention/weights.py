@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ WEIGHT_AXES = {"Q": 3, "K": 3, "V": 3, "O": 3, "query_bias": 2, "value_bias": 1,
 
 
 def check_weights(weights: Mapping[str, Tensor | None], dim: int) -> int:
-    """Raise an error unless the weights fit together; returns the dimension d of the tokens.
+    """Raise an error unless the shapes of the weights agree; returns the dimension d of the tokens.
 
     Args:
         weights: Q, K, V, O, query_bias and value_bias with the axis of the heads; None is the identity, or no bias.
-        dim: d, or 0 if the weights tell it.
+        dim: d, or 0 if the weights determine it.
     """
     present = {name: z for name, z in weights.items() if z is not None}
     for name, weight in present.items():
@@ -56,6 +56,17 @@ def check_tokens(name: str, x: Tensor, d: int, weights: Mapping[str, Tensor]) ->
         raise ValueError(f"{name} has dtype {x.dtype}, the attention {weight.dtype}; use attention.to({x.dtype}).")
 
 
+def broadcast_batches(tokens: torch.Size, *others: torch.Size) -> torch.Size:
+    """The common batch axes of tokens, weights and context; ValueError if there are none."""
+    try:
+        return torch.broadcast_shapes(tokens, *others)
+    except RuntimeError:
+        raise ValueError(
+            f"the batch {tuple(tokens)} of the tokens and {tuple(others[0])} of the weights do not broadcast; for one "
+            "beta per batch element pass beta[:, None]."
+        ) from None
+
+
 def as_beta(beta: float | Tensor, heads: int) -> float | Tensor:
     """beta as a float if it is one number, otherwise as a tensor (..., heads or 1)."""
     checks.require_beta(beta)
@@ -76,29 +87,13 @@ def as_beta(beta: float | Tensor, heads: int) -> float | Tensor:
     return beta
 
 
-def random_weights(
-    d: int,
-    heads: int,
-    head_dim: int | None,
-    ensemble: Ensemble,
-    *,
-    generator: torch.Generator | None = None,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> dict[str, Tensor]:
-    """Random matrices by name, scaled so that |G x| and |V x| are of order |x|.
-
-    Args:
-        ensemble: "gaussian": Q, K, V, O with independent entries of variance 1/d, of rank head_dim (default d / heads).
-            "symmetric": G = V = (A + A^T)/sqrt(2), A with entries of variance 1/d (a gradient flow).
-            "orthogonal": G and V uniform in O(d).
-            "goe": G = I, V from the Gaussian orthogonal ensemble, as in the phase diagrams of arXiv 2312.10794.
-    """
+def random_weights(d: int, heads: int, head_dim: int | None, ensemble: Ensemble, **factory: Any) -> dict[str, Any]:
+    """Random matrices by name, as `Attention.random` describes them; `factory` are options of `torch.randn`."""
     checks.require_choice("ensemble", ensemble, ("gaussian", "symmetric", "orthogonal", "goe"))
     checks.require_count(d=d, heads=heads, head_dim=head_dim or 1)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=dtype, device=device) / math.sqrt(d)
+        return torch.randn(*shape, **factory) / math.sqrt(d)
 
     def orthogonal() -> Tensor:
         rotation, R = torch.linalg.qr(normal(heads, d, d))
@@ -112,12 +107,6 @@ def random_weights(
     A = normal(heads, d, d)
     symmetric = (A + A.mT) / math.sqrt(2)
     return {"Q": symmetric, "V": symmetric} if ensemble == "symmetric" else {"V": symmetric}
-
-
-def head_axis(name: str, z: Tensor) -> int:
-    """The position of the axis of the heads from the end, 0 if there is none."""
-    axes = WEIGHT_AXES[name]
-    return axes if axes > 1 or name == "beta" else 0
 
 
 def one_head(z: Tensor, h: int) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.attention.attention import require_attention
 from attn_flow.base import checks
 from attn_flow.dynamics.harmonics import Harmonics, evaluated
 from attn_flow.dynamics.steppers import dopri5
@@ -83,8 +82,8 @@ class DensityPath:
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean (T, d) and covariance (T, d, d) at every time."""
-        found = [self.cloud(i).moments() for i in range(len(self))]
-        return torch.stack([m for m, _ in found]), torch.stack([S for _, S in found])
+        moments = [self.cloud(i).moments() for i in range(len(self))]
+        return torch.stack([m for m, _ in moments]), torch.stack([S for _, S in moments])
 
 
 def density_flow(
@@ -122,7 +121,8 @@ def density_flow(
         >>> round(float(path.growth_rates(3)[0]), 4)  # of cos(3 theta): 9 I_3(5) / (5 I_0(5))
         0.6827
     """
-    require_attention("density_flow", attention)
+    if not isinstance(attention, Attention) or attention.context is not None:
+        raise TypeError(f"density_flow has no theory for {attention!r}, expected an Attention alone.")
     d = attention.dim
     if attention.batch_shape:
         raise ValueError(f"attention has the batch {tuple(attention.batch_shape)}; solve for each element by itself.")
@@ -135,7 +135,7 @@ def density_flow(
     if d not in BANDWIDTH:
         raise ValueError(f"attention of dimension {d}; densities are solved on the circle (d = 2) and on S^2 (d = 3).")
     if attention.causal or not attention.self_attention:
-        raise ValueError("causal and self_attention=False tell tokens apart; a density has no single tokens.")
+        raise ValueError("causal and self_attention=False distinguish tokens, but a density has no single tokens.")
     if attention.is_hardmax:
         raise ValueError("beta = inf: a density fills the sphere; use zero_temperature_flow, or a finite beta.")
     L = BANDWIDTH[d] if bandwidth is None else bandwidth
@@ -145,7 +145,7 @@ def density_flow(
     basis = Harmonics.of(d, L).to(attention.G.device)
     run = _Spectral(attention.to(torch.float64), basis, diffusion, tail)
     c = run.start(density)
-    kept, steps, h = [c], 0, 0.01
+    coefficients, steps, h = [c], 0, 0.01
     with torch.no_grad():
         for start, end in zip(times[:-1].tolist(), times[1:].tolist()):
             now = start
@@ -164,9 +164,9 @@ def density_flow(
                 now = end if taken == end - now else now + taken
                 c = ahead
                 run.check(c, now)
-            kept.append(c)
+            coefficients.append(c)
     about = {"field": attention.summary(), "diffusion": diffusion, "bandwidth": L, "tol": tol, "steps": steps}
-    return DensityPath(times, torch.stack(kept), basis, about | {"evaluations": run.evaluations})
+    return DensityPath(times, torch.stack(coefficients), basis, about | {"evaluations": run.evaluations})
 
 
 class _Spectral:
@@ -221,18 +221,18 @@ class _Spectral:
         L, degree = self.basis.bandwidth, self.basis.degree
         size = c.new_zeros(L + 1).index_add_(0, degree.long(), c.square()).sqrt()
         first = L + 1 - max(2, L // 10)
-        held = float(size[first:].norm() / size.norm())
+        share = float(size[first:].norm() / size.norm())
         rho = self.basis.values @ c
         below = float(-rho.min() / rho.max())
-        if held <= self.tail and below <= max(NEGATIVE, self.tail):
+        if share <= self.tail and below <= max(NEGATIVE, self.tail):
             return
         middle = float(size[L // 2 - 1 : L // 2 + 2].norm() / size.norm())
-        rate = math.log(middle / held) / (first - L // 2) if middle > held > 0 else 0.0
-        extrapolated = first + math.log(max(held / self.tail, 1.0)) / rate if rate > 0 else 0.0
+        rate = math.log(middle / share) / (first - L // 2) if middle > share > 0 else 0.0
+        extrapolated = first + math.log(max(share / self.tail, 1.0)) / rate if rate > 0 else 0.0
         needed = max(2 * L, min(16 * L, math.ceil(extrapolated)))  # it will need more later
         when = "at the start" if t is None else f"at t = {t:.4g}"
         raise ValueError(
-            f"the density is not resolved {when}: degrees {first} to {L} hold {held:.2g} of it (tail = {self.tail:g}), "
-            f"its lowest value is {-below:.2g} of the highest. Use bandwidth = {needed} or more, an earlier end, "
+            f"the density is not resolved {when}: degrees {first} to {L} hold {share:.2g} of it (tail = {self.tail:g}) "
+            f"and its lowest value is {-below:.2g} of the highest. Use bandwidth = {needed} or more, an earlier end, "
             "or diffusion > 0; a density that becomes an atom needs a cloud."
         )
