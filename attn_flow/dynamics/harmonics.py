@@ -95,5 +95,5 @@ def _sphere(x: Tensor, bandwidth: int) -> tuple[Tensor, Tensor, Tensor]:
                 values.append(now * wave)
                 gradients.append((slope * wave)[:, None] * down + (now * turning / safe)[:, None] * east)
     order = sorted(range(len(degree)), key=lambda i: degree[i])
-    found = torch.tensor([degree[i] for i in order], dtype=torch.float64, device=x.device)
-    return found, torch.stack([values[i] for i in order], 1), torch.stack([gradients[i] for i in order], 1)
+    degrees = torch.tensor([degree[i] for i in order], dtype=torch.float64, device=x.device)
+    return degrees, torch.stack([values[i] for i in order], 1), torch.stack([gradients[i] for i in order], 1)

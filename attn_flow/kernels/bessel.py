@@ -121,7 +121,7 @@ def ratios(z: Number, count: int) -> list[Number]:
     """
     # An error at order nu reaches the one below times r_nu^2 < e^{-2 nu/(nu + z)}: from here, less than e^{-40}.
     start = 20 + math.sqrt(400 + count**2 + 40 * float(z.max() if isinstance(z, Tensor) else z))
-    found = [z * 0.0]
+    ratios = [z * 0.0]
     for nu in range(math.ceil(start), -1, -1):
-        found.append(lower(z, found[-1], nu))
-    return found[: -count - 1 : -1]
+        ratios.append(lower(z, ratios[-1], nu))
+    return ratios[: -count - 1 : -1]

@@ -150,6 +150,9 @@ class Cloud:
         )
 
 
-def as_cloud(tokens: Tensor | Cloud) -> Cloud:
-    """A cloud as it is, or a plain tensor (..., n, d) as a cloud of equal weights."""
-    return tokens if isinstance(tokens, Cloud) else Cloud(tokens)
+def as_cloud(tokens: Tensor | Cloud, name: str = "x") -> Cloud:
+    """A cloud as it is, or a plain tensor (..., n, d) as a cloud of equal weights; `name` is its name in errors."""
+    if isinstance(tokens, Cloud):
+        return tokens
+    checks.require_tokens(name, tokens)
+    return Cloud.unchecked(tokens)

@@ -16,15 +16,10 @@ from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.base import checks
-from attn_flow.base.reprs import format_repr
 from attn_flow.geometry import Geometry
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud, as_cloud
 
 BLOCK_SIZE = 2**21  # numbers in the pairwise tensors of one block
-
-
-def _as_cloud(tokens: Tensor | Cloud) -> Cloud:
-    return tokens if isinstance(tokens, Cloud) else Cloud(tokens)
 
 
 def _expand(cloud: Cloud) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +55,7 @@ def log_energy(cloud: Tensor | Cloud, beta: float, G: Tensor | None = None) -> T
         991.705...
     """
     checks.require_positive(beta=beta)
-    cloud = _as_cloud(cloud)
+    cloud = as_cloud(cloud)
     x, n, d = cloud.x, cloud.x.shape[-2], cloud.x.shape[-1]
     if G is None:
         g = x
@@ -87,7 +82,7 @@ def diameter(cloud: Tensor | Cloud, geometry: Geometry | None = None) -> Tensor:
         >>> diameter(Cloud(torch.tensor([[0.0, 0.0], [3.0, 4.0], [9.0, 9.0]]), mask=torch.tensor([True, True, False])))
         tensor(5.)
     """
-    x, _, is_token = _expand(_as_cloud(cloud))
+    x, _, is_token = _expand(as_cloud(cloud))
     largest = x.new_zeros(())
     for rows in _row_blocks(x, x.shape[-1]):
         a, b = x[..., rows, None, :], x[..., None, :, :]
@@ -129,7 +124,7 @@ def clusters(cloud: Tensor | Cloud, tol: float = 1e-3) -> Clusters:
         tensor([0, 0, 1])
     """
     checks.require_positive(tol=tol)
-    x, p, is_token = _expand(_as_cloud(cloud))
+    x, p, is_token = _expand(as_cloud(cloud))
     n = x.shape[-2]
     index = torch.arange(n, device=x.device)
 
@@ -204,7 +199,7 @@ def close_pairs(cloud: Tensor | Cloud, cosine: float = 0.999) -> Tensor:
 
 def _sum_over_pairs(cloud: Tensor | Cloud, statistic: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Sum over blocks of statistic(cosines, masses) (..., k), for masses w_i w_j without i = j that sum to one."""
-    x, p, _ = _expand(_as_cloud(cloud))
+    x, p, _ = _expand(as_cloud(cloud))
     u, index = _directions(x), torch.arange(x.shape[-2], device=x.device)
     total = torch.zeros((), dtype=x.dtype, device=x.device)
     for rows in _row_blocks(x):
@@ -233,7 +228,7 @@ def effective_rank(cloud: Tensor | Cloud, centred: bool = False) -> Tensor:
         >>> effective_rank(torch.eye(5))
         tensor(5.)
     """
-    cloud = _as_cloud(cloud)
+    cloud = as_cloud(cloud)
     x = cloud.x - cloud.mean[..., None, :] if centred else cloud.x
     sigma = torch.linalg.svdvals(cloud.probabilities.sqrt()[..., None] * x)
     return torch.special.entr(sigma / sigma.sum(-1, keepdim=True)).sum(-1).exp()
@@ -278,7 +273,8 @@ class AttentionStatistics:
     effective_beta: Tensor
 
     def __repr__(self) -> str:
-        return format_repr(self, "entropy", "largest_weight", "logit_std", "self_argmax", "effective_beta")
+        *_, heads, n = self.entropy.shape
+        return f"AttentionStatistics({heads} heads, {n} queries, {self.entropy.dtype})"
 
 
 def attention_statistics(attention: Attention, cloud: Tensor | Cloud) -> AttentionStatistics:
@@ -295,7 +291,7 @@ def attention_statistics(attention: Attention, cloud: Tensor | Cloud) -> Attenti
         >>> attention_statistics(Attention.identity(2, beta=0.0), torch.eye(2)).entropy  # log 2
         tensor([[0.6931, 0.6931]])
     """
-    cloud = _as_cloud(cloud)
+    cloud = as_cloud(cloud)
     if attention.kind != "softmax" or bool(torch.as_tensor(attention.beta).isinf().any()):
         kind = f"kind {attention.kind!r} and beta = {attention.beta}"
         raise ValueError(f"attention has {kind}, expected softmax attention at a finite beta.")
@@ -334,7 +330,7 @@ def effective_beta(attention: Attention, cloud: Tensor | Cloud) -> Tensor:
         >>> effective_beta(Attention.identity(2, beta=3.0), 2 * torch.eye(2))
         tensor([12.])
     """
-    cloud = _as_cloud(cloud)
+    cloud = as_cloud(cloud)
     checks.require_shape("x", cloud.x, (attention.dim,))
     x, p, _ = _expand(cloud)
     queries, _, beta = _queries_and_keys(attention, x)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.base import checks
-from attn_flow.measures.cloud import Cloud
+from attn_flow.measures.cloud import Cloud, as_cloud
 from attn_flow.transport.coupling import GroundCost
 from attn_flow.transport.pairs import SOLVERS, CertificateError, Pair, Solution, solve_pair
 from attn_flow.transport.sinkhorn import Sinkhorn, sinkhorn_distance
@@ -155,7 +155,7 @@ def solve(
     if isinstance(method, str):
         checks.require_choice("method", method, METHODS)
         method = Sinkhorn() if method == "sinkhorn" else Sliced() if method == "sliced" else method
-    first, second = _as_cloud("a", a), _as_cloud("b", b)
+    first, second = as_cloud(a, "a"), as_cloud(b, "b")
     x, y = first.x, second.x
     if x.shape[-1] != y.shape[-1]:
         raise ValueError(f"tokens have shapes {tuple(x.shape)} and {tuple(y.shape)}, expected the same dimension d.")
@@ -184,16 +184,6 @@ def solve(
         plan=None if plan is None else plan.coalesce().to(device, dtype),
         potentials=None if potentials is None else (to_batch(potentials[0]), to_batch(potentials[1])),
     )
-
-
-def _as_cloud(name: str, tokens: Tensor | Cloud) -> Cloud:
-    """A cloud as it is, or tokens (..., n, d) as a cloud of equal weights."""
-    if isinstance(tokens, Cloud):
-        return tokens
-    try:
-        return Cloud(tokens)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"cloud {name}: {error}") from None
 
 
 def _batch_shape(cloud: Cloud) -> torch.Size:

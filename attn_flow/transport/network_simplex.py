@@ -8,6 +8,7 @@ for problems that it solves in about a second.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from dataclasses import replace
 from types import ModuleType
@@ -29,17 +30,15 @@ def has_pot() -> bool:
     return importlib.util.find_spec("ot") is not None
 
 
-def import_pot(n: int, m: int) -> ModuleType:
+def import_pot() -> ModuleType:
     """The package POT, which takes seconds to import; ImportError with the remedy if it is missing."""
     try:
-        import ot
+        return importlib.import_module("ot")
     except ImportError:
         raise ImportError(
-            f"the exact distance between {n:,} and {m:,} points needs the optional package POT; install it with "
+            "an exact distance between so many points needs the optional package POT; install it with "
             "pip install \"attn-flow[all]\", or use method='sinkhorn' or 'sliced'."
         ) from None
-    module: ModuleType = ot
-    return module
 
 
 def simplex(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:
@@ -52,7 +51,7 @@ def simplex(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:
     if C.size <= MAX_LINPROG_ENTRIES and not has_pot():
         P, v = _linear_program(a, b, C / largest)
     else:
-        P, log = import_pot(len(x), len(y)).emd(a, b, C / largest, numItermax=MAX_PIVOTS, log=True)
+        P, log = import_pot().emd(a, b, C / largest, numItermax=MAX_PIVOTS, log=True)
         v = log["v"]
     i, j = np.nonzero(P)
     v = v * largest

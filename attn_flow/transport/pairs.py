@@ -109,9 +109,9 @@ def solve_pair(pair: Pair, method: str, rtol: float, merge_tol: float | None, wi
         with_potentials: whether to compute dual potentials.
     """
     p, share = pair.cost.p, 1.0
-    places: list[tuple[Index, Index, Array]] = []
+    outliers: list[tuple[Index, Index, Array]] = []
     if method == "auto" and pair.cost.name == "euclidean" and not pair.has_mass_gradient:
-        pair, places, share = _drop_shared_outliers(pair)
+        pair, outliers, share = _drop_shared_outliers(pair)
     pair, unit = pair.scaled()
     size = preprocessing.extent(torch.cat([pair.x, pair.y]).detach(), torch.cat([pair.a, pair.b]).detach(), 0.9)
     if merge_tol is not None:
@@ -129,11 +129,11 @@ def solve_pair(pair: Pair, method: str, rtol: float, merge_tol: float | None, wi
             "method='assignment' or 'simplex', and remove points far from all others."
         )
     potentials = None
-    if with_potentials and plan.v is not None and not places:
+    if with_potentials and plan.v is not None and not outliers:
         with np.errstate(over="ignore", under="ignore"):
             u, v = (z * np.float64(unit) ** p for z in dual_potentials(pair, plan))
         potentials = u, v
-    i, j, mass = (np.concatenate(z) for z in zip((plan.i, plan.j, plan.mass * share), *places))
+    i, j, mass = (np.concatenate(z) for z in zip((plan.i, plan.j, plan.mass * share), *outliers))
     size = unit * share ** (1 / p)
     return Solution(value * size, error * size, name, Plan(i, j, mass), potentials)
 
@@ -142,20 +142,20 @@ def _drop_shared_outliers(pair: Pair) -> tuple[Pair, list[tuple[Index, Index, Ar
     """Remove isolated points that carry equal mass in both clouds; they do not move.
 
     Returns:
-        The pair where their mass is zero, their part of the plan (i, j and mass of each place), and the mass left.
+        The pair where their mass is zero, their part of the plan (i, j and mass of each outlier), and the mass left.
     """
-    places = []
+    outliers = []
     a, b = pair.a.numpy(), pair.b.numpy()
     rest_a, rest_b = a.copy(), b.copy()
     for rows, columns in preprocessing.shared_outliers(pair.x.detach(), pair.a, pair.y.detach(), pair.b, pair.cost.p):
         i, j, mass = north_west_corner(a[rows], b[columns])
-        places.append((rows[i], columns[j], mass * a[rows].sum()))
+        outliers.append((rows[i], columns[j], mass * a[rows].sum()))
         rest_a[rows] = rest_b[columns] = 0.0
-    if not places:
-        return pair, places, 1.0
+    if not outliers:
+        return pair, outliers, 1.0
     share = float(rest_a.sum())
     rest = replace(pair, a=torch.from_numpy(rest_a / share), b=torch.from_numpy(rest_b / rest_b.sum()))
-    return rest, places, share
+    return rest, outliers, share
 
 
 def _solve_merged(

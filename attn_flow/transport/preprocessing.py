@@ -60,9 +60,9 @@ def shared_outliers(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> lis
     Left in, an outlier would set the scale of rounding errors.
     """
     points, mass = torch.cat([x, y]), torch.cat([a, b])
-    places: list[tuple[Index, Index]] = []
+    outliers: list[tuple[Index, Index]] = []
     if extent(points, mass, 1.0) <= 1e3 * extent(points, mass, 0.5):
-        return places
+        return outliers
     rows, columns = np.flatnonzero(a), np.flatnonzero(b)
     while len(rows) and len(columns):
         centre = torch.cat([x[rows], y[columns]]).median(0).values
@@ -75,9 +75,9 @@ def shared_outliers(x: Tensor, a: Tensor, y: Tensor, b: Tensor, p: float) -> lis
         diameter = 2 * float((others - others.mean(0)).norm(dim=-1).max())  # or more
         if not diameter < 2 ** (1 / p) * away:
             break
-        places.append((rows[is_x], columns[is_y]))
+        outliers.append((rows[is_x], columns[is_y]))
         rows, columns = rows[~is_x], columns[~is_y]
-    return places
+    return outliers
 
 
 def coincident_groups(x: Tensor, tol: float) -> Index:

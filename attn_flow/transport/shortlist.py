@@ -78,9 +78,7 @@ def _sparse_simplex(
     x: Array, a: Array, y: Array, b: Array, cost: GroundCost, pairs: Index, u: Array, v: Array
 ) -> tuple[Plan, Array]:
     """The network simplex on a shortlist of pairs, started at the potentials (u, v): its plan and its u."""
-    import_pot(len(x), len(y))
-    from ot.lp.emd_wrap import emd_c_sparse  # the public function of POT does not take a start
-
+    emd_c_sparse = import_pot().lp.emd_wrap.emd_c_sparse  # the public function of POT does not take a start
     i, j = np.divmod(pairs, len(y))
     c = cost.of_pairs(x[i], y[j])
     unit = c.mean() or 1.0  # the solver stops at an absolute tolerance, so it gets costs of order one

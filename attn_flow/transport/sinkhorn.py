@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.base import checks
+from attn_flow.kernels import dense
 from attn_flow.transport.coupling import MAX_ENTRIES, require_matrix
 
 # Blurs that are tried in turn if none is given, as parts of the diameter.
@@ -187,23 +188,8 @@ def _bounds(
 
 def _softmin(eps: float, x: Tensor, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     """-eps log sum_j exp(h_j - |x_i - y_j|^2 / (2 eps)), (B, n), and the mean of y under these weights, (B, n, d)."""
-    mean, log_sum = _average_and_log_sum(x, y, y, h - y.square().sum(-1) / (2 * eps), scale=1 / eps)
+    mean, log_sum = dense.average_and_log_sum(x, y, y, h - y.square().sum(-1) / (2 * eps), scale=1 / eps)
     return x.square().sum(-1) / 2 - eps * log_sum, mean
-
-
-def _average_and_log_sum(
-    queries: Tensor, keys: Tensor, values: Tensor, log_weights: Tensor, *, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Averages of the values (B, n, v) under softmax weights, and log sum_j exp(scale <q_i, k_j> + log w_j), (B, n).
-
-    It takes one block of queries at a time, in memory linear in the number of points.
-    """
-    averages, log_sums = [], []
-    for block in queries.split(max(1, BLOCK_ENTRIES // (len(keys) * keys.shape[1])), dim=1):
-        logits = torch.baddbmm(log_weights[:, None, :], block, keys.mT, alpha=scale)
-        averages.append(logits.softmax(-1) @ values)
-        log_sums.append(logits.logsumexp(-1))
-    return torch.cat(averages, dim=1), torch.cat(log_sums, dim=1)
 
 
 def _c_transform(x: Tensor, y: Tensor, g: Tensor, has_mass: Tensor) -> Tensor:
