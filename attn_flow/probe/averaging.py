@@ -108,7 +108,7 @@ class Averaging:
         layers, heads = (mean_over_texts(b, seed) for b in (self.layer_exponents(), self.head_exponents()))
         named = has_mean_field_rate(layers).nonzero()[:, 0].tolist()
         share = float(has_mean_field_rate(heads).double().mean())
-        agreement = self._agreement(heads.mean, seed)
+        predictions = self._agreement(heads.mean, seed)
         numbers: dict[str, Any] = {
             "exponent": plain(layers.mean),
             "exponent_low": plain(layers.low),
@@ -117,21 +117,21 @@ class Averaging:
             "continuation": plain(self.continuation.mean(-1)),
             "other_text": plain(self.other_text.mean(-1)),
             "heads": self._rows(heads),
-            **agreement,
+            **predictions,
         }
         texts = len(self.tokens)
         if texts < MIN_TEXTS:
-            text = f"No verdict from {texts} texts, which takes {MIN_TEXTS}: the error of m random keys falls as m^-b"
+            text = f"No verdict from fewer than {MIN_TEXTS} texts ({texts}): the error of m random keys falls as m^-b"
             return Finding(None, f"{text} with b = {span(layers.mean)} by layer.", numbers)
         L = len(layers.mean)
         verdict = "supported" if len(named) == L else "partly" if named or share >= HEAD_SHARE else "not supported"
         where = layers_named(named, L) if len(named) in (0, 1, 2, L) else f"{len(named)} of {L} layers"
         text = (
-            f"Attention averages over many tokens in {where} and {share:.0%} of heads: with m random keys its error "
+            f"Attention averages over many tokens in {where} and {share:.0%} of heads: the error of m random keys "
             f"falls as m^-b, b = {span(layers.mean)} by layer (a mean: 0.50)"
         )
-        r = agreement["logits_b"]["correlation"]
-        text += "" if r is None else f", predicted from logits with correlation {r:.2f} over heads"
+        error = predictions["logits_b"]["rms_error"]
+        text += "" if error is None else f"; logits predict heads' b to {error:.2f}"
         return Finding(verdict, text + ".", numbers)
 
     def _rows(self, heads: Interval) -> list[dict[str, Any]]:
