@@ -262,7 +262,7 @@ function moments(found, beta) {
   return {tMin, tExit: rest >= 2 / found.rate ? tMin + rest : tMin};
 }
 
-// The distance of a cloud to the predicted law, and what it is.
+// The distance of a cloud to the predicted limit, and what it is.
 // Two atoms +-e: W2 exactly (the tokens furthest along e go to +e). A law on a circle: tokens paired with their
 // own limits, which is at least W2. Rotating: to the nearest points of E, at most W2.
 function comparison(found, initial) {
@@ -283,7 +283,7 @@ function comparison(found, initial) {
   if (found.k === 1) {
     const e = found.basis[0], side = Array.from({length: n}, (_, i) => dot(token(limits, i), e) > 0);
     const up = side.filter(Boolean).length;
-    return {name: "W2 to the predicted law", side, up, limits, measure: cloud => {
+    return {name: "W2 to the predicted limit", side, up, limits, measure: cloud => {
       const along = Float64Array.from({length: n}, (_, i) => dot(token(cloud, i), e)).sort();
       return rootMean(n, i => 2 - 2 * (i >= n - up ? along[i] : -along[i]));
     }};

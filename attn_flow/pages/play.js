@@ -1,7 +1,7 @@
 // The playground: settings, controls, the running flow and what was predicted of it.
 "use strict";
 const PRESETS = {
-  "concentrate, rest, leave": {d: 2, G: "3,0;0,1", V: "1,0;0,2", beta: 100, h: 0.04, law: "even"},
+  "gather and leave": {d: 2, G: "3,0;0,1", V: "1,0;0,2", beta: 100, h: 0.04, law: "even"},
   "the same on the sphere": {d: 3, G: "3,0,0;0,1,0;0,0,1", V: "1,0,0;0,2,0;0,0,1", beta: 30, h: 0.05, law: "even"},
   "an oblique projection": {d: 2, G: "2,.5;0,1", V: "1,0;0,1", beta: 50, h: 0.04},
   "onto a great circle": {d: 3, G: "1,0,0;0,1,0;0,0,1", V: "2,0,0;0,2,0;0,0,.5", beta: 40, h: 0.04},
@@ -12,16 +12,17 @@ const PRESETS = {
   "synchronise (unnormalised)": {d: 3, G: "1,0,0;0,1,0;0,0,1", V: "1,0,0;0,1,0;0,0,1", beta: 1, h: 0.03, kind: "unnormalised"},
   "hardmax: every token looks at one": {d: 3, G: "3,0,0;0,1,0;0,0,1", V: "1,0,0;0,2,0;0,0,1", beta: 30, h: 0.05, kind: "hardmax"},
 };
-const DEFAULTS = {n: 500, kind: "softmax", step: "rk4", law: "uniform", noise: 0, seed: 1, pace: 1};
+const DEFAULTS = {n: 500, kind: "softmax", step: "rk4", law: "uniform", noise: 0, seed: 1, speed: 1};
 const CHOICES = {kind: ["softmax", "unnormalised", "hardmax"], step: ["rk4", "euler"], law: ["uniform", "tilted", "even"], d: ["2", "3"]};
-const RANGES = {n: [2, 1500], beta: [0.01, 1e6], h: [1e-5, 1], noise: [0, 3], seed: [0, 4294967295], pace: [1, 20]};
+const RANGES = {n: [2, 1500], beta: [0.01, 1e6], h: [1e-5, 1], noise: [0, 3], seed: [0, 4294967295], speed: [1, 20]};
 const SLIDERS = {  // position of a slider -> value, and back
   beta: [p => 10 ** p, Math.log10], h: [p => 10 ** p, Math.log10], n: [p => Math.round(10 ** p), Math.log10],
-  noise: [p => p, v => v], pace: [p => p, v => v],
+  noise: [p => p, v => v], speed: [p => p, v => v],
 };
 const at = id => document.getElementById(id);
 const shown = v => +(+v).toPrecision(3);
 const view = new View();
+const BUTTONS = ["gather and leave", "onto a great circle", "metastable clusters"];
 let settings, attention, cloud, initial, found, against, random, history, t, running = true, tooFast, frames = 0, since = 0;
 
 const parseMatrix = (text, d) => {
@@ -42,7 +43,7 @@ function parsed(text) {
   for (const name of ["kind", "step", "law"]) if (CHOICES[name].includes(asked[name])) made[name] = asked[name];
   for (const [name, [low, high]] of Object.entries(RANGES)) {
     const value = Number(asked[name]);
-    if (asked[name] && value >= low && value <= high) made[name] = ["n", "seed", "pace"].includes(name) ? Math.round(value) : value;
+    if (asked[name] && value >= low && value <= high) made[name] = ["n", "seed", "speed"].includes(name) ? Math.round(value) : value;
   }
   return made;
 }
@@ -54,7 +55,7 @@ function adopt(changes) {
                beta: settings.beta, kind: settings.kind};
   found = settings.kind === "unnormalised"
     ? {case: "undefined", why: "the limit map is derived for softmax attention"} : predict(attention, settings.d);
-  const goesOn = "pace beta h noise step kind G V".split(" ");  // from the tokens as they are
+  const goesOn = "speed beta h noise step kind G V".split(" ");  // from the tokens as they are
   if (!initial || Object.keys(changes).some(name => !goesOn.includes(name))) restart();
   else if (["G", "V", "kind", "beta"].some(name => name in changes)) compare();
   controls();
@@ -119,24 +120,33 @@ function draw() {
 
 const predictedMoments = () => settings.kind === "softmax" && settings.noise === 0 ? moments(found, settings.beta) : {};
 
-// What is predicted, in words.
+// One line under each picture: what the marks and colours are, and what is predicted over time.
 function told() {
-  const words = [], {tMin, tExit} = predictedMoments(), sure = found.case;
-  const set = found.k === 1 ? "the two points ±e" : "a great circle";
-  if (sure === "undefined") words.push(`No limit is predicted: ${found.why}.`);
-  if (sure === "stationary") words.push(`At zero temperature nothing moves (${found.why}); what you see is the work of a finite β: clusters form and merge, ever more slowly.`);
-  if (sure === "fixed") words.push(`At low temperature the law concentrates on ${set} (drawn in red), the leading eigenspace of M = VG, at rate ${shown(found.rate)}.`);
-  if (sure === "rotating") words.push(`The leading eigenvalues ${shown(found.leading)} ± ${shown(found.frequency)}i are complex: the law concentrates on ${found.basis.length === 2 && settings.d === 3 ? "the red circle" : "E"} and turns in it.`);
-  if (sure === "jordan") words.push("M has a Jordan block: the law concentrates on the two red points slowly, like a power of t.");
-  if (against && against.side) words.push(`Predicted masses: ${shown(against.up / cloud.n)} (blue) and ${shown(1 - against.up / cloud.n)} (orange); a token's colour is where it should go.`);
-  else if (sure !== "jordan") words.push(against && against.limits ? "A token's colour is the place where it should go." : "A token's colour is the place where it started.");
-  if (tMin) words.push(`It is nearest at about t = ${shown(tMin)} (to leading order in log β)` + (tExit > tMin ? ` and rests there until about t = ${shown(tExit)}` : "") + `; then clusters leave at rate ${shown(found.exit)}, taken over by V.`);
-  if (sure === "fixed" && found.exit === 0) words.push("Clusters stay there, so that no time of least distance is predicted.");
-  if (sure === "fixed" && found.exitUnknown) words.push(`When clusters leave is not predicted: ${found.exitUnknown}.`);
-  if (tMin && settings.law !== "even") words.push("Tokens drawn at random leave earlier, by chance.");
-  if (settings.kind === "hardmax") words.push("Hardmax of finitely many tokens is not the zero-temperature limit of a law: a token that is its own best match stops.");
-  if (settings.noise > 0) words.push("Predictions are for the flow without noise.");
-  return words.join(" ");
+  const {tMin, tExit} = predictedMoments(), words = [], over = [];
+  const set = found.k === 1 ? "the two red points" : "the red great circle";
+  const limits = {
+    undefined: `No limit is predicted: ${found.why}.`,
+    stationary: "At zero temperature nothing moves; at finite β clusters form and merge, ever more slowly.",
+    fixed: `At low temperature tokens gather at ${set}.`,
+    rotating: `Tokens gather on ${found.k === 2 && settings.d === 3 ? "the red great circle" : "E"} and turn in it (frequency ${shown(found.frequency ?? 0)}).`,
+    jordan: "Tokens gather at the two red points, slowly, like a power of t (a Jordan block).",
+  };
+  words.push(limits[found.case]);
+  if (against && against.side) words[0] = words[0].replace(/\.$/, `: ${shown(100 * against.up / cloud.n)}% at the blue one.`);
+  else words.push(against && against.limits ? "Colour: where a token should go." : "Colour: where a token started.");
+  if (tMin) over.push(`Nearest at about t = ${shown(tMin)}, then V pulls the clusters away at rate ${shown(found.exit)}.`);
+  else if (found.case === "fixed" && found.exit === 0) over.push("The clusters stay: W2 has no least value to predict.");
+  else if (found.case === "fixed" && found.exitUnknown) over.push(`When clusters leave is not predicted: ${found.exitUnknown}.`);
+  if (tMin && settings.law !== "even") over.push("Random tokens leave earlier, by chance.");
+  if (settings.kind === "hardmax") over.push("Hardmax of few tokens is not this limit: a token that is its own best match stops.");
+  if (settings.noise > 0) over.push("Predictions are for the flow without noise.");
+  return [words.join(" "), over.join(" ")];
+}
+
+// The time after which the picture starts again: past the predicted exit, or a while.
+function lastTime() {
+  const {tMin, tExit} = predictedMoments();
+  return tMin ? 1.3 * Math.max(tMin, tExit || 0) + 6 : 25;
 }
 
 function controls() {
@@ -160,9 +170,10 @@ function controls() {
     entries.flat().forEach((v, k) => { if (document.activeElement !== place.children[k]) place.children[k].value = v; });
   }
   const same = Object.entries(PRESETS).find(([, p]) => Object.entries({...DEFAULTS, ...p})
-    .every(([k, v]) => ["n", "seed", "pace"].includes(k) || String(settings[k]) === String(v)));
+    .every(([k, v]) => ["n", "seed", "speed"].includes(k) || String(settings[k]) === String(v)));
   at("preset").value = same ? same[0] : "";
-  at("told").textContent = told();
+  [at("told").textContent, at("story").textContent] = told();
+  for (const button of at("buttons").children) button.classList.toggle("chosen", same && same[0] === button.textContent);
   at("run").textContent = running ? "Pause" : "Run";
 }
 
@@ -174,11 +185,20 @@ function rewritten(name) {
   if (good) adopt({[name]: text});
 }
 
+function choose(name) {
+  initial = null;
+  running = true;
+  adopt({...DEFAULTS, n: settings.n, seed: settings.seed, ...PRESETS[name]});
+}
+
 function connect() {
+  at("buttons").append(...BUTTONS.map(name => {
+    const button = Object.assign(document.createElement("button"), {textContent: name});
+    button.addEventListener("click", () => choose(name));
+    return button;
+  }));
   at("preset").append(new Option("your own", ""), ...Object.keys(PRESETS).map(name => new Option(name, name)));
-  at("preset").addEventListener("change", e => {
-    if (e.target.value) { initial = null; adopt({...DEFAULTS, n: settings.n, seed: settings.seed, ...PRESETS[e.target.value]}); }
-  });
+  at("preset").addEventListener("change", e => { if (e.target.value) choose(e.target.value); });
   for (const [name, [value]] of Object.entries(SLIDERS)) {
     at(name).addEventListener("input", e => adopt({[name]: +value(+e.target.value).toPrecision(3)}));
   }
@@ -204,8 +224,9 @@ function connect() {
 
 function frame(now) {
   if (running) {
+    if (at("repeat").checked && t > lastTime()) restart();
     const begun = performance.now();
-    for (let k = 0; k < settings.pace && (k === 0 || performance.now() - begun < 25); k++) advance();
+    for (let k = 0; k < settings.speed && (k === 0 || performance.now() - begun < 25); k++) advance();
     draw();
     frames += 1;
     if (now - since > 1000) { at("fps").textContent = `${Math.round(frames * 1000 / (now - since))} frames/s`; frames = 0; since = now; }

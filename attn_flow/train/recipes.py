@@ -29,13 +29,13 @@ TASKS = {
     ),
     "clusters": KnownTask({"tokens": 16, "dim": 16, "horizon": 2.0, "updates": 600}, 0.93),
     "side": KnownTask(
-        {"tokens": 200, "dim": 3, "embedding": "identity", "symmetric": "GV", "horizon": 5.0, "steps": 10, "beta": 20.0}
-        | {"batch": 16, "lr": 1e-2},
+        {"tokens": 200, "dim": 3, "embedding": "identity", "symmetric": "positive", "horizon": 5.0, "steps": 20}
+        | {"step": "euler", "beta": 20.0, "updates": 300, "warmup": 20, "batch": 16, "lr": 2e-2},
         0.95,
     ),
     "text": KnownTask({"tokens": 32, "heads": 2, "steps": 2, "updates": 300, "weight_decay": 0.1}, None),
 }
-SYMMETRIC = ("none", "G", "V", "GV")
+SYMMETRIC = ("none", "G", "V", "GV", "positive")
 GEOMETRIES = ("sphere", "euclidean", "layer-norm")
 
 
@@ -62,7 +62,9 @@ class Recipe:
     embedding: str = _option("learned", "learned, or identity: vectors of dimension --dim are the tokens.")
     heads: int = _option(1, "Attention heads.")
     head_dim: int | None = _option(None, "Width of a head, by default dim / heads.")
-    symmetric: str = _option("none", "none, G, V or GV: which matrices of a single head are symmetric.")
+    symmetric: str = _option(
+        "none", "none, G, V, GV: which matrices of a single head are symmetric; positive: GV with G positive."
+    )
     depth: int = _option(1, "Layers.")
     shared: bool = _option(False, "One layer's weights for all layers.")
     horizon: float = _option(1.0, "Time of each layer's flow.")

@@ -65,11 +65,20 @@ class Symmetric(nn.Module):
         return (weight + weight.mT) / 2
 
 
+class Positive(nn.Module):
+    """A positive semidefinite matrix W W^T, as a parametrisation of torch."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """(..., d, d) -> (..., d, d)."""
+        return weight @ weight.mT
+
+
 def make_stack(recipe: Recipe, options: dict[str, Any]) -> TrainedStack:
     """The untrained stack, which depends on the seed alone.
 
     Args:
         recipe: its sizes, and which matrices are symmetric: with G, K is the identity and Q symmetric; with V, O is.
+            With a positive G and a symmetric V the eigenvalues of V G are real, so that its limit does not rotate.
         options: the arguments of `DeepStack` that the task decides.
     """
     names = ("dim", "heads", "head_dim", "depth", "shared", "horizon", "steps", "step", "learn_beta", "norm", "ffn")
@@ -90,10 +99,12 @@ def make_stack(recipe: Recipe, options: dict[str, Any]) -> TrainedStack:
         nn.init.eye_(stack.embedding.weight)
         nn.init.zeros_(stack.embedding.bias)
         stack.embedding.requires_grad_(False)
+    is_positive = recipe.symmetric == "positive"
     for matrix, constant, weight in (("G", "K", "Q"), ("V", "O", "V")):
-        for layer in stack.layers if matrix in recipe.symmetric else ():
+        for layer in stack.layers if is_positive or matrix in recipe.symmetric else ():
             nn.init.eye_(getattr(layer, constant).requires_grad_(False)[0])
-            parametrize.register_parametrization(layer, weight, Symmetric())
+            shape = Positive() if is_positive and matrix == "G" else Symmetric()
+            parametrize.register_parametrization(layer, weight, shape)
     return stack
 
 

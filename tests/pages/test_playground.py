@@ -106,9 +106,10 @@ def test_controls_change_the_flow(page, tmp_path, width):
         const change = (id, value, event) => { at(id).value = value; at(id).dispatchEvent(new Event(event)); };
         const told = [];
         for (const name of Object.keys(PRESETS)) {
-          change('preset', name, 'change'); advance(); draw(); told.push(at('told').textContent);
+          change('preset', name, 'change'); advance(); draw();
+          told.push(at('told').textContent + at('story').textContent);
         }
-        change('preset', 'concentrate, rest, leave', 'change');
+        change('preset', 'gather and leave', 'change');
         change('beta', 2.5, 'input'); change('n', 2, 'input'); change('noise', 0.3, 'input');
         change('kind', 'unnormalised', 'change');
         for (let k = 0; k < 5; k++) advance();
@@ -129,7 +130,7 @@ def test_controls_change_the_flow(page, tmp_path, width):
         width,
     )
     assert len(set(found["told"])) == 10
-    assert "two points" in found["told"][0]
+    assert "two red points" in found["told"][0]
     assert "great circle" in found["told"][3]
     assert found["warned"]  # e^{beta |G|} moves a token far in a step of .04
     assert "beta=316" in found["hash"]
@@ -142,16 +143,35 @@ def test_controls_change_the_flow(page, tmp_path, width):
     assert found["fits"]
 
 
+def test_buttons_choose_examples_and_the_picture_starts_again(page, tmp_path):
+    found = browser.look(
+        page,
+        """window.requestAnimationFrame = () => 0;  // frames are given here
+        running = true;
+        const times = [];
+        adopt({n: 20, h: 0.5, speed: 20});
+        for (let k = 0; k < 40; k++) { frame(k * 20); times.push(t); }
+        at('buttons').children[1].click();
+        return {times, names: Array.from(at('buttons').children, b => b.textContent), V: settings.V,
+                chosen: document.querySelectorAll('.chosen').length};""",
+        tmp_path,
+    )
+    assert any(later < earlier for earlier, later in pairwise(found["times"]))
+    assert len(found["names"]) == 3
+    assert found["V"] == "2,0,0;0,2,0;0,0,.5"
+    assert found["chosen"] == 1
+
+
 def test_a_link_restores_the_settings_and_bad_ones_change_nothing(page, tmp_path):
     asked = (
-        "#d=3&n=40&beta=7&h=0.02&kind=hardmax&step=euler&law=tilted&seed=9&G=1,2,0;0,1,0;0,0,3&V=oops&noise=-4&pace=x"
+        "#d=3&n=40&beta=7&h=0.02&kind=hardmax&step=euler&law=tilted&seed=9&G=1,2,0;0,1,0;0,0,3&V=oops&noise=-4&speed=x"
     )
     found = browser.look(page, "running = false; return {settings, n: cloud.n};", tmp_path, fragment=asked)
     made = found["settings"]
     assert (made["d"], made["n"], made["beta"], made["h"], made["seed"]) == (3, 40, 7, 0.02, 9)
     assert (made["kind"], made["step"], made["law"]) == ("hardmax", "euler", "tilted")
     assert made["G"] == "1,2,0;0,1,0;0,0,3"
-    assert (made["V"], made["noise"], made["pace"]) == ("1,0,0;0,1,0;0,0,1", 0, 1)
+    assert (made["V"], made["noise"], made["speed"]) == ("1,0,0;0,1,0;0,0,1", 0, 1)
     assert found["n"] == 40
 
 
