@@ -8,6 +8,7 @@
 # make check-docs      the same, built aside, and every link followed (what .ci/run adds)
 # make test-docs       its notebooks, its blocks of code as written, its links, its pages in a browser
 # make tutorials       run the notebooks again and keep what they print
+# make animation       docs/flow.gif, the moving picture of the README
 # make report-figures  the figures of docs/report.md anew, from what `make demo` kept
 # make encoders        fetch the real encoders of docs/encoders.md into the user's cache (about 1 GB)
 # make test-encoders   the tests on those real encoders; what was not fetched is skipped by name
@@ -24,7 +25,7 @@ export MPLBACKEND := Agg
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat mutants bench reproduce clean
-.PHONY: encoders test-encoders docs check-docs test-docs tutorials report-figures
+.PHONY: encoders test-encoders docs check-docs test-docs tutorials animation report-figures
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two, once)"
@@ -87,6 +88,9 @@ test-docs: $(DOCUMENTED)
 
 tutorials: $(DOCUMENTED)
 	$(BIN)/python docs/executing.py
+
+animation: $(READY)
+	$(BIN)/python docs/animation.py
 
 report-figures: demo
 	$(BIN)/python docs/drawing.py runs/demo

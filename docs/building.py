@@ -1,4 +1,4 @@
-"""What the site makes itself: formulas as MathML, notebooks and the gallery as pages, the list of public names.
+"""What the site makes itself: formulas as MathML, a page for every notebook and experiment, the list of public names.
 
 mkdocs calls the functions `on_...` (mkdocs.yml, `hooks`). Nothing here imports torch.
 """
@@ -18,31 +18,34 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-TAGS = r"(?!/?(?:br|kbd|sub|sup|a|img|div|span|details|summary|figure|figcaption)\b|https?:|!--)"
-ROOMS = {
+ROWS = 8  # of a table on a page
+TAGS = r"(?!/?(?:br|kbd|sub|sup|a|img|div|span|details|summary|figure|figcaption|iframe)\b|https?:|!--)"
+PACKAGES = {
     "attention": "Who attends to whom",
     "geometry": "Where tokens live",
-    "measures": "Laws of tokens",
-    "dynamics": "From one law to the next",
-    "prediction": "Where it ends",
-    "transport": "How far two laws are",
+    "measures": "Distributions of tokens",
+    "dynamics": "How tokens move",
+    "prediction": "Where they end",
+    "transport": "How far two clouds are",
     "nn": "Trainable modules",
-    "hooks": "Real encoders",
-    "probe": "Is an encoder a mean-field flow",
-    "train": "Toy deep stacks",
+    "hooks": "HuggingFace models",
+    "probe": "Four questions about a trained encoder",
+    "train": "Small deep stacks",
 }
-MODULES = {  # rooms without a list of public names: what their modules hold
-    "observe": "Numbers of a cloud, events of a path",
+MODULES = {  # packages without a list of public names: their modules
+    "observe": "Quantities of a cloud, events of a path",
     "theory": "Closed forms of the papers",
 }
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages that are made of something else."""
-    made = {"papers.md": gallery(), **api()}
+    from attn_flow.pages.playground import assembled
+
+    pages = {**papers(), **api(), "playground.html": assembled("play.html", "play.js")}
     for notebook in sorted((ROOT / "docs/tutorials").glob("*.ipynb")):
-        made[f"tutorials/{notebook.stem}.md"] = notebook_page(notebook)
-    for name, text in made.items():
+        pages[f"tutorials/{notebook.stem}.md"] = notebook_page(notebook)
+    for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -86,50 +89,55 @@ def outside_code(markdown: str, change: Any) -> str:
     return "".join(part if i % 2 else change(part) for i, part in enumerate(parts))
 
 
-def experiments() -> list[tuple[str, str]]:
-    """(name, claim) of every experiment, in the order of the registry."""
+def experiments() -> dict[str, str]:
+    """The docstring of every experiment by its name, in the order of the registry."""
     tree = ast.parse((ROOT / "experiments/__init__.py").read_text())
-    lists = {
-        ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets
-    }
-    claims = []
-    for variable, folder in (("PAPERS", "experiments/papers"), ("MODELS", "experiments")):
+    lists = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    docstrings = {}
+    folders = {"PAPERS": "experiments/papers", "ENCODERS": "experiments/encoders", "MODELS": "experiments"}
+    for variable, folder in ((name, folders[name]) for name in folders if name in lists):
         for name in ast.literal_eval(lists[variable]):
-            docstring = ast.get_docstring(ast.parse((ROOT / folder / f"{name}.py").read_text())) or name
-            claims.append((name, docstring.splitlines()[0]))
-    return claims
+            docstrings[name] = ast.get_docstring(ast.parse((ROOT / folder / f"{name}.py").read_text())) or name
+    return docstrings
 
 
-def gallery() -> str:
-    """The README of the experiments with, in the place of its table, every figure, its claim and its command."""
-    readme = (ROOT / "experiments/README.md").read_text()
-    head, _, rest = readme.partition("| command")
-    table, _, tail = rest.partition("\n\n")
-    cells = {}
-    for line in table.splitlines()[2:]:
-        name, shows, seconds, differs = (cell.strip() for cell in line.strip("| ").split(" | "))
-        cells[name.strip("`")] = (shows, seconds, differs)
-    text = [head.replace("# Experiments: one module a result, one number a claim", "# Reproduce the papers")]
-    text.append("Figures are of full runs, seed 0 (trained_stacks: of a short one); sizes and seeds stand below.\n")
-    for name, claim in experiments():
-        shows, seconds, differs = cells[name]
-        text.append(f"## {name}\n\n**{linked(claim)}**\n\n```\nattn-flow reproduce {name}\n```\n")
+def papers() -> dict[str, str]:
+    """A page for every experiment, and one that lists them."""
+    pages, rows = {}, []
+    for name, docstring in experiments().items():
+        claim, _, rest = docstring.partition("\n")
+        text = [f"# {claim.rstrip('.')}\n"]
         if (ROOT / f"docs/figures/{name}.png").exists():
-            text.append(f"![{name}: figure of a run](figures/{name}.png)\n")
-        time = f"{seconds} processor seconds." if seconds[0].isdigit() else f"Time: {seconds}."
-        text.append(f"{linked(sentence(shows))}.\n\n*Differs from the paper:* {linked(differs)}. {time}\n")
-    return "\n".join(text) + "\n" + tail.lstrip()
+            text.append(f"![Figure of the experiment {name}](../figures/{name}.png)\n")
+        text.append(linked(rest.strip().replace("](", "] (")) + "\n")
+        text.append(f"Run it yourself:\n\n```\nattn-flow reproduce {name}\n```\n")
+        text += claims_table(name)
+        pages[f"papers/{name}.md"] = "\n".join(text)
+        rows.append(f"| [{name}](papers/{name}.md) | {linked(claim)} |")
+    head = (ROOT / "experiments/README.md").read_text().partition("\n| ")[0]
+    pages["papers.md"] = head.strip() + "\n\n| experiment | result |\n|---|---|\n" + "\n".join(rows) + "\n"
+    return pages
 
 
-def sentence(words: str) -> str:
-    """With a capital, unless it begins with a symbol (gamma_k) or a letter of a formula (beta_c)."""
-    return words[0].upper() + words[1:] if re.match(r"[a-z]+[ ,:]", words) else words
+def claims_table(name: str) -> list[str]:
+    """The first claims of a full run, with what was measured, what was expected, and where that comes from."""
+    path = ROOT / f"docs/papers/{name}.json"
+    if not path.exists():
+        return []
+    claims = json.loads(path.read_text())["claims"]
+    rows = ["| claim | measured | expected | source | holds |", "|---|---|---|---|---|"]
+    for claim in claims[:ROWS]:
+        expected = "" if claim["expected"] is None else f"{claim['expected']:.4g}"
+        cells = [claim["claim"].replace("|", "\\|"), f"{claim['value']:.4g}", expected, claim["source"]]
+        rows.append(f"| {' | '.join(cells)} | {'yes' if claim['holds'] else 'no'} |")
+    more = f"\n[All {len(claims)} claims]({name}.json)." if len(claims) > ROWS else ""
+    return ["\n".join(rows) + "\n" + more]
 
 
 def linked(words: str) -> str:
     """arXiv numbers and pages as links; a page is called by its title."""
-    words = re.sub(r"\b(2[3-6]\d\d\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", words)
-    return re.sub(r"\bdocs/(\w+\.md)\b", lambda page: f"[{title(page[1])}]({page[1]})", words)
+    words = re.sub(r"\b(?:arXiv )?(2[3-6]\d\d\.\d{5})\b", r"[arXiv \1](https://arxiv.org/abs/\1)", words)
+    return re.sub(r"\bdocs/(\w+\.md)\b", lambda page: f"[{title(page[1])}](../{page[1]})", words)
 
 
 def title(page: str) -> str:
@@ -167,31 +175,31 @@ def public_names(path: Path) -> list[str]:
 
 
 def api() -> dict[str, str]:
-    """A page for every room, and one that lists them with the names `import attn_flow` gives."""
+    """A page for every package, and one that lists them with the names `import attn_flow` gives."""
     pages, rows = {}, []
-    for room, words in {**ROOMS, **MODULES}.items():
-        place = ROOT / ("hooks" if room == "hooks" else f"attn_flow/{room}")
-        text = [f"# attn_flow.{room}: {words[0].lower()}{words[1:]}\n"]
+    for package, words in {**PACKAGES, **MODULES}.items():
+        place = ROOT / ("hooks" if package == "hooks" else f"attn_flow/{package}")
+        text = [f"# attn_flow.{package}: {words[0].lower()}{words[1:]}\n"]
         shown = []
-        if room in MODULES:
+        if package in MODULES:
             for module in sorted(place.glob("[a-z]*.py")):
                 names = public_names(module)
                 options = "    options:\n      heading_level: 2\n      members:\n" + "".join(
                     f"        - {n}\n" for n in names
                 )
-                text.append(f"::: attn_flow.{room}.{module.stem}\n{options}")
-                shown.append(f"[`{module.stem}`](api/{room}.md#attn_flow.{room}.{module.stem})")
+                text.append(f"::: attn_flow.{package}.{module.stem}\n{options}")
+                shown.append(f"[`{module.stem}`](api/{package}.md#attn_flow.{package}.{module.stem})")
         else:
             source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
             for name in public_names(source):
                 if name[0] != name[0].upper() or not name.isupper():
-                    text.append(f"::: attn_flow.{room}.{name}\n    options:\n      heading_level: 2\n")
-                    shown.append(f"[`{name}`](api/{room}.md#attn_flow.{room}.{name})")
-        pages[f"api/{room}.md"] = "\n".join(text)
-        rows.append(f"| [`attn_flow.{room}`](api/{room}.md) | {words} | {', '.join(shown)} |")
+                    text.append(f"::: attn_flow.{package}.{name}\n    options:\n      heading_level: 2\n")
+                    shown.append(f"[`{name}`](api/{package}.md#attn_flow.{package}.{name})")
+        pages[f"api/{package}.md"] = "\n".join(text)
+        rows.append(f"| [`attn_flow.{package}`](api/{package}.md) | {words} | {', '.join(shown)} |")
     core = ", ".join(f"`{name}`" for name in public_names(ROOT / "attn_flow/__init__.py"))
     pages["api.md"] = (
         "# API\n\nFrom the docstrings; every example in them runs in the tests. `from attn_flow import ...` gives the\n"
-        f"names most used:\n{core}.\n\n| room | what it answers | names |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+        f"names most used:\n{core}.\n\n| package | what it answers | names |\n|---|---|---|\n" + "\n".join(rows) + "\n"
     )
     return pages

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# "post": norm(x + A x), "pre": x + A norm(x), "parallel": x + A norm(x) + FFN norm'(x); a DeepStack also has "peri".
-NormPlacement = str
+NormPlacement = str  # "post": norm(x + A x), "pre": x + A norm(x), "parallel": x + A norm(x) + FFN norm'(x)
 
 
 @dataclass(frozen=True)
@@ -230,18 +229,6 @@ def _stack_attention(layer: Any) -> Any:
         attention = layer.attention()
     weights = {name: z.detach() for name, z in vars(attention).items() if isinstance(z, Tensor)}
     return replace(attention, **weights)
-
-
-def _stack_beta(layer: Any, k: int) -> float:
-    return float(layer.beta.mean())
-
-
-def _stack_norm_placement(layer: Any) -> NormPlacement:
-    return layer.norm
-
-
-def _stack_causal(layer: Any) -> bool:
-    return layer.attention().causal
 
 
 def _stack_geometry(layer: Any) -> Any:
@@ -479,9 +466,7 @@ ARCHITECTURES: list[Architecture] = [
         norm1="",
         norm2="",
         ffn="",
-        norm_placement=_stack_norm_placement,
-        beta=_stack_beta,
-        causal=_stack_causal,
+        norm_placement="post",
         parameters=("Q", "K", "V", "O", "log_beta"),
         attention=_stack_attention,
         geometry=_stack_geometry,

@@ -276,10 +276,10 @@ def encoder_facts(model: nn.Module) -> dict[str, Any]:
     """What an encoder is, and what its Attentions leave out.
 
     Args:
-        model: a known encoder, or something that holds one, or a DeepStack.
+        model: a known encoder, or something that holds one.
 
     Returns:
-        Plain JSON: architecture, layers, heads, dim, beta per layer (its mean over heads), norm, causal, omits, ...
+        Plain JSON: architecture, layers, heads, dim, beta per layer, norm, causal, omits, ...
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
@@ -292,16 +292,14 @@ def encoder_facts(model: nn.Module) -> dict[str, Any]:
     omits = [f"{block.positions} (layer {block.index})" for block in layers if block.positions]
     if len({block.positions for block in layers}) == 1 and omits:
         omits = [first.positions]
-    if first.architecture.ffn or len(getattr(first.root, "ffns", ())):  # a DeepStack may have none
-        is_parallel = first.norm_placement == "parallel"
-        omits.append("feed-forward part" + (", in parallel with attention" if is_parallel else ""))
+    omits.append("feed-forward part" + (", in parallel with attention" if first.norm_placement == "parallel" else ""))
     if first.architecture.after_norm[0] and has(first.root, first.architecture.after_norm[0]):
         omits.append("convolution after layer 0")
     return {
         "architecture": first.architecture.name,
         "model": type(model).__name__,
         "layers": len(layers),
-        "shared": first.architecture.shared or len({id(block.module) for block in layers}) < len(layers),
+        "shared": first.architecture.shared,
         "heads": first.heads,
         "head_dim": first.head_dim,
         "dim": _token_width(first),

@@ -62,7 +62,7 @@ from attn_flow.probe.positions import omitted_shares
 from attn_flow.probe.propagation import Bench, Propagated, bench, chosen_inputs
 from attn_flow.probe.reading import read_tokens
 from attn_flow.probe.result import BY_NAME, SINGLE, Probe
-from attn_flow.probe.stacks import check_stack, chosen_rows, record_stack
+from attn_flow.probe.stacks import check_stack, chosen_rows, record_stack, stack_facts
 from attn_flow.probe.transports import solver, transport_check
 
 LAYER_TEXTS = 16  # texts on which closures and nulls are compared layer by layer
@@ -303,7 +303,7 @@ def inquire(
         if texts is not None:
             raise ValueError("a DeepStack has no tokenizer: probe(stack, ids), ids (texts, n), or vectors.")
         checked = check_stack(model, source)
-        clouds, facts = record_stack(model, source, beta_factor), encoder_facts(model)
+        clouds, facts = record_stack(model, source, beta_factor), stack_facts(model)
     else:
         takes = None if texts is None else length_limit(source, model)
         max_length = min(max_length, takes) if max_length is not None and takes is not None else max_length

@@ -106,6 +106,26 @@ def run_stack(stack: DeepStack, ids: Tensor, drift: Drift, text: int, start: Ten
     return [found[0][0][0, 0], *(x[0] for _, x in found)]
 
 
+def stack_facts(stack: DeepStack) -> dict[str, Any]:
+    """As `encoder_facts`: what the stack is, and what its Attentions leave out."""
+    first = stack.attentions()[0]
+    betas = [torch.as_tensor(A.beta, dtype=torch.float64) for A in stack.attentions()]
+    return {
+        "architecture": "DeepStack",
+        "model": type(stack).__name__,
+        "layers": stack.depth,
+        "shared": stack.shared,
+        "heads": first.heads,
+        "head_dim": first.tensors["Q"].shape[-2],
+        "dim": first.dim,
+        "beta": [float(beta.mean()) for beta in betas],
+        "norm": stack.norm,
+        "causal": first.causal,
+        "layer_scale": "none",
+        "omits": ["feed-forward part"] if len(stack.ffns) else [],
+    }
+
+
 def check_stack(stack: DeepStack, inputs: Any) -> list[dict[str, Any]]:
     """The Attentions read, against every drift that the layers compute, on the first text and in float64.
 

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Transformed
-from attn_flow.hooks import encoder_facts
 from attn_flow.nn import ContinuousAttentionLayer, DeepStack
 from attn_flow.probe import probe
 from attn_flow.probe.nulls import untrained_twin
 from attn_flow.probe.propagation import propagate
-from attn_flow.probe.stacks import check_stack, record_stack, run_stack
+from attn_flow.probe.stacks import check_stack, record_stack, run_stack, stack_facts
 
 
 def stack(**options) -> DeepStack:
@@ -45,11 +44,11 @@ def test_tokens_are_named_by_their_ids_and_vectors_by_their_places() -> None:
 
 
 def test_what_is_said_of_a_stack() -> None:
-    facts = encoder_facts(stack(beta=2.0))
+    facts = stack_facts(stack(beta=2.0))
     assert (facts["layers"], facts["heads"], facts["head_dim"], facts["dim"]) == (2, 2, 4, 8)
     assert facts["beta"] == [2.0, 2.0]
     assert facts["omits"] == ["feed-forward part"]
-    assert encoder_facts(stack(ffn=0))["omits"] == []
+    assert stack_facts(stack(ffn=0))["omits"] == []
 
 
 def test_the_check_of_a_stack_sees_every_layer() -> None:
