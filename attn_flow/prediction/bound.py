@@ -100,32 +100,23 @@ def fit_bound(
         raise ValueError(f"paths of {[len(each) for each in every]} seeds, expected the same number for each beta.")
     highest = max(float(p[2].max(initial=-np.inf)) for each in every for p in each)
     start = np.array([highest, 0.5, 0.5 if limit.rates is None else limit.rates.decay()])
-    (log_K, C, c), residuals, errors = _fit([p for each in every for p in each], start)
+    best, residuals, errors = _fit([p for each in every for p in each], start)
     if seeds > 1:
         rows = np.random.default_rng(0).integers(0, seeds, (resamples, len(every), seeds))
-        best = np.array([log_K, C, c])
         again = [_fit([e[i] for e, row in zip(every, draw) for i in row], best)[0] for draw in rows]
         # At C = 0 or c = 0 the draws pile up at the boundary, and their spread says nothing.
-        errors = np.where(np.array([np.inf, C, c]) > 0, np.std(again, axis=0, ddof=1), errors)
-    return Bound(
-        C=float(C),
-        c=float(c),
-        K=math.exp(log_K),
-        C_error=float(errors[1]),
-        c_error=float(errors[2]),
-        K_error=math.exp(log_K) * float(errors[0]),
-        cover=float(np.exp(-residuals.min())),
-        residual=float(np.sqrt(np.mean(residuals**2))),
-        points=len(residuals),
-        seeds=seeds,
-    )
+        errors = np.where(best > [-np.inf, 0, 0], np.std(again, axis=0, ddof=1), errors)
+    K, (C, c) = math.exp(best[0]), best[1:].tolist()
+    K_error, C_error, c_error = (errors * [K, 1, 1]).tolist()
+    cover, residual = float(np.exp(-residuals.min())), float(np.sqrt(np.mean(residuals**2)))
+    return Bound(C, c, K, C_error, c_error, K_error, cover, residual, len(residuals), seeds)
 
 
 def _before_saturation(t: NDArray, beta: float, w: NDArray) -> Points:
     """The points of one curve until W2 has come back to FALL of its start."""
     back = np.flatnonzero((np.arange(len(w)) > w.argmin()) & (w > FALL * w[0]))
-    t, w = t[: back[0] if len(back) else None], w[: back[0] if len(back) else None]
-    return t[w > 0], np.full(int((w > 0).sum()), beta), np.log(w[w > 0])
+    is_valid = (w > 0) & (np.arange(len(w)) < (back[0] if len(back) else len(w)))
+    return t[is_valid], np.full(int(is_valid.sum()), beta), np.log(w[is_valid])
 
 
 def _fit(points: Sequence[Points], start: NDArray) -> tuple[NDArray, NDArray, NDArray]:
@@ -133,11 +124,11 @@ def _fit(points: Sequence[Points], start: NDArray) -> tuple[NDArray, NDArray, ND
     t, beta, log_w = (np.concatenate(z) for z in zip(*points))
     if len(t) < 6:
         raise ValueError(f"{len(t)} points before W2 saturates, expected six or more to fit three constants.")
-    # With free signs of C and c the two terms could exchange their roles.
-    bounds = ([-np.inf, 0.0, 0.0], np.inf)
-    fit = least_squares(lambda z: _log_bound(z, t, beta) - log_w, start, x_scale=(1.0, 0.3, 0.3), bounds=bounds)
+    lower = np.array([-np.inf, 0.0, 0.0])  # with free signs of C and c the two terms could exchange their roles
+    residuals = lambda z: _log_bound(z, t, beta) - log_w
+    fit = least_squares(residuals, start, x_scale=(1.0, 0.3, 0.3), bounds=(lower, np.inf))
     variance = float(fit.fun @ fit.fun) / (len(t) - 3)
-    constants = np.where(fit.x <= np.array([-np.inf, 1e-6, 1e-6]), 0.0, fit.x)  # the solver stops just inside
+    constants = np.where(fit.x <= lower + 1e-6, 0.0, fit.x)  # the solver stops just inside
     return constants, fit.fun, np.sqrt(variance * np.diag(np.linalg.pinv(fit.jac.T @ fit.jac)))
 
 

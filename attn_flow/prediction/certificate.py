@@ -18,8 +18,7 @@ from attn_flow.base import checks
 from attn_flow.dynamics.steppers import Adaptive, rk4
 from attn_flow.geometry import Sphere
 from attn_flow.measures import Cloud
-from attn_flow.prediction import batches
-from attn_flow.prediction.zero_temperature import Support, check_support, context_of, integrate
+from attn_flow.prediction.zero_temperature import Support, check_support, context_of, elements, integrate
 
 CANDIDATE_SPEED = 1e-3  # times |V|: faster tokens are not yet examined
 NEWTON_STEPS = 5  # convergence is quadratic
@@ -80,7 +79,7 @@ def settle(attention: Attention, x0: Tensor, support: Support = None, *, horizon
     check_support(attention, support)
     checks.require_tokens("x0", x0)
     checks.require_positive(horizon=horizon)
-    if shape := batches.elements(attention)[0]:
+    if shape := elements(attention)[0]:
         raise ValueError(f"attention has a batch {tuple(shape)}; expected one, settle each by itself.")
     cold = attention.to(torch.float64).with_beta(math.inf)
     support = support if support is None or isinstance(support, str) else support.to(torch.float64)

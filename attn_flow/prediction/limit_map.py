@@ -20,7 +20,6 @@ from attn_flow.attention import Attention
 from attn_flow.base import checks, drawing
 from attn_flow.base.files import to_plain
 from attn_flow.measures import Cloud, UniformSphere, as_cloud
-from attn_flow.prediction import batches
 from attn_flow.prediction.cases import case_outside_kernel, reason, why_nonlinear
 from attn_flow.prediction.certificate import Settled, settle
 from attn_flow.prediction.rates import Rates, concentration_rates, jordan_power
@@ -28,7 +27,14 @@ from attn_flow.prediction.requirements import Requirement, check_requirements, r
 from attn_flow.prediction.spectrum import Spectrum, spectrum
 from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase, exit_of_clusters, terminal_phase
 from attn_flow.prediction.words import limit_sentences
-from attn_flow.prediction.zero_temperature import Support, check_support, is_nonzero, linear_part, zero_temperature_flow
+from attn_flow.prediction.zero_temperature import (
+    Support,
+    check_support,
+    elements,
+    is_nonzero,
+    linear_part,
+    zero_temperature_flow,
+)
 
 Times = float | Sequence[float] | Tensor
 
@@ -302,7 +308,7 @@ def limit(attention: Attention, support: Support = None, tol: float = 1e-6) -> L
         )
     if not 0 < tol < 1:
         raise ValueError(f"tol = {tol}, expected a relative tolerance between 0 and 1.")
-    shape, attentions = batches.elements(attention)
+    shape, attentions = elements(attention)
     each = tuple(_limit(one, support, tol) for one in attentions)
     if not shape:
         return each[0]

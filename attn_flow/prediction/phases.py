@@ -21,9 +21,9 @@ from torch import Tensor
 from attn_flow.base import drawing
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.measures import Cloud
-from attn_flow.prediction import batches
 from attn_flow.prediction.limit_map import LimitMap
 from attn_flow.prediction.requirements import PredictionWarning, Requirement
+from attn_flow.transport.distances import wasserstein
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,7 +138,7 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
     first = path.cloud(0)
     x0, cloud = Cloud(first.filled(), path.weights, path.mask), Cloud(path.x, path.weights, path.mask)
     if limit.rotates:
-        return batches.w2(cloud, limit.push_forward(x0, path.t - path.t[0]))
+        return wasserstein(cloud, limit.push_forward(x0, path.t - path.t[0]))
     target = limit.push_forward(x0)
     if limit.case == "fixed" and limit.basis is not None and limit.dimension == 1:
         # The limit has two atoms +-e: a small transport problem.
@@ -147,8 +147,8 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
         if bool(((mass > 0) & (mass < 1)).all()):
             e = target.x[..., :1, :] * side[..., :1, None]
             atoms = Cloud(torch.cat([e, -e], dim=-2), torch.stack([mass, 1 - mass], -1))
-            return batches.w2(cloud, atoms, method="simplex")
-    return batches.w2(cloud, target)
+            return wasserstein(cloud, atoms, method="simplex")
+    return wasserstein(cloud, target)
 
 
 def _elements(path: Trajectory) -> list[Trajectory]:

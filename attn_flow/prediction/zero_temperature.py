@@ -139,6 +139,19 @@ def linear_part(attention: Attention, support: Support = None, tol: float = 1e-6
     return None
 
 
+def elements(attention: Attention) -> tuple[torch.Size, list[Attention]]:
+    """The batch shape of the weights, and the attention of every element; a batch of betas alone is none."""
+    bias, shift = attention.G_bias, attention.value_bias
+    weights = {"Q": (attention.G, 3), "V": (attention.OV, 3)}
+    weights |= {} if bias is None else {"query_bias": (bias, 2)}
+    weights |= {} if shift is None else {"value_bias": (shift, 1)}
+    shape = torch.broadcast_shapes(*(z.shape[:-axes] for z, axes in weights.values()))
+    if not shape:
+        return shape, [attention]
+    flat = {name: z.expand(*shape, *z.shape[-k:]).flatten(0, len(shape) - 1) for name, (z, k) in weights.items()}
+    return shape, [Attention(**dict(zip(flat, each))) for each in zip(*flat.values())]
+
+
 def is_nonzero(bias: Tensor | None) -> bool:
     """Whether a bias is there and not zero."""
     return bias is not None and bool((bias.detach() != 0).any())
