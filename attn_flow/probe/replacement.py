@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,14 @@ class Replacement:
     between: Tensor
     batch: int
     max_length: int | None
+    beta_factor: float
+
+    def first(self, texts: int) -> Replacement:
+        """The first few texts, with the same unit of distances."""
+        texts = min(texts, self.recording.texts)
+        source, chosen = _select_inputs(self.model, self.source, self.texts, list(range(texts)))
+        true = Passes(self.true.states[:texts], self.true.embeddings[:texts])
+        return replace(self, source=source, texts=chosen, recording=self.recording.first(texts), true=true)
 
     def run(self, predict: Predict) -> Passes:
         """The passes of the encoder with `predict` in place of attention in every layer."""
@@ -132,7 +140,7 @@ def prepare_replacement(
     for level in range(levels if count > 1 else 0):
         distances = [w2(true.states[t][level], true.states[(t + 1) % count][level]) for t in range(count)]
         between[level] = sum(distances) / count
-    return Replacement(model, source, texts, recording, true, between, batch, max_length)
+    return Replacement(model, source, texts, recording, true, between, batch, max_length, beta_factor)
 
 
 def w2(x: Tensor, y: Tensor) -> float:

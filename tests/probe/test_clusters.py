@@ -1,0 +1,213 @@
+"""Question 2 on the real MiniLM with short texts, and its verdict on numbers made by hand."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from encoder_zoo import tiny
+
+from attn_flow.base.files import read_tensors, to_plain, write_tensors
+from attn_flow.hooks.demo import minilm, topics
+from attn_flow.probe.clusters import (
+    BASELINES,
+    METHODS,
+    Clusters,
+    default_sizes,
+    explained,
+    measure_clusters,
+    size_for_w2,
+)
+from attn_flow.probe.recording import record_encoder
+from attn_flow.probe.replacement import prepare_replacement
+
+
+def prepare(texts: int, max_length: int):
+    model, tokenizer = minilm()
+    pages = [text for text in topics() if len(text) > 900][:texts]
+    with pytest.warns(UserWarning, match="truncated"):
+        recording = record_encoder(model, tokenizer, pages, max_length=max_length)
+    return prepare_replacement(model, tokenizer, pages, recording, max_length=max_length), recording
+
+
+@pytest.fixture(scope="module")
+def measured() -> Clusters:
+    replacement, recording = prepare(4, 64)
+    return measure_clusters(replacement, recording, torch.Generator().manual_seed(0), sizes=[8, 32], texts=3)
+
+
+def test_shapes_and_order(measured):
+    assert measured.w2.shape == measured.embedding_cosine.shape == (len(METHODS), 2, 3)
+    assert measured.explained.shape == (len(METHODS), 2, 6, 3)
+    assert measured.short_w2.shape == (2, 3, 3)
+    assert measured.lengths.tolist() == [64] * 3
+    assert measured.short_lengths.tolist() == [[32] * 3, [16] * 3]
+    row = lambda name: measured.w2[list(METHODS).index(name)].mean(-1)
+    for name in METHODS:  # more clusters are better, and those found by queries beat chance
+        assert float(row(name)[1]) < float(row(name)[0])
+    for name in ("foreign_queries", "foreign_queries_fitted", "own_attention", "dipoles"):
+        assert bool((row(name) < row("random_clusters")).all())
+        assert bool((row(name) < row("random_tokens")).all())
+    assert bool((row("foreign_queries_fitted") < row("foreign_queries")).all())
+
+
+def test_numbers_are_plain_and_complete(measured):
+    finding = measured.finding()
+    assert finding.verdict is None
+    assert "3 texts" in finding.text
+    curve = finding.numbers["curve"]
+    assert set(curve) == set(METHODS)
+    entry = curve["foreign_queries"]["8"]
+    m = list(METHODS).index("foreign_queries")
+    assert entry["w2"] == pytest.approx(float(measured.w2[m, 0].mean()))
+    assert entry["embedding_cosine"] == pytest.approx(float(measured.embedding_cosine[m, 0].mean()))
+    assert entry["explained"] == pytest.approx(measured.explained[m, 0].mean(-1).tolist())
+    assert finding.numbers["cost_over_attention"]["8"] > 1
+    assert len(finding.numbers["logit_bound"]) == 6
+    to_plain(finding.numbers)
+
+
+def test_it_is_kept_on_disk(measured, tmp_path):
+    write_tensors(vars(measured), tmp_path / "clusters.safetensors", {})
+    again = Clusters(**read_tensors(tmp_path / "clusters.safetensors")[0])
+    for field in fields(Clusters):
+        assert torch.equal(getattr(again, field.name), getattr(measured, field.name))
+    assert again.finding().numbers == measured.finding().numbers
+
+
+def test_it_depends_on_the_generator_alone():
+    replacement, recording = prepare(3, 24)
+    shares: list[float] = []
+    run = lambda: measure_clusters(
+        replacement, recording, torch.Generator().manual_seed(3), sizes=[4], progress=shares.append
+    )
+    first, second = run(), run()
+    torch.testing.assert_close(vars(first), vars(second), rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert shares[-1] == 1.0
+    assert shares == sorted(shares[: len(METHODS)]) * 2
+    assert len(first.short_sizes) == 0  # too short to be cut in four
+    assert first.finding().numbers["growth_exponent"] is None
+
+
+def test_explained_is_against_the_mean_output():
+    _, recording = prepare(2, 24)
+    mean = explained(recording, lambda heads, layer, text: recording.outputs[layer][text].mean(0).expand(heads.n, -1))
+    torch.testing.assert_close(mean, torch.zeros(6, 2, dtype=torch.float64), rtol=0, atol=1e-6)
+    exact = explained(recording, lambda heads, layer, text: heads.combine(heads.averages))
+    torch.testing.assert_close(exact, torch.ones(6, 2, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+def test_causal_models_are_not_asked():
+    model = tiny("GPT-2")
+    ids = {"input_ids": torch.randint(3, 60, (3, 20), generator=torch.Generator().manual_seed(0))}
+    recording = record_encoder(model, ids, None)
+    measured = measure_clusters(prepare_replacement(model, ids, None, recording), recording, torch.Generator())
+    finding = measured.finding()
+    assert finding.verdict is None
+    assert "causal" in finding.text
+
+
+# --- the verdict, from numbers made by hand ---
+
+
+def by_hand(differences: dict[tuple[str, int], float], texts: int = 8, noise: float = 0.01) -> Clusters:
+    """Foreign queries at W2 0.4 and 0.2, every baseline 0.1 above them, or as `differences` say."""
+    noise_of = lambda seed: noise * torch.randn(texts, generator=torch.Generator().manual_seed(seed)).double()
+    base = torch.tensor([0.4, 0.2], dtype=torch.float64)
+    w2 = torch.zeros(len(METHODS), 2, texts, dtype=torch.float64)
+    for m, name in enumerate(METHODS):
+        for s in range(2):
+            above = 0.1 if name in BASELINES else 0.0
+            w2[m, s] = base[s] + differences.get((name, s), above) + noise_of(m * 2 + s)
+    empty = torch.zeros(0, dtype=torch.float64)
+    cosine = torch.rand(w2.shape, generator=torch.Generator().manual_seed(1)).double()
+    r2 = torch.rand(len(METHODS), 2, 3, texts, generator=torch.Generator().manual_seed(2)).double()
+    lengths, sizes = torch.full((texts,), 128), torch.tensor([16, 64])
+    return Clusters(
+        sizes, lengths, w2, cosine, r2, empty, empty, empty, empty + 0, torch.ones(3, 2).double(), torch.tensor(False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict", "sizes"),
+    [
+        ({}, "supported", [16, 64]),
+        ({("keys", 1): 0.0}, "partly", [16]),
+        ({("keys", 0): -0.05, ("random_tokens", 1): 0.0}, "not supported", []),
+        ({("own_attention", 0): -0.3, ("top_k_oracle", 1): -0.2, ("low_rank", 0): -0.2}, "supported", [16, 64]),
+        ({("foreign_queries_fitted", 0): -0.2, ("dipoles", 1): -0.2}, "supported", [16, 64]),
+    ],
+)
+def test_rule(differences, verdict, sizes):
+    finding = by_hand(differences).finding()
+    assert finding.verdict == verdict
+    assert finding.numbers["sizes_that_beat_every_baseline"] == sizes
+    assert finding.numbers["clusters_for_w2_goal"]["foreign_queries"] == pytest.approx(32, rel=0.1)
+    assert finding.numbers["share_of_tokens"] == pytest.approx(0.25, rel=0.1)
+    low, high = finding.numbers["share_of_tokens_interval"]
+    assert low < finding.numbers["share_of_tokens"] < high
+    assert len(finding.text.split()) <= 40
+
+
+def test_fewer_than_eight_texts_have_no_verdict():
+    finding = by_hand({}, texts=7).finding()
+    assert finding.verdict is None
+    assert len(finding.text.split()) <= 40
+
+
+def test_growth_is_the_slope_of_logarithms():
+    """K for W2 0.3 is 32, 8 and 2 for 128, 64 and 32 tokens: an exponent of 2."""
+    measured = by_hand({}, noise=0.0)
+    curve = torch.tensor([0.4, 0.2], dtype=torch.float64)[:, None].expand(2, 8)
+    grown = replace(
+        measured,
+        short_lengths=torch.tensor([[64] * 8, [32] * 8]),
+        short_sizes=torch.tensor([[4, 16], [1, 4]]),
+        short_w2=torch.stack([curve, curve]),
+    ).finding()
+    assert grown.numbers["growth_exponent"] == pytest.approx(2.0)
+    assert grown.numbers["growth_exponent_interval"] == pytest.approx([2.0, 2.0])
+    assert "n^2.0" in grown.text
+    assert len(grown.text.split()) <= 40
+
+
+def test_unknown_numbers_are_none():
+    """A single text has no unit of distances, and curves that stay far from the goal have no K."""
+    measured = by_hand({})
+    far = replace(measured, w2=measured.w2 + 1.0).finding()
+    assert far.numbers["clusters_for_w2_goal"]["foreign_queries"] is None
+    assert far.numbers["share_of_tokens_interval"] is None
+    assert "W2 1.20" in far.text
+    unknown = replace(measured, w2=torch.full_like(measured.w2, torch.nan)[..., :1]).finding()
+    assert unknown.numbers["curve"]["keys"]["16"]["w2"] is None
+
+
+def test_sizes_for_a_distance():
+    sizes = torch.tensor([8, 16, 32])
+    curves = torch.tensor([[0.5, 0.4, 0.2], [0.28, 0.2, 0.1], [0.9, 0.8, 0.7], [0.2, 0.3, 0.4]])
+    expected = [22.63, 8 * 2 ** (-0.02 / 0.08), float("nan"), float("nan")]
+    torch.testing.assert_close(
+        size_for_w2(sizes, curves), torch.tensor(expected).double(), rtol=1e-3, atol=0, equal_nan=True
+    )
+    assert default_sizes(16) == [2, 4, 8]
+    assert default_sizes(160) == [16, 32, 64]
+
+
+@pytest.mark.slow
+def test_published_table():
+    """16 texts of 128 tokens: embedding cosine and last-level W2 with 32 clusters a head in every layer of MiniLM."""
+    replacement, recording = prepare(24, 128)
+    measured = measure_clusters(replacement, recording, torch.Generator().manual_seed(0), sizes=[32], texts=16)
+    expected = {
+        "own_attention": (0.986, 0.21),
+        "foreign_queries": (0.970, 0.27),
+        "keys": (0.958, 0.33),
+        "top_tokens_and_rest": (0.926, 0.42),
+        "top_tokens": (0.890, 0.51),
+        "random_clusters": (0.857, 0.53),
+        "foreign_queries_fitted": (0.988, 0.18),
+    }
+    for name, (cosine, w2) in expected.items():
+        m = list(METHODS).index(name)
+        assert float(measured.embedding_cosine[m, 0].mean()) == pytest.approx(cosine, abs=0.02)
+        assert float(measured.w2[m, 0].mean()) == pytest.approx(w2, abs=0.03)
+    assert measured.finding().verdict == "supported"

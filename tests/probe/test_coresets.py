@@ -1,0 +1,189 @@
+"""Coresets of keys and values: formulas beside loops, planted clusters, and nothing of the text's own queries."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_flow.attention import Attention
+from attn_flow.hooks.demo import minilm, topics
+from attn_flow.probe import coresets
+from attn_flow.probe.coresets import cluster_by_queries
+from attn_flow.probe.recording import Recording, record_encoder
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def exact(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return (queries @ keys.mT).softmax(-1) @ values
+
+
+@pytest.fixture
+def planted() -> tuple[Tensor, Tensor, Tensor]:
+    """Two heads with 40 tokens at 5 places each, in unequal numbers, and queries."""
+    place = torch.cat([torch.full((count,), c) for c, count in enumerate((17, 11, 7, 4, 1))])
+    place = torch.stack([place[torch.randperm(40, generator=torch.Generator().manual_seed(h))] for h in range(2)])
+    keys, values = (draw(2, 5, f, seed=f).gather(1, place[..., None].expand(-1, -1, f)) for f in (3, 4))
+    return keys, values, draw(2, 30, 3, seed=9)
+
+
+def test_true_clusters_need_their_number(planted):
+    keys, values, queries = planted
+    others = draw(2, 50, 3, seed=11)
+    truth = exact(queries, keys, values)
+    error = lambda coreset: float((coreset.averages(queries) - truth).abs().amax())
+    assert error(cluster_by_queries(keys, values, others, 5)) < 1e-9
+    assert error(cluster_by_queries(keys, values, others, 4)) > 1e-2
+    assert error(coresets.cluster_keys(keys, values, 5)) < 1e-9
+    assert error(coresets.cluster_keys(keys, values, 4)) > 1e-2
+    assert error(coresets.add_dipoles(keys, values, others, 5)) < 1e-9
+
+
+def test_masses_are_what_their_formula_says():
+    """log m_c = sum_i P_i(c) (log sum_{j in c} e^{q_i k_j} - q_i k_c) / sum_i P_i(c), in loops."""
+    keys, values, queries = draw(1, 12, 3), draw(1, 12, 2, seed=1), draw(1, 7, 3, seed=2)
+    labels = torch.tensor([[0, 1, 2, 0, 1, 2, 0, 0, 1, 2, 2, 2]])
+    attention, received = coresets.attention_to(queries, keys)
+    coreset = coresets.merge(keys, values, labels, received, queries, attention)
+    for c in range(3):
+        tokens = [j for j in range(12) if labels[0, j] == c]
+        a = {j: sum(float(attention[0, i, j]) for i in range(7)) for j in tokens}
+        key = sum(a[j] * keys[0, j] for j in tokens) / sum(a.values())
+        value = sum(a[j] * values[0, j] for j in tokens) / sum(a.values())
+        torch.testing.assert_close(coreset.keys[0, c], key, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(coreset.values[0, c], value, rtol=1e-6, atol=1e-8)
+        above = below = 0.0
+        for i in range(7):
+            share = sum(float(attention[0, i, j]) for j in tokens)
+            log_sum = math.log(sum(math.exp(float(queries[0, i] @ keys[0, j])) for j in tokens))
+            above += share * (log_sum - float(queries[0, i] @ key))
+            below += share
+        assert float(coreset.log_masses[0, c]) == pytest.approx(above / below, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cluster_by_queries", "add_dipoles", "top_tokens", "top_tokens_and_rest"])
+def test_as_many_clusters_as_tokens_are_exact(name):
+    keys, values, queries = draw(2, 9, 3), draw(2, 9, 4, seed=1), draw(2, 6, 3, seed=2)
+    coreset = getattr(coresets, name)(keys, values, draw(2, 20, 3, seed=3), 9)
+    torch.testing.assert_close(coreset.averages(queries), exact(queries, keys, values))
+
+
+def test_all_tokens_drawn_are_exact(generator):
+    keys, values, queries = draw(2, 9, 3), draw(2, 9, 4, seed=1), draw(2, 6, 3, seed=2)
+    special = torch.arange(9) < 2
+    tokens = coresets.random_tokens(keys, values, special, 9, generator)
+    torch.testing.assert_close(tokens.averages(queries), exact(queries, keys, values))
+    averages = coresets.nystroem_averages(keys, values, queries, torch.full((2,), 1.7), 9, generator)
+    torch.testing.assert_close(averages, exact(queries, keys, values), rtol=1e-4, atol=1e-4)
+    logits = queries @ keys.mT
+    low_rank = coresets.low_rank_averages(draw(2, 9, 9), values, 9, generator)
+    torch.testing.assert_close(low_rank, draw(2, 9, 9).softmax(-1) @ values)
+    largest = coresets.top_k_averages(logits, values, 8)
+    rest = logits.softmax(-1).amin(-1, keepdim=True)
+    smallest = values.gather(1, logits.argmin(-1)[..., None].expand(-1, -1, 4))
+    expected = exact(queries, keys, values) + rest * (values.mean(1, keepdim=True) - smallest)
+    torch.testing.assert_close(largest, expected)
+
+
+def test_random_tokens_are_unbiased(generator):
+    """Numerator and denominator of drawn tokens have the right mean; special tokens are never lost."""
+    keys, values = 0.3 * draw(1, 20, 2), draw(1, 20, 1, seed=1)
+    special = torch.arange(20) % 10 == 0
+    sums = []
+    for _ in range(4000):
+        coreset = coresets.random_tokens(keys, values, special, 8, generator)
+        sums.append((coreset.log_masses.exp()[..., None] * coreset.values).sum())
+        assert all(bool((coreset.keys[0] == key).all(-1).any()) for key in keys[0, special])
+    sums = torch.stack(sums)
+    assert abs(float(sums.mean() - values.sum())) < 4 * float(sums.std()) / math.sqrt(len(sums))
+
+
+def test_leverage_tokens_keep_the_outlier(generator):
+    keys = torch.zeros(1, 50, 3, dtype=torch.float64)
+    keys[0, :49] = 0.01 * draw(49, 3)
+    keys[0, 49, 0] = 5.0
+    drawn = [coresets.leverage_tokens(keys, keys, 5, generator).keys[0, :, 0].max() for _ in range(50)]
+    assert sum(float(x) == 5.0 for x in drawn) >= 40  # one token in ten would be drawn without leverage
+
+
+def test_random_clusters_are_worse_than_those_found(planted, generator):
+    keys, values, queries = planted
+    truth = exact(queries, keys, values)
+    chance = coresets.random_clusters(keys, values, queries, 5, generator).averages(queries)
+    assert float((chance - truth).square().mean()) > 1e-3
+
+
+def test_fits_lower_the_error_on_new_queries():
+    keys, values = draw(2, 60, 4), draw(2, 60, 4, seed=1)
+    seen, new = draw(2, 400, 4, seed=2), draw(2, 200, 4, seed=3)
+    truth = exact(new, keys, values)
+    error = lambda coreset: float((coreset.averages(new) - truth).square().mean())
+    plain = cluster_by_queries(keys, values, seen, 8)
+    refitted = coresets.refit_values(plain, keys, values, seen)
+    fitted = coresets.fit(refitted, keys, values, seen)
+    dipoles = coresets.add_dipoles(keys, values, seen, 8)
+    assert error(refitted) < 0.95 * error(plain)
+    assert error(fitted) < 0.9 * error(refitted)
+    assert error(dipoles) < 0.95 * error(plain)
+
+
+def test_dipole_of_one_cluster_is_the_first_order_term():
+    """The average of all tokens is mean(v) + cov(v, k) q for small q."""
+    keys, values = draw(1, 30, 3), draw(1, 30, 2, seed=1)
+    coreset = coresets.add_dipoles(keys, values, 1e-3 * draw(1, 40, 3, seed=2), 1)
+    covariance = torch.zeros(2, 3, dtype=torch.float64)
+    for j in range(30):
+        covariance += torch.outer(values[0, j] - values[0].mean(0), keys[0, j] - keys[0].mean(0)) / 30
+    torch.testing.assert_close(coreset.slopes[0, 0], covariance, rtol=0.05, atol=0.01)
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    model, tokenizer = minilm()
+    return record_encoder(model, tokenizer, [text[:400] for text in topics() if len(text) > 900][:4])
+
+
+def test_foreign_queries_come_from_other_texts(recording):
+    foreign = coresets.foreign_queries(recording, 1, 2, torch.Generator().manual_seed(0), number=50)
+    for text in range(2):
+        others = torch.cat([recording.heads(1, t).queries for t in range(4) if t != text], dim=1)
+        for query in foreign[text].queries[0]:
+            assert bool((others[0] == query).all(-1).any())
+
+
+def test_coresets_do_not_depend_on_the_own_queries(recording):
+    """With other queries of text 0 alone its coresets stay as they are."""
+    foreign = coresets.foreign_queries(recording, 1, 1, torch.Generator().manual_seed(0))[0]
+    heads = recording.heads(1, 0)
+
+    class Turned(Recording):
+        def heads(self, layer: int, text: int, attention: Attention | None = None):
+            own = super().heads(layer, text, attention)
+            return replace(own, queries=-2.0 * own.queries) if text == 0 else own
+
+    again = Turned(**vars(recording))
+    assert not torch.allclose(again.heads(1, 0).averages, heads.averages, atol=0.1)
+    other = coresets.foreign_queries(again, 1, 1, torch.Generator().manual_seed(0))[0]
+    for make in (
+        lambda h, f: cluster_by_queries(h.keys, h.values, f.queries, 8),
+        lambda h, f: cluster_by_queries(h.keys, h.values, f.predicted(h.keys, h.values), 8),
+        lambda h, f: coresets.add_dipoles(h.keys, h.values, f.queries, 8),
+    ):
+        a, b = make(heads, foreign), make(again.heads(1, 0), other)
+        torch.testing.assert_close(
+            (a.keys, a.values, a.log_masses), (b.keys, b.values, b.log_masses), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_predicted_queries_are_close_to_the_own_ones(recording):
+    """A linear map of key and value, learned on other texts, explains most of a text's queries."""
+    foreign = coresets.foreign_queries(recording, 1, 1, torch.Generator().manual_seed(0))[0]
+    heads = recording.heads(1, 0)
+    noiseless = replace(foreign, residuals=torch.zeros(12, heads.n, heads.keys.shape[-1]))
+    predicted = noiseless.predicted(heads.keys, heads.values)
+    spread = (heads.queries - heads.queries.mean(1, keepdim=True)).square().sum()
+    assert float((predicted - heads.queries).square().sum() / spread) < 0.5
