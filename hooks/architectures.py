@@ -225,10 +225,7 @@ def _stack_layers(root: Any) -> list[tuple[str, nn.Module]]:
 
 
 def _stack_attention(layer: Any) -> Any:
-    with torch.no_grad():
-        attention = layer.attention()
-    weights = {name: z.detach() for name, z in vars(attention).items() if isinstance(z, Tensor)}
-    return replace(attention, **weights)
+    return layer.detached_attention()
 
 
 def _stack_geometry(layer: Any) -> Any:

@@ -39,7 +39,6 @@ class ContinuousAttentionLayer(FlowModule):
             it. The state dict has it as `log_beta`. Weight decay would pull a learned beta to 1, which
             `parameter_groups` avoids.
         learn_beta: train beta.
-        beta_schedule: a factor of beta as a function of s = t / horizon in [0, 1], such as `lambda s: 1 + s`.
         horizon, steps, step, geometry, checkpoint: see `FlowOptions`. By default one RK4 step on the unit sphere, which
             costs about 4 times an nn.MultiheadAttention. Inputs are first retracted to the geometry.
 
@@ -123,7 +122,7 @@ class ContinuousAttentionLayer(FlowModule):
 
         Args:
             attention: one attention to its own cloud, without batch axes.
-            options: beta, learn_beta, beta_schedule, validate and the fields of `FlowOptions`.
+            options: beta, learn_beta, validate and the fields of `FlowOptions`.
 
         Returns:
             A layer of the same heads, kind, mask and biases.
@@ -162,14 +161,21 @@ class ContinuousAttentionLayer(FlowModule):
                 getattr(layer, name).copy_(weight)
         return layer
 
-    def attention(self, s: float = 0.0) -> Attention:
-        """The attention at depth s = t / horizon, without the checks of a new `Attention`."""
+    def attention(self) -> Attention:
+        """The attention with the weights of the layer, without the checks of a new `Attention`."""
         names = ("Q", "K", "V", "O", "query_bias", "value_bias")
-        return self._attention.copy_with(beta=self._beta_at(s), **{name: getattr(self, name) for name in names})
+        beta = math.inf if self._is_hardmax else self.beta
+        return self._attention.copy_with(beta=beta, **{name: getattr(self, name) for name in names})
 
-    def field(self, t: float) -> Field:
-        """The vector field at time t: the attention, with pre- or peri-norm."""
-        return NORMS[self.norm](self.attention(t / self.options.horizon))
+    def detached_attention(self) -> Attention:
+        """The same without gradient."""
+        attention = self.attention()
+        weights = {name: z.detach() for name, z in attention.tensors.items()}
+        return attention.copy_with(**weights)
+
+    def field(self) -> Field:
+        """The vector field of the flow: the attention, with pre- or peri-norm."""
+        return NORMS[self.norm](self.attention())
 
     def forward(
         self,
@@ -198,14 +204,14 @@ class ContinuousAttentionLayer(FlowModule):
             count = tokens.sum(-1, keepdim=True).clamp_min(1).to(x.dtype)
             log_weights = torch.where(tokens, -count.log(), -torch.inf)
             start = fill_padding(x, tokens)
-        fixed = self.field(0.0)
+        field = self.field()
         dtype, geometry = x.dtype, self.options.geometry
         if self.validate and checks.can_read(x, self.Q, self.log_beta):
-            dtype = self._check_values(start, tokens, is_padding, fixed)
+            dtype = self._check_values(start, tokens, is_padding, field)
+        field = field if dtype == x.dtype else field.in_float64()
 
         def velocity(t: float, y: Tensor) -> Tensor:
-            field = fixed if self.beta_schedule is None else self.field(t)
-            drift = (field if dtype == x.dtype else field.in_float64())(t, y, log_weights).to(y.dtype)
+            drift = field(t, y, log_weights).to(y.dtype)
             return geometry.tangent(y, drift if tokens is None else torch.where(tokens[..., None], drift, 0.0))
 
         def output(y: Tensor) -> Tensor:
@@ -241,7 +247,7 @@ class ContinuousAttentionLayer(FlowModule):
             radius = self.options.geometry.max_norm
             # In flat space tokens may grow: room for twice their length.
             longest: float | Tensor = 2 * x.norm(dim=-1).amax() if radius is None else radius
-            bound = field.logit_bound(longest).to(x.device) * self._largest_factor()
+            bound = field.logit_bound(longest).to(x.device)
         numbers = torch.stack([start.sum().double(), bound.double(), is_empty.double(), is_wrong.double()]).tolist()
         if not math.isfinite(numbers[0]):
             checks.require_finite("x", x)

@@ -64,15 +64,9 @@ def token_mask(mask: Tensor, x: Tensor, causal: bool = False) -> tuple[Tensor, T
 
 
 def fill_padding(x: Tensor, tokens: Tensor) -> Tensor:
-    """Tokens x (..., n, d) with padding replaced by the first token of the batch.
-
-    Padding may hold zeros, which have no direction on the sphere. Attention does not see it.
-    """
-    first = tokens.flatten().byte().argmax(0, keepdim=True)
-    token = x.detach().flatten(0, -2).index_select(0, first)[0]
-    unit = torch.zeros_like(token)
-    unit[0] = 1.0
-    return torch.where(tokens[..., None], x, torch.where(tokens.any(), token, unit))  # `unit` if all is padding
+    """Tokens x (..., n, d) with a unit vector as padding, which may hold zeros, and these have no direction."""
+    unit = torch.arange(x.shape[-1], device=x.device).eq(0).to(x.dtype)
+    return torch.where(tokens[..., None], x, unit)
 
 
 class Masks(NamedTuple):

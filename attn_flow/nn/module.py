@@ -29,7 +29,6 @@ class FlowModule(nn.Module):
     ) -> None:
         super().__init__()
         self.learn_beta = options.pop("learn_beta", False)
-        self.beta_schedule = options.pop("beta_schedule", None)
         self.validate = options.pop("validate", True)
         self.options = FlowOptions(**options)  # type: ignore[arg-type, misc]
         log_beta = torch.empty(heads, device=factory["device"], dtype=factory["dtype"] or torch.float32)
@@ -73,19 +72,6 @@ class FlowModule(nn.Module):
         super()._apply(*args, **kwargs)
         self.options = self.options.to(self.log_beta)  # a geometry with tensors moves along
         return self
-
-    def _beta_at(self, s: float) -> float | Tensor:
-        """beta at depth s = t / horizon: (heads,), or the number infinity for hardmax attention."""
-        if self._is_hardmax:
-            return math.inf
-        return self.beta if self.beta_schedule is None else self.beta * self.beta_schedule(s)
-
-    def _largest_factor(self) -> float:
-        """The largest factor of the schedule at the ends and the middle of every step."""
-        if self.beta_schedule is None:
-            return 1.0
-        steps = self.options.steps
-        return max(float(self.beta_schedule(i / (2 * steps))) for i in range(2 * steps + 1))
 
 
 def _is_infinite(values: Tensor) -> bool:

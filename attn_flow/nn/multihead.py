@@ -42,7 +42,7 @@ class ContinuousMultiheadAttention(FlowModule):
         dropout, add_bias_kv, add_zero_attn, kdim, vdim: as there, but only with their default values.
         beta: the inverse temperature, a number or one per head; 1 / sqrt(head width) by default, as in
             nn.MultiheadAttention. On a sphere of radius r it is embed_dim / r^2 times that.
-        learn_beta, beta_schedule, validate: as in `ContinuousAttentionLayer`.
+        learn_beta, validate: as in `ContinuousAttentionLayer`.
         horizon, steps, step, geometry, checkpoint: see `FlowOptions`. Flat space is the default geometry.
 
     Example:
@@ -236,7 +236,7 @@ class ContinuousMultiheadAttention(FlowModule):
                 q = self._split(self.q_proj(z))
                 k = self._split(self.k_proj(z)) if context is None else context[0]
             v = self._split(self.v_proj(z)) if context is None else context[1]
-            average = self._average(q, k, v, t / self.options.horizon, masks)
+            average = self._average(q, k, v, masks)
             return self.geometry.tangent(z, self.out_proj(average.transpose(-2, -3).flatten(-2)).to(z.dtype))
 
         moved = self.options.displacement(velocity, x)
@@ -260,10 +260,9 @@ class ContinuousMultiheadAttention(FlowModule):
         """([batch,] n, heads * k) -> ([batch,] heads, n, k)."""
         return z.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
 
-    def _average(self, q: Tensor, k: Tensor, v: Tensor, s: float, masks: Masks) -> Tensor:
-        """The attention averages ([batch,] heads, n, k) at depth s."""
-        beta = self._beta_at(s)
-        scale = beta[:, None, None].to(q.dtype) if isinstance(beta, Tensor) else beta
+    def _average(self, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Tensor:
+        """The attention averages ([batch,] heads, n, k)."""
+        scale = math.inf if self._is_hardmax else self.beta[:, None, None].to(q.dtype)
         if masks.pairs is None:
             log_weights = None if masks.log_weights is None else masks.log_weights[..., None, :]
             kernel = dense.hardmax_average if self._is_hardmax else dense.softmax_average
@@ -281,10 +280,9 @@ class ContinuousMultiheadAttention(FlowModule):
             bias = bias + masks.log_weights[..., None, None, :].to(q.dtype)
         if masks.causal:
             bias = bias + torch.full_like(bias[..., :1, :], -torch.inf).expand_as(bias).triu(1)
-        beta = self._beta_at(0.0)
-        if not isinstance(beta, Tensor):
+        if self._is_hardmax:
             return dense.hardmax_weights(q, k, q.new_zeros(k.shape[-2]), bias.isneginf())[0]
-        return dense.normalised_exp((q * beta[:, None, None].to(q.dtype)) @ k.mT + bias)[0]
+        return dense.normalised_exp((q * self.beta[:, None, None].to(q.dtype)) @ k.mT + bias)[0]
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
@@ -311,7 +309,7 @@ class ContinuousMultiheadAttention(FlowModule):
         bound = torch.linalg.vector_norm(q.transpose(-2, -3), dim=-1).amax()
         bound = bound * torch.linalg.vector_norm(k.transpose(-2, -3), dim=-1).amax()
         if not self._is_hardmax:  # tokens may grow: room for twice their length
-            bound = bound * self.beta.amax() * 4 * self._largest_factor()
+            bound = bound * self.beta.amax() * 4
         flags = [bound.double()]
         if masks.log_weights is not None:
             flags.append(masks.log_weights.isneginf().all(-1).any().double())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -24,7 +24,6 @@ class FlowKeywords(TypedDict, total=False):
     """The keyword arguments that all continuous modules share."""
 
     learn_beta: bool
-    beta_schedule: Callable[[float], float] | None
     horizon: float
     steps: int
     step: Step

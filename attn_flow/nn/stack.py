@@ -22,8 +22,6 @@ from attn_flow.nn.options import FlowKeywords, FlowOptions, Step
 
 Readout = Literal["mean", "token"]
 
-MAX_DEPTH = 10_000  # of a stack: a damaged recipe must not fill the memory
-
 
 class DeepStack(nn.Module):
     """x_0 = embedding, x_l = layer_l(x_{l-1}) for l = 1..depth, logits = head(x_depth).
@@ -75,8 +73,6 @@ class DeepStack(nn.Module):
     ) -> None:
         super().__init__()
         checks.require_count(inputs=inputs, outputs=outputs, depth=depth, length=1 if length is None else length)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"depth = {depth}, expected at most {MAX_DEPTH} layers.")
         checks.require_nonnegative(ffn=ffn)
         checks.require_choice("readout", readout, get_args(Readout))
         self.depth, self.shared, self.norm, self.readout, self.points = depth, shared, norm, readout, points
@@ -209,13 +205,7 @@ class DeepStack(nn.Module):
 
     def attentions(self) -> list[Attention]:
         """One `Attention` per layer, without gradient (the same `depth` times if shared)."""
-        attentions = []
-        for l in range(self.depth):
-            attention = self.layer(l).attention()
-            weights = {name: z.detach() for name, z in attention.tensors.items()}
-            beta = weights.pop("beta", attention.beta)
-            attentions.append(attention.copy_with(**weights).with_beta(beta))
-        return attentions
+        return [self.layer(l).detached_attention() for l in range(self.depth)]
 
     def rerun(
         self,

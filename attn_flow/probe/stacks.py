@@ -93,7 +93,7 @@ def run_stack(stack: DeepStack, ids: Tensor, drift: Drift, text: int, start: Ten
             return None
         return (start.to(args[0].dtype)[None], *args[1:]), kwargs
 
-    def field(layer: Any, t: float) -> Any:
+    def field(layer: Any) -> Any:
         l = index
         return NORMS[layer.norm](DriftField(lambda _, x: drift(l, text, x[0]).to(x.dtype)[None]))
 
@@ -143,7 +143,7 @@ def check_stack(stack: DeepStack, inputs: Any) -> list[dict[str, Any]]:
         nonlocal index
         index += 1
 
-    def field(layer: Any, t: float) -> Any:
+    def field(layer: Any) -> Any:
         l, expected = index, NORMS[layer.norm](found[index])
 
         def watch(F: Any, s: float, x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def check_stack(stack: DeepStack, inputs: Any) -> list[dict[str, Any]]:
             allowed[l].append(relative_rounding(x) * _length_of_sums(found[l], y[0]))
             return computed
 
-        return Transformed(type(layer).field(layer, t), watch, "watched")
+        return Transformed(type(layer).field(layer), watch, "watched")
 
     for layer in set(twin.layers):
         layer.register_forward_pre_hook(enter)

@@ -3,14 +3,13 @@
 import copy
 import math
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
 from encoder_zoo import tiny
 from torch import Tensor, nn
 
-from attn_flow import Attention, Cloud, Ellipsoid, Euclidean, Scheduled, Sphere, dopri5, euler, flow
+from attn_flow import Attention, Cloud, Ellipsoid, Euclidean, Sphere, dopri5, euler, flow
 from attn_flow.attention import peri_norm, pre_norm
 from attn_flow.hooks import replace_attention
 from attn_flow.nn import ContinuousAttentionLayer as Layer
@@ -23,11 +22,6 @@ MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def rise(s: float) -> float:
-    """A schedule of beta, by name so that it pickles."""
-    return 0.5 + 1.5 * s
 
 
 def make(dim: int = 4, heads: int = 2, seed: int = 0, **options) -> Layer:
@@ -93,16 +87,13 @@ def test_batch_is_loop_and_padding_is_shortening() -> None:
     torch.testing.assert_close(layer(x, torch.arange(5).expand(3, 5) >= 2)[:, 2:], layer(x[:, 2:]))
 
 
-def test_beta_fixed_learned_and_scheduled() -> None:
+def test_beta_fixed_and_learned() -> None:
     x = draw(5, 4)
     learned = make(beta=torch.tensor([2.0, 3.0]), learn_beta=True)
     torch.testing.assert_close(learned(x), make(beta=torch.tensor([2.0, 3.0]))(x))
     learned(x)[0].sum().backward()
     assert bool((learned.log_beta.grad != 0).all())
-    layer = make(beta=3.0, beta_schedule=rise, horizon=2.0)
-    torch.testing.assert_close(layer.attention(0.5).beta, torch.full((2,), 3 * 1.25, dtype=F64))
-    expected = flow(Scheduled(lambda t: layer.attention(t / 2)), x, [0.0, 2.0], h=2 / 3)
-    torch.testing.assert_close(pickle.loads(pickle.dumps(layer))(x), expected.x[-1])
+    torch.testing.assert_close(pickle.loads(pickle.dumps(learned))(x), learned(x))
 
 
 @pytest.mark.parametrize(("dim", "heads"), [(16, 1), (64, 1), (64, 4), (256, 8)])
@@ -334,11 +325,9 @@ def test_dtypes_and_autocast(dtype: torch.dtype, error: float, geometry: Sphere)
     torch.testing.assert_close(mixed.double()[0], exact[0], rtol=0, atol=0.3)
 
 
-@pytest.mark.parametrize("schedule", [None, lambda s: 1 + 2e5 * s], ids=["beta", "schedule"])
-def test_logits_that_float32_cannot_resolve_are_computed_in_float64(schedule: Callable[[float], float] | None) -> None:
+def test_logits_that_float32_cannot_resolve_are_computed_in_float64() -> None:
     """Logits of 1e5 that differ by about one, because the tokens are close together."""
-    beta = 1e5 if schedule is None else 1.0
-    layer = Layer.from_attention(Attention.identity(3, beta=beta), beta_schedule=schedule)
+    layer = Layer.from_attention(Attention.identity(3, beta=1e5))
     x = Sphere().retract(torch.tensor([1.0, 2.0, 3.0]) + 1e-2 * draw(16, 3).float())
     exact = copy.deepcopy(layer).double()(x.double())
     rounding = 4 * torch.finfo(x.dtype).eps

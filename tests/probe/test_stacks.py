@@ -130,8 +130,8 @@ def test_what_is_read_of_a_stack_is_checked_to_its_rounding(options: dict) -> No
 class Stronger(ContinuousAttentionLayer):
     """Pushes a millionth more than its weights say: less than float32 could tell from its rounding through depth."""
 
-    def field(self, t):
-        return Transformed(super().field(t), lambda F, s, x: (1 + 1e-6) * F(s, x), "stronger")
+    def field(self):
+        return Transformed(super().field(), lambda F, s, x: (1 + 1e-6) * F(s, x), "stronger")
 
 
 class Still(ContinuousAttentionLayer):
