@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.attachment import LayerClock, hidden_states, input_states, keep_padding
 from attn_flow.hooks.inputs import TokenBatch
-from attn_flow.hooks.labels import special_marks, token_strings
 from attn_flow.hooks.layout import Block, blocks
 from attn_flow.hooks.positions import attention_scores, project
-from attn_flow.hooks.temperature import QueryScaling
-from attn_flow.hooks.wrapping import find_wrapped_forward
+from attn_flow.hooks.wrapping import active_factor
 
 if TYPE_CHECKING:
     import pandas
@@ -243,20 +241,46 @@ class ActivationCache(Mapping[str, Tensor]):
     # --- as other objects ---
 
     def kept_tokens(self, batch: TokenBatch, special: bool, tokenizer: Any = None) -> tuple[Tensor, Tensor]:
-        """Which positions to record (batch, pos), and which hold special tokens."""
-        mask = self.mask
-        if not special and batch.special is None and "pixel_values" not in self._call and tokenizer is None:
+        """Which positions to record (batch, pos), and which hold special tokens ([CLS], [SEP], class tokens)."""
+        mask, ids = self.mask, self._call.get("input_ids")
+        marks = torch.zeros_like(mask)
+        if batch.special is not None:
+            for b, row in enumerate(batch.special):
+                marks[b, : len(row)] = torch.tensor(row[: mask.shape[1]], device=mask.device)
+        elif "pixel_values" in self._call:
+            marks[:, : mask.shape[1] - self._patch_grid(mask.shape[1])[0]] = True
+        elif tokenizer is not None and isinstance(ids, Tensor):
+            marks = torch.isin(ids, torch.tensor(tokenizer.all_special_ids, device=ids.device)).to(mask.device)
+        elif not special:
             raise ValueError("special=False needs to know the special tokens; pass special_tokens_mask in the inputs.")
-        marks = special_marks(self.blocks[0], self._call, batch, mask, tokenizer)
         is_kept = mask if special else mask & ~marks
         if not bool(is_kept.any(-1).all()):
-            row = int((~is_kept.any(-1)).nonzero()[0])
-            raise ValueError(f"text {batch.first + row} has no token left to record; drop it, or keep special tokens.")
+            empty = batch.first + int((~is_kept.any(-1)).nonzero()[0])
+            raise ValueError(f"text {empty} has no token left to record; drop it, or keep special tokens.")
         return is_kept, marks
 
     def strings(self, batch: TokenBatch, tokenizer: Any = None) -> list[list[str]]:
-        """A name for every position of the last pass."""
-        return token_strings(self.blocks[0], self._call, batch, self.mask, tokenizer)
+        """A name for every position of the last pass: the token, its id, the place of a patch, or the position."""
+        if batch.tokens is not None:
+            return batch.tokens
+        (texts, n), ids = self.mask.shape, self._call.get("input_ids")
+        if "pixel_values" in self._call:
+            patches, columns = self._patch_grid(n)
+            names = ["[CLS]", *(f"[REG{i}]" for i in range(1, n - patches))][: n - patches]
+            return [names + [f"patch {i // columns},{i % columns}" for i in range(patches)]] * texts
+        if isinstance(ids, Tensor):
+            return [tokenizer.convert_ids_to_tokens(r) if tokenizer else [str(i) for i in r] for r in ids.tolist()]
+        return [[str(i) for i in range(n)]] * texts
+
+    def _patch_grid(self, n: int) -> tuple[int, int]:
+        """Number of patches and of their columns, of n tokens of an image. Class and register tokens come first."""
+        config: Any = self.blocks[0].root.config
+        height, width = self._call["pixel_values"].shape[-2:]
+        rows, columns = height // config.patch_size, width // config.patch_size
+        if rows * columns > n:
+            size = config.patch_size
+            raise ValueError(f"{n} tokens for {rows} x {columns} patches of {size} pixels; expected at least as many.")
+        return rows * columns, columns
 
     def trajectory(self, batch: TokenBatch | None = None, *, special: bool = True, tokenizer: Any = None) -> Trajectory:
         """The last pass as clouds x (points, texts, n, d): without padding, tokens to the left, then zeros."""
@@ -327,20 +351,6 @@ class ActivationCache(Mapping[str, Tensor]):
             "points": list(self.points),
             "dtype": str(dtype).removeprefix("torch."),
         }
-
-
-def active_factor(block: Block, layer: int) -> Tensor | None:
-    """The multiple (heads,) of the trained inverse temperature that `scale_beta` and flows ask for; None for none."""
-    factors = [
-        hook.__self__.factor.at(layer)  # type: ignore[attr-defined]
-        for hook in block.attn._forward_pre_hooks.values()
-        if isinstance(getattr(hook, "__self__", None), QueryScaling)
-    ]
-    forward = find_wrapped_forward(block.attn)[1]
-    if forward is not None and forward.factor is not None:
-        factors.append(forward.factor.at(layer))
-    factors = [factor for factor in factors if factor is not None]
-    return torch.stack(factors).prod(0) if factors else None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from attn_flow.hooks.attachment import evaluation_mode
 from attn_flow.hooks.inputs import TokenBatch
 from attn_flow.hooks.layout import Block, blocks, encoder_inside
 from attn_flow.hooks.recorder import recording, run_batch
-from attn_flow.hooks.temperature import QueryScaling
+from attn_flow.hooks.temperature import query_scalings
 from attn_flow.hooks.weights import UnreadableWeightsError, projections, read_attention, relative_rounding
 from attn_flow.hooks.wrapping import find_wrapped_forward
 from attn_flow.measures import Cloud
@@ -112,9 +112,7 @@ def describe_changes(block: Block) -> list[str]:
         forward = find_wrapped_forward(module)[1]
         if forward is not None:
             changes.append(forward.describe(block.index))
-    for hook in block.attn._forward_pre_hooks.values():
-        if isinstance(getattr(hook, "__self__", None), QueryScaling):
-            changes.append(hook.__self__.describe(block.index))  # type: ignore[attr-defined]
+    changes += [scaling.describe(block.index) for scaling in query_scalings(block.attn)]
     return [change for change in changes if change]
 
 

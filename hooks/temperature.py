@@ -142,6 +142,12 @@ class QueryScaling:
         return describe_factor(self.factor.at(layer))
 
 
+def query_scalings(attn: nn.Module) -> list[QueryScaling]:
+    """The scalings that are attached to an attention module."""
+    owners = [getattr(hook, "__self__", None) for hook in attn._forward_pre_hooks.values()]
+    return [owner for owner in owners if isinstance(owner, QueryScaling)]
+
+
 def describe_factor(factor: Tensor | None) -> str:
     """A factor in words, for people and to compare runs."""
     return "" if factor is None else f"beta_factor {[float(f'{v:.6g}') for v in factor.tolist()]}"

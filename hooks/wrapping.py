@@ -35,6 +35,7 @@ from attn_flow.hooks.temperature import (
     describe_factor,
     exchange_queries,
     give_back,
+    query_scalings,
     resolve_factor,
 )
 from attn_flow.nn.options import FlowOptions, Step
@@ -180,6 +181,15 @@ def find_wrapped_forward(module: nn.Module) -> tuple[str, WrappedForward | None]
         if isinstance(forward, WrappedForward):
             return name, forward
     return "", None
+
+
+def active_factor(block: Block, layer: int) -> Tensor | None:
+    """The multiple (heads,) of the trained inverse temperature that `scale_beta` and flows ask for; None for none."""
+    forward = find_wrapped_forward(block.attn)[1]
+    sources = [scaling.factor for scaling in query_scalings(block.attn)]
+    sources += [] if forward is None or forward.factor is None else [forward.factor]
+    factors = [factor for source in sources if (factor := source.at(layer)) is not None]
+    return torch.stack(factors).prod(0) if factors else None
 
 
 class BlockFlow(WrappedForward):
