@@ -22,10 +22,10 @@ def recording_of(attentions: list[Attention], states: list[list[Tensor]]) -> Rec
 
 
 def theorem_system(seed: int, d: int, horizon: float, n: int = 400) -> Recording:
-    """Eight clouds on the sphere that follow one cold head up to half of t_min; G and V are symmetric, of random directions.
+    """Eight clouds on the sphere that follow one cold head up to half of t_min.
 
-    beta is the largest that n tokens resolve, of order n^(2/(d - 1)), and t_min = log(beta)/(2 g) with the rate
-    g = (lambda_1 - lambda_2)/|G e_1|, e_1 the leading eigenvector of M = V G.
+    G and V are symmetric with random eigenvectors, beta is the largest that n tokens resolve, of order n^(2/(d - 1)),
+    and t_min = log(beta)/(2 g) with the rate g = (lambda_1 - lambda_2)/|G e_1|, e_1 the leading eigenvector of V G.
     """
     g = torch.Generator().manual_seed(seed)
     rotation = lambda: torch.linalg.qr(torch.randn(d, d, generator=g, dtype=torch.float64))[0]

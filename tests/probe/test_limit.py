@@ -128,7 +128,7 @@ def test_a_system_of_the_theorem_is_supported(d, horizon):
     finding = measure(theorem_system(1, d, horizon, n=200), horizon=horizon, steps=8).finding()
     assert finding.verdict == "supported"
     assert finding.numbers["global_p"] <= 0.015
-    assert 0.5 <= finding.numbers["mean_fraction"] <= 1.5  # the horizon is part of the unit
+    assert 0.35 <= finding.numbers["mean_fraction"] <= 1.5  # the horizon is part of the unit; the flow never rests
     assert finding.numbers["rivals"]["permuted_heads"] is None  # one head
     assert finding.numbers["rivals"]["other_layers"] is None  # the layers share their weights
 
