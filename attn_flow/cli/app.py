@@ -14,7 +14,7 @@ from attn_flow.cli.console import echo, reporting
 
 OLD_COMMANDS = {
     "encoder": "`attn-flow encoder` is now `attn-flow inspect`.",
-    "predict": "`attn-flow predict` is now `attn-flow apply`.",
+    "predict": "stacks of texts are not trained here any more; `attn-flow limit` predicts where tokens go.",
     "bench": "benchmarks are not part of the package; run `make bench` in the repository.",
 }
 
@@ -75,7 +75,6 @@ for command in (
     encoders.merge,
     reproduce.reproduce,
     training.train,
-    training.apply,
 ):
     app.command()(reporting(command))
 app.add_typer(packaged.app, name="encoders")

@@ -1,10 +1,9 @@
-"""The commands `train` and `apply`: train a small stack, whose recipe's fields are options, and use it on texts."""
+"""The command `train`: train a small stack, whose recipe's fields are options."""
 
 from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -49,7 +48,7 @@ def train(
     Example: attn-flow train side --out runs/side
     """
     changes = {name: value for name, value in changes.items() if value is not None}
-    chosen = replace(recipe(task, changes.get("file")), **changes)
+    chosen = replace(recipe(task), **changes)
     out = require_writable(out or Path("runs/train") / task)
     device = require_device(device)
     try:
@@ -88,18 +87,13 @@ def _run(
     chosen: Recipe, out: Path, device: str, save_every: int, evaluate_every: int, learned: bool, progress: bool
 ) -> dict[str, Any] | None:
     """Train, measure and write OUT/run.json; the numbers, or None for all but the first process of several."""
-    from attn_flow.base.figures import save_figure
     from attn_flow.base.files import versions, write_json
-    from attn_flow.train.checkpoint import LOG, read_log
-    from attn_flow.train.figures import run_figure
     from attn_flow.train.loop import train_stack
     from attn_flow.train.observation import what_was_learned
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("default", message=".*texts are longer than.*")
-        trained = train_stack(
-            chosen, out, device=device, save_every=save_every, evaluate_every=evaluate_every, progress=progress
-        )
+    trained = train_stack(
+        chosen, out, device=device, save_every=save_every, evaluate_every=evaluate_every, progress=progress
+    )
     if int(os.environ.get("RANK", "0")) > 0:
         return None
     numbers = dict(trained.summary)
@@ -107,7 +101,6 @@ def _run(
         result = what_was_learned(trained.stack, trained.task, chosen.seed)
         result.path.save(out / "trajectory.safetensors")
         numbers["learned"] = {"layers": result.layers, "sentences": result.sentences()}
-        save_figure(run_figure(read_log(out / LOG), result.path, numbers), out / "training.png")
     write_json({**numbers, "versions": versions()}, out / "run.json")
     return numbers
 
@@ -129,32 +122,8 @@ def _print(numbers: dict[str, Any], out: Path) -> None:
         print_table("what the layers learned", columns, [_row(layer) for layer in numbers["learned"]["layers"]])
         for sentence in numbers["learned"]["sentences"]:
             echo(sentence)
-        files += ", trajectory.safetensors, training.png"
+        files += ", trajectory.safetensors"
     echo(f"written to {out}: {files}")
-
-
-def apply(
-    run: Annotated[Path, typer.Argument(help="The folder of a run of `attn-flow train text`.")],
-    texts: Annotated[list[str] | None, typer.Argument(help="Texts.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A file of texts instead: .txt, .jsonl, .csv, ...")] = None,
-    as_json: Json = False,
-) -> None:
-    """Apply a trained stack to your texts: the label of each.
-
-    Example: attn-flow apply runs/train/text "what a good day"
-    """
-    from attn_flow.hooks.texts import load_texts
-    from attn_flow.train.checkpoint import load
-
-    inputs = [*(texts or []), *([] if file is None else load_texts(file))]
-    if not inputs:
-        raise ValueError("no texts; give some after the folder, or --file.")
-    answers = load(run).predict(inputs)
-    if as_json:
-        print_json([{"text": text, "label": a.label, "probability": a.probability} for text, a in zip(inputs, answers)])
-        return
-    rows = [[text, a.label, a.probability] for text, a in zip(inputs, answers)]
-    print_table(f"{run}", ["text", "label", "probability"], rows)
 
 
 def _row(layer: dict[str, Any]) -> list[Any]:

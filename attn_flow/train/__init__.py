@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from attn_flow.train.loop import Trained, evaluate, train_stack
     from attn_flow.train.observation import Learned, what_was_learned
     from attn_flow.train.recipes import TASKS, Recipe, recipe
-    from attn_flow.train.stacks import Answer, TrainedStack
     from attn_flow.train.tasks import Batch, Task, tensor_task
-    from attn_flow.train.texts import Vocabulary, text_task
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -27,28 +25,22 @@ else:
             "attn_flow.train.loop": ("Trained", "evaluate", "train_stack"),
             "attn_flow.train.observation": ("Learned", "what_was_learned"),
             "attn_flow.train.recipes": ("TASKS", "Recipe", "recipe"),
-            "attn_flow.train.stacks": ("Answer", "TrainedStack"),
             "attn_flow.train.tasks": ("Batch", "Task", "tensor_task"),
-            "attn_flow.train.texts": ("Vocabulary", "text_task"),
         },
     )
 
 __all__ = [
     "TASKS",
-    "Answer",
     "Batch",
     "DeepStack",
     "Learned",
     "Recipe",
     "Task",
     "Trained",
-    "TrainedStack",
-    "Vocabulary",
     "evaluate",
     "load",
     "recipe",
     "tensor_task",
-    "text_task",
     "train_stack",
     "what_was_learned",
 ]

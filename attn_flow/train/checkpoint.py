@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from torch.optim import Optimizer
 from attn_flow.base.files import read_tensors, versions, write_bytes, write_tensors
 from attn_flow.nn.stack import DeepStack
 from attn_flow.train.recipes import Recipe
-from attn_flow.train.stacks import TrainedStack, make_stack
+from attn_flow.train.stacks import make_stack
 from attn_flow.train.tasks import Task
-from attn_flow.train.texts import Vocabulary
 
 FORMAT = "attn_flow.train"
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
@@ -39,7 +37,6 @@ def write_checkpoint(
         "recipe": recipe.as_dict(),
         "stack": task.stack_options,
         "digest": task.digest,
-        "vocabulary": None if task.vocabulary is None else asdict(task.vocabulary),
         "versions": versions(),
     }
     write_tensors(tensors, folder / CHECKPOINT, {"format": FORMAT, "about": json.dumps(about)})
@@ -83,10 +80,7 @@ def _load_weights(stack: DeepStack, tensors: dict[str, Tensor], path: str | Path
 def _require_same_run(path: Path, about: dict[str, Any], recipe: Recipe, task: Task) -> None:
     """ValueError unless the checkpoint belongs to this run. A finished run may get more updates."""
     then, now = {**about["recipe"]}, recipe.as_dict()
-    then["file"] = now["file"]  # the content of the file matters and not its path
     if about["update"] == then["updates"] < now["updates"]:
-        if recipe.beta_start is not None:
-            raise ValueError(f"{path} has annealed its beta; more updates would heat it. Use another --out.")
         then["updates"] = now["updates"]
     if changes := _differences(then, now):
         raise ValueError(f"{path} was trained with other options: {changes}. Use them, or another --out.")
@@ -129,19 +123,17 @@ def open_log(folder: Path | None, start: int) -> Iterator[Callable[[dict[str, An
         yield lambda line: print(json.dumps(line, allow_nan=False), file=log)
 
 
-def load(path: str | Path) -> TrainedStack:
-    """The trained stack of a run, in evaluation mode on the CPU: `load("runs/train/text").predict(["good day"])`.
+def load(path: str | Path) -> DeepStack:
+    """The trained stack of a run, in evaluation mode on the CPU.
 
     Args:
         path: the folder of the run, or its checkpoint.
 
     Returns:
-        A `TrainedStack`, a `DeepStack` with `recipe` and `predict`.
+        A `DeepStack`.
     """
     tensors, about = read_checkpoint(path)
     stack = make_stack(Recipe(**about["recipe"]), about["stack"])
     _load_weights(stack, tensors, path)
-    if (words := about["vocabulary"]) is not None:
-        stack.vocabulary = Vocabulary(tuple(words["words"]), tuple(words["labels"]), words["longest"])
     stack.eval()
     return stack

@@ -28,7 +28,7 @@ from attn_flow.nn.module import parameter_groups
 from attn_flow.nn.stack import DeepStack
 from attn_flow.train.checkpoint import CHECKPOINT, open_log, resume, write_checkpoint
 from attn_flow.train.recipes import Recipe
-from attn_flow.train.stacks import TrainedStack, make_stack
+from attn_flow.train.stacks import make_stack
 from attn_flow.train.tasks import IGNORE, Batch, Task, generator_of, seed_of
 
 HELD_OUT = 1000  # inputs of an evaluation
@@ -39,7 +39,7 @@ DIVERGED = 10.0  # a loss above this many times log(classes), the loss of a gues
 class Trained:
     """A trained stack, its task, and the numbers of the run as plain JSON."""
 
-    stack: TrainedStack
+    stack: DeepStack
     task: Task
     summary: dict[str, Any]
 
@@ -60,7 +60,7 @@ def train_stack(
         recipe: see `Recipe`.
         out: the folder of the checkpoint and the log. A run that is there already is resumed; a finished one goes on if
             the recipe has more updates now. A run that is interrupted writes a checkpoint first.
-        task: data of your own, such as `text_task(texts, labels)` or `tensor_task(x, y, ...)`, with Recipe("own", ...).
+        task: data of your own, such as `tensor_task(x, y, ...)`, with Recipe("own", ...).
         device: "cpu" or "cuda". Under torchrun every process takes its share of each batch.
         save_every, evaluate_every: updates between checkpoints and between evaluations.
         progress: show a progress bar.
@@ -78,7 +78,6 @@ def train_stack(
     folder = None if out is None else Path(out)
     is_writer = folder is not None and world.is_first
     stack = make_stack(recipe, task.stack_options).to(world.device)
-    stack.vocabulary = task.vocabulary
     model = world.wrap(stack)
     groups = [group for group in parameter_groups(stack, recipe.weight_decay) if group["params"]]
     optimiser = torch.optim.AdamW(groups, lr=recipe.lr)
@@ -119,7 +118,6 @@ def train_stack(
             if completed > start and not is_stepping and is_finite:
                 save(completed)
             raise
-        _set_beta(recipe, stack, recipe.updates)
         final = evaluate(stack, task, recipe.seed)
         if not math.isfinite(final["held_out_loss"]):
             raise _diverged(recipe, folder, recipe.updates, f"held-out loss {final['held_out_loss']}")
@@ -154,7 +152,6 @@ def _compute_gradient(
     update: int,
 ) -> dict[str, float]:
     """Compute the clipped gradient of batch number `update`; returns its loss and accuracy."""
-    _set_beta(recipe, stack, update)
     stack.train()
     for group in optimiser.param_groups:
         group["lr"] = recipe.lr_at(update)
@@ -172,16 +169,9 @@ def _compute_gradient(
     return {"loss": mean[0], "accuracy": mean[1], "gradient": norm, "lr": recipe.lr_at(update)}
 
 
-def _set_beta(recipe: Recipe, stack: DeepStack, update: int) -> None:
-    """Set an annealed beta."""
-    if (beta := recipe.beta_at(update)) is not None:
-        for layer in stack.layers:
-            layer.beta = beta  # type: ignore[assignment]
-
-
 def _betas(recipe: Recipe, stack: DeepStack) -> dict[str, float]:
-    """The beta of every layer and head, if it changes."""
-    if not recipe.learn_beta and recipe.beta_start is None:
+    """The beta of every layer and head, if it is learned."""
+    if not recipe.learn_beta:
         return {}
     layers = range(len(stack.layers))
     return {f"beta.{l}.{h}": b for l in layers for h, b in enumerate(stack.layer(l).beta.tolist())}

@@ -17,7 +17,7 @@ class KnownTask(NamedTuple):
     """The fields of a task's recipe, and the accuracy on held-out inputs that this recipe reaches."""
 
     defaults: dict[str, Any]
-    accuracy: float | None
+    accuracy: float
 
 
 TASKS = {
@@ -29,13 +29,12 @@ TASKS = {
     ),
     "clusters": KnownTask({"tokens": 16, "dim": 16, "horizon": 2.0, "updates": 600}, 0.93),
     "side": KnownTask(
-        {"tokens": 200, "dim": 3, "embedding": "identity", "symmetric": "positive", "horizon": 5.0, "steps": 20}
+        {"tokens": 200, "dim": 3, "embedding": "identity", "symmetric": "V alone", "horizon": 5.0, "steps": 20}
         | {"step": "euler", "beta": 20.0, "updates": 300, "warmup": 20, "batch": 16, "lr": 2e-2},
         0.95,
     ),
-    "text": KnownTask({"tokens": 32, "heads": 2, "steps": 2, "updates": 300, "weight_decay": 0.1}, None),
 }
-SYMMETRIC = ("none", "G", "V", "GV", "positive")
+SYMMETRIC = ("none", "G", "V", "GV", "positive", "V alone")
 GEOMETRIES = ("sphere", "euclidean", "layer-norm")
 
 
@@ -55,15 +54,14 @@ class Recipe:
         300
     """
 
-    task: str = field(metadata={"help": "majority, recall, clusters, side or text."})
-    file: str | None = _option(None, "For the task text: label<TAB>text lines, or .csv.")
-    tokens: int = _option(16, "Tokens of one input (of the longest, for texts).")
+    task: str = field(metadata={"help": "majority, recall, clusters or side."})
+    tokens: int = _option(16, "Tokens of one input.")
     dim: int = _option(32, "Dimension of the tokens.")
     embedding: str = _option("learned", "learned, or identity: vectors of dimension --dim are the tokens.")
     heads: int = _option(1, "Attention heads.")
     head_dim: int | None = _option(None, "Width of a head, by default dim / heads.")
     symmetric: str = _option(
-        "none", "none, G, V, GV: which matrices of a single head are symmetric; positive: GV with G positive."
+        "none", "Symmetric matrices of one head: none, G, V, GV; positive: GV, G positive; V alone: G = I."
     )
     depth: int = _option(1, "Layers.")
     shared: bool = _option(False, "One layer's weights for all layers.")
@@ -76,7 +74,6 @@ class Recipe:
     noise: float = _option(0.0, "Sigma of the noise between steps while training.")
     beta: float = _option(4.0, "Inverse temperature.")
     learn_beta: bool = _option(False, "Train one beta per head, starting from --beta.")
-    beta_start: float | None = _option(None, "Anneal from this value to --beta over the first 80% of the updates.")
     checkpointing: bool = _option(False, "Recompute steps in the backward pass: less memory, more time.")
     updates: int = _option(500, "Optimiser steps.")
     batch: int = _option(64, "Inputs per update, over all processes.")
@@ -101,24 +98,16 @@ class Recipe:
         numbers = ("ffn", "warmup", "seed", "weight_decay", "noise")
         checks.require_nonnegative(**{name: getattr(self, name) for name in numbers})
         checks.require_beta(self.beta)
-        if self.beta_start is not None:
-            checks.require_positive(beta=self.beta, beta_start=self.beta_start)
-            if self.learn_beta:
-                raise ValueError("beta is learned or annealed from beta_start, not both.")
         if self.symmetric != "none" and (self.heads, self.head_dim or self.dim) != (1, self.dim):
             raise ValueError(f"symmetric = {self.symmetric!r}: expected one head of width dim = {self.dim}.")
-        if (self.file is None) == (self.task == "text"):
-            raise ValueError(f"file = {self.file} with task {self.task!r}: text reads a file, the others do not.")
 
     def make_task(self) -> Task:
         """The task, with its data."""
-        from attn_flow.train import tasks, texts
+        from attn_flow.train.tasks import GENERATED
 
         if self.task == "own":
             raise ValueError("the task is your own: pass it to train_stack(recipe, task=...).")
-        if self.task == "text":
-            return texts.labelled(self.file or "", self.tokens)
-        return tasks.GENERATED[self.task](self.tokens)
+        return GENERATED[self.task](self.tokens)
 
     def lr_at(self, update: int) -> float:
         """The learning rate: linear over the warm-up, then half a cosine down to a hundredth."""
@@ -126,16 +115,10 @@ class Recipe:
         s = max(0, update - self.warmup) / max(1, self.updates - self.warmup)
         return self.lr * warm * (0.01 + 0.99 * (1 + math.cos(math.pi * min(1.0, s))) / 2)
 
-    def beta_at(self, update: int) -> float | None:
-        """Annealing: beta_start (beta / beta_start)^s over the first 80% of the updates, then beta; None without it."""
-        if self.beta_start is None:
-            return None
-        return self.beta_start * (self.beta / self.beta_start) ** min(1.0, update / max(1.0, 0.8 * self.updates))
-
     @property
     def stated_accuracy(self) -> float | None:
         """The accuracy that the task states for its own recipe and any seed; None for other recipes."""
-        is_known = self.task in TASKS and replace(self, seed=0) == recipe(self.task, self.file)
+        is_known = self.task in TASKS and replace(self, seed=0) == recipe(self.task)
         return TASKS[self.task].accuracy if is_known else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -143,13 +126,12 @@ class Recipe:
         return asdict(self)
 
 
-def recipe(task: str, file: str | None = None) -> Recipe:
+def recipe(task: str) -> Recipe:
     """The default recipe of a task.
 
     Args:
         task: majority (most frequent class), recall (a key's value), clusters (which points share the first one's
-            centre), side (on which side of a plane most tokens lie), or text (labels of a file's texts).
-        file: the file of the task text.
+            centre) or side (on which side of a plane most tokens lie).
 
     Returns:
         A `Recipe`; change it with `dataclasses.replace`.
@@ -161,4 +143,4 @@ def recipe(task: str, file: str | None = None) -> Recipe:
     from attn_flow.base import checks
 
     checks.require_choice("task", task, TASKS)
-    return Recipe(task, file, **TASKS[task].defaults)
+    return Recipe(task, **TASKS[task].defaults)

@@ -66,7 +66,6 @@ class Task:
         held_out: (size, generator) -> a batch that is never trained on.
         chance: the accuracy of the best answer that ignores the inputs.
         digest: a digest of the data, empty for generated tasks.
-        vocabulary: the `Vocabulary` of a task of texts.
     """
 
     name: str
@@ -79,7 +78,6 @@ class Task:
     length: int | None = None
     points: bool = False
     digest: str = ""
-    vocabulary: Any = None
 
     @property
     def stack_options(self) -> dict[str, Any]:

@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "G positive, V symmetric": {},
-    "the same, beta 60": {"beta": 60.0},
-    "the same, beta learned": {"learn_beta": True},
-    "the same, 400 tokens": {"tokens": 400},
-    "G and V symmetric": {"symmetric": "GV"},
+    "G = I, V symmetric": {},
+    "G = I, beta 60": {"beta": 60.0},
+    "G positive": {"symmetric": "positive"},
+    "G, V symmetric": {"symmetric": "GV"},
     "free": {"symmetric": "none"},
+    "G = I, beta learned": {"learn_beta": True},
+    "G = I, 400 tokens": {"tokens": 400},
 }
 LONGER = (1, 2, 4, 8)  # times the trained horizon
 CLOUDS, HELD_OUT = 8, 200  # inputs on which W2 and accuracy are measured
@@ -170,10 +171,10 @@ def claims(numbers: dict[str, Any]) -> list[dict[str, Any]]:
     base = numbers["table"][0]
     w2, untrained, rotated = (float(np.mean(base[name])) for name in ("trained_w2", "untrained_w2", "rotated"))
     return [
-        bound("G positive, V symmetric: mean accuracy", float(np.mean(base["trained_accuracy"])), at_least=0.9),
+        bound("G = I, V symmetric: mean accuracy", float(np.mean(base["trained_accuracy"])), at_least=0.9),
         bound("accuracy of the sign of the mean token", base["mean_sign"], at_most=0.75),
         bound(
-            "G positive, V symmetric: W2 to the limit over W2 at the start, worst seed",
+            "G = I, V symmetric: W2 to the limit over W2 at the start, worst seed",
             max(base["trained_w2"]),
             at_most=0.5,
         ),

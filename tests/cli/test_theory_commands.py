@@ -225,7 +225,7 @@ def test_a_claim_that_does_not_hold_is_no_error_unless_strict(options, code, mon
         (["reproduce", "hardmx"], "no experiment 'hardmx': did you mean hardmax?"),
         (["play", "--out", "folder"], "expected the name of a page"),
         (["encoder", "minilm"], "`attn-flow encoder` is now `attn-flow inspect`"),
-        (["predict", "runs"], "`attn-flow predict` is now `attn-flow apply`"),
+        (["predict", "runs"], "`attn-flow limit` predicts where tokens go"),
         (["bench"], "make bench"),
         (["simulte"], "simulate"),
     ],

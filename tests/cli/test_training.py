@@ -32,7 +32,7 @@ def test_train_writes_what_was_learned_and_resumes(tmp_path: Path) -> None:
     assert layer["limit"]["case"] in ("fixed", "rotating", "jordan")
     assert len(layer["w2"]["curve"]) == 4
 
-    names = {"checkpoint.safetensors", "log.jsonl", "run.json", "trajectory.safetensors", "training.png"}
+    names = {"checkpoint.safetensors", "log.jsonl", "run.json", "trajectory.safetensors"}
     assert {p.name for p in out.iterdir()} == names
     path = Trajectory.load(out / "trajectory.safetensors")
     assert path.x.shape == (4, 16, 6, 6)
@@ -40,15 +40,3 @@ def test_train_writes_what_was_learned_and_resumes(tmp_path: Path) -> None:
     assert json.loads((out / "run.json").read_text())["resumed_at"] == 6
     assert "learn_beta" in run("majority", *SMALL, "--out", str(out), code=2)  # another recipe
     assert load(out).layers[0].learn_beta
-
-
-def test_labelled_texts_from_a_file(tmp_path: Path) -> None:
-    rows = [f"{('no', 'yes')[i % 2]}\tword{i % 5} {('bad', 'good')[i % 2]} word{i % 7} {i}" for i in range(60)]
-    (tmp_path / "t.tsv").write_text("\n".join(rows))
-    options = [*SMALL, "--file", str(tmp_path / "t.tsv"), "--out", str(tmp_path / "run"), "--json"]
-    options[options.index("--updates") + 1] = "60"
-    assert json.loads(run("text", *options, "--lr", "0.03", "--warmup", "5"))["accuracy"] == 1.0
-    done = CliRunner().invoke(app, ["apply", str(tmp_path / "run"), "word1 good word2", "word3 bad", "--json"])
-    assert [answer["label"] for answer in json.loads(done.stdout)] == ["yes", "no"]
-    (tmp_path / "t.tsv").write_text("\n".join([*rows, "only a label"]))
-    assert "row 61: got" in run("text", *options, code=2)

@@ -1,4 +1,4 @@
-"""What was learned: the numbers of each layer, its sentences, and the figure of a run."""
+"""What was learned: the numbers of each layer, and its sentences."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from attn_flow import Cloud
 from attn_flow.train import recipe, train_stack, what_was_learned
-from attn_flow.train.checkpoint import read_log
-from attn_flow.train.figures import run_figure
 from attn_flow.train.observation import Learned, count_clusters
 from attn_flow.train.tasks import generator_of
 
 
-def test_numbers_sentences_and_figure(tmp_path: Path) -> None:
+def test_numbers_and_sentences(tmp_path: Path) -> None:
     small = {"tokens": 6, "dim": 8, "depth": 2, "batch": 8, "updates": 6, "warmup": 2, "learn_beta": True}
     trained = train_stack(replace(recipe("majority"), **small), tmp_path)
     learned = what_was_learned(trained.stack, trained.task)
@@ -26,9 +23,6 @@ def test_numbers_sentences_and_figure(tmp_path: Path) -> None:
         assert layer["beta"] == pytest.approx(trained.summary["beta"][l])
         assert 1 <= layer["clusters"]["end"] <= 6
     assert [text[:14] for text in learned.sentences()] == ["Layer 0 (beta ", "Layer 1 (beta "]
-    figure = run_figure(read_log(tmp_path / "log.jsonl"), learned.path, trained.summary)
-    assert isinstance(figure, Figure)
-    assert [axis.get_title(loc="left") for axis in figure.axes][:3] == ["loss", "accuracy", "6 tokens of one input"]
 
 
 def learned_inputs(trained) -> torch.Tensor:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from attn_flow.train import TASKS, Recipe, recipe, tensor_task, text_task
-from attn_flow.train.texts import read_labelled
+from attn_flow.train import TASKS, Recipe, recipe, tensor_task
 
 
 def draw(task: str, size: int = 200, **options: object):
@@ -61,37 +59,6 @@ def test_side() -> None:
     assert abs(float(batch.y.double().mean()) - 0.5) < 0.05
 
 
-def test_labelled_texts_split_by_text() -> None:
-    texts = [f"{('fine', 'poor')[i % 2]} word{i // 2}" for i in range(40)]
-    labels = [("good", "bad")[i % 2] for i in range(40)]
-    task = text_task(texts * 2, labels * 2, tokens=4)
-    test, training = task.held_out(1000, torch.Generator()), task.draw(500, torch.Generator().manual_seed(0))
-    assert test.y.shape == (16,)
-    assert torch.equal(training.mask, training.x != 0)
-    rows = [{tuple(row) for row in batch.x.tolist() if 1 not in row} for batch in (test, training)]  # 1 is unknown
-    assert rows[1]
-    assert not rows[0] & rows[1]
-    with pytest.warns(UserWarning, match="80 of 80 texts are longer than 1 tokens"):
-        text_task(texts * 2, labels * 2, tokens=1)
-    with pytest.raises(ValueError, match=r"20 texts and 1 label\(s\)"):
-        text_task(["one"] * 20, ["x"] * 20)
-
-
-def test_two_formats_and_their_errors(tmp_path: Path) -> None:
-    contents = {"a.tsv": "x\tone, two\ny\tthree\n\n", "a.csv": 'label,text\nx,"one, two"\ny,three\n'}
-    for name, content in contents.items():
-        (tmp_path / name).write_text(content)
-        assert read_labelled(tmp_path / name) == [("x", "one, two"), ("y", "three")]
-    for name, content, message in (
-        ("b.tsv", "x\tone\nno tab here\n", r"row 2: got \['no tab here'\], expected label<TAB>text"),
-        ("b.tsv", "x\tone\n\ttwo\n", "row 2: .* mend or drop the row"),
-        ("b.csv", "x,one,more\n", r"row 1: got .*, expected label,text"),
-    ):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(ValueError, match=message):
-            read_labelled(tmp_path / name)
-
-
 def test_tensor_task() -> None:
     x = torch.randint(5, (50, 6), generator=torch.Generator().manual_seed(0))
     y = (x == 0).any(-1).long()
@@ -112,17 +79,13 @@ def test_recipes() -> None:
     r = replace(recipe("recall"), beta=3.0)
     assert (r.beta, r.depth, r.tokens, r.stated_accuracy) == (3.0, 1, 9, None)
     assert replace(recipe("recall"), seed=5).stated_accuracy == TASKS["recall"].accuracy == 0.98
-    r = replace(recipe("majority"), updates=100, warmup=10, lr=1.0, beta=8.0, beta_start=2.0)
+    r = replace(recipe("majority"), updates=100, warmup=10, lr=1.0)
     assert [r.lr_at(k) for k in (0, 10, 55, 100)] == pytest.approx([0.1, 1.0, 0.505, 0.01])
-    assert [r.beta_at(k) for k in (0, 40, 80, 100)] == pytest.approx([2.0, 4.0, 8.0, 8.0])
     for options, message in (
         ({"task": "addition"}, "task = 'addition', expected one of 'majority', 'recall'"),
         ({"task": "majority", "lr": 0.0}, "lr = 0.0, expected a positive, finite number"),
         ({"task": "majority", "updates": 0}, "updates = 0, expected an integer"),
         ({"task": "majority", "geometry": "torus"}, "geometry = 'torus', expected one of 'sphere'"),
-        ({"task": "majority", "learn_beta": True, "beta_start": 1.0}, "learned or annealed"),
-        ({"task": "majority", "file": "a.txt"}, "text reads a file, the others do not"),
-        ({"task": "text"}, "text reads a file"),
         ({"task": "side", "symmetric": "V", "heads": 2}, "expected one head of width dim"),
     ):
         with pytest.raises(ValueError, match=message):
