@@ -184,8 +184,10 @@ class Clusters:
         size, tokens = numbers["clusters_for_w2_goal"]["foreign_queries"], numbers["tokens"]
         if size is None:
             w2 = self.w2[list(METHODS).index("foreign_queries")].mean(-1).tolist()
-            at = f"{self.sizes[-1]} clusters a head reach W2 {w2[-1]:.2f} of the distance between texts"
-            return f"{at}, found by other texts' queries."
+            s = 0 if w2[0] <= W2_GOAL else -1
+            return (
+                f"{self.sizes[s]} clusters a head, found by other texts' queries, replace attention at W2 {w2[s]:.2f}."
+            )
         growth = numbers["growth_exponent"]
         grows = "" if growth is None else f", growing like n^{growth:.1f}"
         return (

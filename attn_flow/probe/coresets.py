@@ -167,7 +167,17 @@ def fit(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor) -> Core
             move.grad = gradient
         optimiser.step()
     fitted = Coreset(*((x + unit * move).detach() for x, unit, move in zip(start, units, moves)))
-    return refit_values(fitted, keys, values, queries)
+    fitted = refit_values(fitted, keys, values, queries)
+    # Few queries may be overfitted: a head keeps its fit if that is better on queries which the gradient has not seen.
+    held_out = queries[:, 1::FIT_STRIDE]
+    target = attention_to(held_out, keys)[0] @ values
+    before, after = ((c.averages(held_out) - target).square().sum((-2, -1)) for c in (coreset, fitted))
+    choose = lambda new, old: torch.where((after < before).reshape(-1, *[1] * (new.ndim - 1)), new, old)
+    return Coreset(
+        choose(fitted.keys, coreset.keys),
+        choose(fitted.values, coreset.values),
+        choose(fitted.log_masses, coreset.log_masses),
+    )
 
 
 def add_dipoles(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:

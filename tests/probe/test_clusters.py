@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from encoder_zoo import tiny
+from encoder_zoo import long_inputs, tiny
 
 from attn_flow.base.files import read_tensors, to_plain, write_tensors
 from attn_flow.hooks.demo import minilm, topics
@@ -94,6 +94,18 @@ def test_explained_is_against_the_mean_output():
     torch.testing.assert_close(mean, torch.zeros(6, 2, dtype=torch.float64), rtol=0, atol=1e-6)
     exact = explained(recording, lambda heads, layer, text: heads.combine(heads.averages))
     torch.testing.assert_close(exact, torch.ones(6, 2, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["DeBERTa", "T5 encoder", "ViT", "torch pre-norm"])
+def test_as_many_clusters_as_tokens_are_the_encoder(name):
+    """Also where positions enter the scores, and in texts of several lengths."""
+    model, x = tiny(name), long_inputs(name)
+    recording = record_encoder(model, x, None)
+    encoder = prepare_replacement(model, x, None, recording)
+    measured = measure_clusters(encoder, recording, torch.Generator().manual_seed(0), sizes=[4, 20])
+    for method in ("foreign_queries", "own_attention", "keys", "top_tokens", "random_tokens", "low_rank"):
+        few, all_tokens = measured.w2[list(METHODS).index(method)].mean(-1).tolist()
+        assert all_tokens < 1e-2 < few
 
 
 def test_causal_models_are_not_asked():

@@ -6,25 +6,13 @@ from itertools import permutations
 
 import pytest
 import torch
-from encoder_zoo import IMAGES, every_architecture, fingerprint, tiny
+from encoder_zoo import every_architecture, fingerprint, tiny
+from encoder_zoo import long_inputs as inputs
 from torch import Tensor
 
 from attn_flow.nn import DeepStack
 from attn_flow.probe.recording import Heads, Recording, record_encoder
 from attn_flow.probe.replacement import prepare_replacement, w2
-
-
-def inputs(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Three inputs of 20, 17 and 18 tokens; images have 17."""
-    if name in IMAGES:
-        return {"pixel_values": torch.randn(3, 3, 16, 16, dtype=dtype, generator=torch.Generator().manual_seed(0))}
-    tokens = torch.arange(20) < torch.tensor([20, 17, 18])[:, None]
-    if name.startswith("torch"):
-        src = torch.randn(3, 20, 32, dtype=dtype, generator=torch.Generator().manual_seed(0))
-        return {"src": src if name == "torch" else src.transpose(0, 1), "src_key_padding_mask": ~tokens}
-    ids = torch.randint(3, 60, (3, 20), generator=torch.Generator().manual_seed(0))
-    padding = 1 if name in {"RoBERTa", "MPNet"} else 0
-    return {"input_ids": torch.where(tokens, ids, padding), "attention_mask": tokens.long()}
 
 
 def exact(heads: Heads, layer: int, text: int) -> Tensor:
