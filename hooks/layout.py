@@ -178,7 +178,7 @@ def blocks_to_change(model: Any) -> list[Block]:
         if isinstance(outer, nn.DataParallel):
             raise ValueError("model is a DataParallel, whose replicas would share one state; wrap model.module first.")
         if isinstance(outer, nn.Module) and "_orig_mod" in outer._modules:
-            raise ValueError("model is compiled and may not heed the change; change model._orig_mod, compile it after.")
+            raise ValueError("model is compiled and may ignore the change; change model._orig_mod, compile it after.")
         outer = inside(outer)
     all_blocks = blocks(model)
     if all_blocks[0].architecture.attention is not None:

@@ -281,7 +281,7 @@ class OutputModule(nn.Module):
         self.module: Any = module.module if is_interrupted else module
         self.output: Tensor | None = None
         self.displacement: Tensor | None = None
-        if self.module._forward_hooks or self.module._forward_pre_hooks:  # whoever listens hears the displacement
+        if self.module._forward_hooks or self.module._forward_pre_hooks:  # listeners get the displacement
             for name, hooks in vars(self.module).items():
                 if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
                     setattr(self, name, hooks)

@@ -245,7 +245,7 @@ class ContinuousAttentionLayer(FlowModule):
         bound = no
         if x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type):
             radius = self.options.geometry.max_norm
-            # In flat space tokens may grow: room for twice their length.
+            # In flat space tokens may grow: the bound allows twice their length.
             longest: float | Tensor = 2 * x.norm(dim=-1).amax() if radius is None else radius
             bound = field.logit_bound(longest).to(x.device)
         numbers = torch.stack([start.sum().double(), bound.double(), is_empty.double(), is_wrong.double()]).tolist()

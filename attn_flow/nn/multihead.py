@@ -308,7 +308,7 @@ class ContinuousMultiheadAttention(FlowModule):
         # The heads are last but one in memory, where norms are faster.
         bound = torch.linalg.vector_norm(q.transpose(-2, -3), dim=-1).amax()
         bound = bound * torch.linalg.vector_norm(k.transpose(-2, -3), dim=-1).amax()
-        if not self._is_hardmax:  # tokens may grow: room for twice their length
+        if not self._is_hardmax:  # tokens may grow: the bound allows twice their length
             bound = bound * self.beta.amax() * 4
         flags = [bound.double()]
         if masks.log_weights is not None:

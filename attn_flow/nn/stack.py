@@ -232,8 +232,8 @@ class DeepStack(nn.Module):
                 )
         stack = copy.deepcopy(self)
         stack.depth = self.depth if depth is None else depth
-        given = {"horizon": horizon, "steps": steps, "step": step}
-        changes = {name: value for name, value in given.items() if value is not None}
+        options = {"horizon": horizon, "steps": steps, "step": step}
+        changes = {name: value for name, value in options.items() if value is not None}
         for layer in stack.layers:
             assert isinstance(layer, ContinuousAttentionLayer)
             layer.options = replace(layer.options, **changes)  # type: ignore[arg-type]

@@ -295,7 +295,7 @@ def test_a_distributed_model_is_unwrapped(tmp_path) -> None:  # type: ignore[no-
 @pytest.mark.parametrize("change", [lambda m: wrap(m, steps=2), lambda m: scale_beta(m, 2.0)], ids=["wrap", "scale"])
 def test_changes_that_would_be_ignored_are_refused(change: Callable[[object], object]) -> None:
     model = tiny("BERT")
-    with pytest.raises(ValueError, match=r"compiled and may not heed .* model\._orig_mod"):
+    with pytest.raises(ValueError, match=r"compiled and may ignore .* model\._orig_mod"):
         change(torch.compile(model))
     with pytest.raises(ValueError, match=r"DataParallel.*wrap model\.module"):
         change(nn.DataParallel(model))
