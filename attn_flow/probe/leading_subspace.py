@@ -33,16 +33,16 @@ def leading_subspace(M: Tensor) -> tuple[Tensor, Tensor]:
         tensor([[1.0000, 0.5000],
                 [0.0000, 0.0000]], dtype=torch.float64)
     """
-    pair = None
+    right = left = None
     if len(M) > SMALL:
         matrix = M.detach().double().cpu().numpy()
-        pair = _leading_vectors(matrix), _leading_vectors(np.ascontiguousarray(matrix.T))
-    if pair is None or pair[0] is None or pair[1] is None or not _agree(*pair):
+        right, left = _leading_vectors(matrix), _leading_vectors(np.ascontiguousarray(matrix.T))
+    if right is None or left is None or not _agree(right, left):
         limit = spectrum(M)
         return limit.basis, limit.basis.mT @ limit.direction
-    U, left = np.linalg.qr(pair[0][1])[0], pair[1][1].T
-    W = np.linalg.solve(left @ U, left)
-    return torch.from_numpy(U).to(M.device), torch.from_numpy(np.ascontiguousarray(W)).to(M.device)
+    U, rows = np.linalg.qr(right[1])[0], left[1].T
+    W = np.ascontiguousarray(np.linalg.solve(rows @ U, rows))
+    return torch.from_numpy(U).to(M.device), torch.from_numpy(W).to(M.device)
 
 
 def _leading_vectors(matrix: Array) -> tuple[complex, Array] | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.measures import Cloud
-from attn_flow.prediction.spectrum import spectrum
+from attn_flow.prediction.spectrum import Spectrum, spectrum
 from attn_flow.probe.findings import Finding, layers_named
 from attn_flow.probe.leading_subspace import SMALL, leading_subspace
 from attn_flow.probe.recording import Recording, directions
@@ -35,6 +35,7 @@ MAX_TOKENS = 1024  # followed in a layer
 MAX_TRANSPORT_TOKENS = 256  # of a text, in W2
 EXCEEDANCES = 10  # rotations that do as well as the weights, after which no more are drawn
 RIVAL_DRAWS = 19  # permutations that must all be beaten, which has probability 1/20 for a permutation itself
+SAME_SUBSPACE = 0.95  # squared cosine from which two leading subspaces count as one
 MARGIN = 0.02  # of agreement over a rival that is no permutation
 
 
@@ -49,7 +50,8 @@ class LimitApproach:
             if there is one head.
         other_layers: (draws,), the same with the weights of the layers permuted; no draws if all layers share them.
         principal_component: (layers, texts), agreement with the flow to the leading principal component of the tokens.
-        value_direction: (layers, texts), agreement with the flow of sum_h O_h V_h alone.
+        value_direction: (layers, texts), agreement with the flow of sum_h O_h V_h alone; NaN where it has the same
+            leading subspace as M, and is the same prediction.
         reduction: (layers, texts), 1 - W2(after, limit) / W2(before, limit) of the layer.
         flow_reduction: (layers, texts), the same of x + h M x, saturated.
         case: (layers,), index in CASES of the limit map.
@@ -116,12 +118,13 @@ class LimitApproach:
                 "beaten": bool(own.mean() > draws.max()) if known else None,
             }
         for name in ("principal_component", "value_direction"):
-            rival = getattr(self, name).mean(0)
-            lead = own - rival
+            rival = getattr(self, name)
+            layers = ~rival.isnan().any(-1)
+            lead = (self.agreement - rival)[layers].mean(0)
             error = float(lead.std() / math.sqrt(len(lead))) if len(lead) > 1 else math.inf
             rows[name] = {
-                "agreement": float(rival.mean()),
-                "beaten": bool(lead.mean() >= max(MARGIN, 2 * error)),
+                "agreement": float(rival[layers].mean()) if layers.any() else None,
+                "beaten": bool(lead.mean() >= max(MARGIN, 2 * error)) if layers.any() else None,
             }
         return rows
 
@@ -241,9 +244,22 @@ class Weights:
     O: Tensor
     beta: Tensor
 
+    @cached_property
+    def is_isotropic(self) -> bool:
+        """Whether every G_h is a multiple of the identity, which no rotation changes."""
+        d = self.Q.shape[-1]
+        if self.Q.shape[-2] < d:
+            return False
+        G = self.K.mT @ self.Q
+        scale = G.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+        rest = G - scale * torch.eye(d, dtype=G.dtype, device=G.device)
+        return bool(rest.norm() <= 1e-6 * G.norm())
+
     def rotate(self, R: Tensor) -> Weights:
-        """G_h -> R^T G_h R for all heads: the same spectrum in other directions."""
+        """G_h -> R^T G_h R for all heads: the same spectrum in other directions; O_h V_h if G_h has no directions."""
         turn = lambda matrix: (matrix.reshape(-1, len(R)) @ R).view(matrix.shape)
+        if self.is_isotropic:
+            return replace(self, V=turn(self.V), O=R.mT @ self.O)
         return replace(self, Q=turn(self.Q), K=turn(self.K))
 
     def permute(self, order: Tensor) -> Weights:
@@ -444,9 +460,7 @@ def measure_limit(
         principal_component=torch.stack(
             [p.linear_agreement(v @ v.mT, w) for p, v, w in zip(passages, components, weights)]
         ),
-        value_direction=torch.stack(
-            [p.linear_agreement((w.O @ w.V).sum(0), w) for p, w in zip(passages, weights)],
-        ),
+        value_direction=torch.stack([_value_agreement(*row) for row in zip(passages, weights, facts)]),
         reduction=made,
         flow_reduction=expected,
         case=torch.tensor([CASES.index(f.case) for f in facts]),
@@ -454,6 +468,15 @@ def measure_limit(
         gap=torch.tensor([f.gap for f in facts], dtype=torch.float64),
         **_shapes(recording, rotations),
     )
+
+
+def _value_agreement(passage: Passage, weights: Weights, limit: Spectrum) -> Tensor:
+    """Agreement with the flow of sum_h O_h V_h; NaN if its leading subspace is that of M."""
+    values = (weights.O @ weights.V).sum(0)
+    U = leading_subspace(values)[0]
+    overlap = float((U.mT @ limit.basis).square().sum()) / max(U.shape[1], limit.dimension)
+    agreement = passage.linear_agreement(values, weights)
+    return agreement if overlap < SAME_SUBSPACE else torch.full_like(agreement, torch.nan)
 
 
 def _rotate(
@@ -499,7 +522,8 @@ def _permutation(n: int, generator: torch.Generator) -> Tensor:
 
 
 def _same(a: Weights, b: Weights) -> bool:
-    return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values()))
+    pairs = [(getattr(a, name), getattr(b, name)) for name in ("Q", "K", "V", "O", "beta")]
+    return all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
 
 
 def _read_passage(
