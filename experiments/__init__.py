@@ -30,7 +30,6 @@ PAPERS = (
     "gap_counting",
     "hardmax",
     "gaussian",
-    "trained_stacks",
 )
 ENCODERS = (
     "histograms",

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 MAX_DISTANCES = 200  # times at which W2 is measured if only the end is given
 FILES = ("simulate.json", "simulate.png", "simulate.html", "path_beta_*.safetensors", "clouds_beta_*.png")
-SWEPT = ("beta", "n", "noise", "seed")
 
 Matrix = Annotated[str, typer.Option(help='"3,0;0,1" (rows ; entries ,) or a .npy, .pt or .safetensors file.')]
 Heads = Annotated[
@@ -117,6 +116,7 @@ def simulate(
     from attn_flow import Cloud
     from attn_flow.base.files import lock_for_writing
     from attn_flow.cli.matrices import parse_matrix, parse_numbers
+    from attn_flow.cli.sweep import parse_axes, run_sweep
     from attn_flow.prediction import starting_cloud
 
     if density is not None:
@@ -127,7 +127,9 @@ def simulate(
     progress = not (quiet or as_json)
     if sweep is not None:
         refuse_options(context, "--sweep names the values", "beta", "noise", "x0", "step")
-        _sweep(attention, sweep, tokens, parse_numbers(t, "t"), h, seed, random, out, figure, as_json, progress)
+        axes = parse_axes(sweep, beta=parse_numbers(beta, "beta"), n=[tokens], noise=[noise], seed=[seed])
+        where: dict[str, Any] = {"out": out, "figure": figure, "as_json": as_json, "progress": progress}
+        run_sweep(attention, axes, parse_numbers(t, "t"), h=h, random=random, **where)
         return
     if x0 is not None:
         refuse_options(context, "--x0 gives the tokens", "tokens", "random")
@@ -346,59 +348,6 @@ def _write(out: Path, numbers: dict[str, Any], paths: list[Any], target: LimitMa
     save_figure(simulation_figure(numbers), out / "simulate.png")
     write_simulation(out / "simulate.html", numbers, [page_clouds(path) for path in paths])
     write_json({**numbers, "versions": versions()}, out / "simulate.json")
-
-
-def _sweep(
-    attention: Attention,
-    text: str,
-    tokens: int,
-    times: list[float],
-    h: float,
-    seed: int,
-    random: bool,
-    out: Path | None,
-    figure: Path | None,
-    as_json: bool,
-    progress: bool,
-) -> None:
-    """Run a grid and print its table; with a folder, also sweep.json, sweep.csv and sweep.png."""
-    from attn_flow import sweep
-    from attn_flow.base.figures import save_figure
-    from attn_flow.cli.matrices import parse_numbers
-    from attn_flow.prediction import starting_cloud
-
-    axes: dict[str, list[float]] = {}
-    for part in text.replace(";", " ").split():
-        name, _, values = part.partition("=")
-        if name not in SWEPT or not values:
-            raise ValueError(f'--sweep {text!r}: expected {", ".join(SWEPT)}, such as "beta=10,100 seed=0,1".')
-        axes[name] = parse_numbers(values, name)
-    result = sweep(
-        attention,
-        times[0] if len(times) == 1 else times,
-        betas=axes.get("beta", [10.0, 100.0]),
-        noise=axes.get("noise", [0.0]),
-        n=[int(v) for v in axes.get("n", [tokens])],
-        seeds=[int(v) for v in axes.get("seed", [seed])],
-        clouds=lambda n, seed: starting_cloud(attention.dim, n, seed, random=random or None),
-        h=h,
-        folder=out,
-        progress=progress,
-    )
-    if out is not None:
-        result.to_csv(out / "sweep.csv")
-        save_figure(result.plot(), out / "sweep.png")
-    if figure is not None:
-        save_figure(result.plot(), figure, transparent=True)
-    if as_json:
-        print_json({"t": result.t, "rows": result.rows})
-        return
-    names = {"beta": "beta", "n": "tokens", "noise": "noise", "seed": "seed", "w2_min": "least W2", "t_min": "at time"}
-    names |= {"t_min_predicted": "predicted", "w2_end": "W2 at the end", "unmet": "assumptions not met"}
-    rows = [[_or_none(row[name]) for name in names] for row in result.rows]
-    print_table(f"{len(result)} runs up to t = {float(result.t[-1]):g}", list(names.values()), rows)
-    if out is not None:
-        echo(f"Written to {out}: sweep.json, sweep.csv, sweep.png. The same command continues a stopped sweep.")
 
 
 def _saved_times(t: Sequence[float], h: float) -> Tensor:

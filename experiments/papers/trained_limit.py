@@ -1,4 +1,4 @@
-"""A trained stack in which the theorem is seen: trained tokens end near P_# mu_0 of their own learned weights.
+"""Trained tokens end near P_# mu_0 of their own learned weights if those have a real spectrum and no exit.
 
 A cold stack with one head (arXiv 2605.10931) learns the task `side`: on which side of an unknown plane do most of 200
 tokens on the sphere lie? The distance W2 of its last cloud to the limit predicted from the learned Q, K, V is compared
@@ -9,6 +9,8 @@ longer than it was trained, into the phase that V dominates.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.experiments.claims import bound
 from attn_flow.experiments.figures import COLOURS, caption, label, panels
+from attn_flow.experiments.parts import kept_part
 from attn_flow.nn.stack import DeepStack
 from attn_flow.prediction import limit, resolution, w2_curve
 from attn_flow.train.loop import evaluate, train_stack
@@ -44,13 +47,14 @@ CLOUDS, HELD_OUT = 8, 200  # inputs on which W2 and accuracy are measured
 ROTATIONS = 4
 
 
-def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
+def compute(quick: bool = False, seed: int = 0, progress: bool = False, parts: Path | None = None) -> dict[str, Any]:
     seeds, names = range(seed, seed + (2 if quick else 5)), list(VARIANTS)[:1] if quick else list(VARIANTS)
     runs = []
     with progress_bar("trained_limit", len(seeds) * len(names), progress) as advance:
         for s in seeds:
             for name in names:
-                runs.append(one(name, s, quick))
+                options = {"variant": VARIANTS[name], "seed": s, "quick": quick}
+                runs.append(kept_part(parts, f"{name}, seed {s}", options, partial(one, name, s, quick)))
                 advance(1, note=f"{name}, seed {s}: accuracy {runs[-1]['trained']['accuracy']:.3f}")
     return summarise(runs)
 
@@ -209,5 +213,5 @@ def plot(numbers: dict[str, Any]) -> Figure:
         axis.set_xscale("log", base=2)
         label(axis, f"{title} of stacks run longer", "horizon / trained horizon", y, legend=axis is axes[2])
     axes[1].axhline(table[0]["mean_sign"], color="0.6", ls=":", lw=1)
-    caption(figure, f"Task side, d = 3; {max(row['seeds'] for row in table)} seeds. {numbers['finding']}")
+    caption(figure, f"Task side, d = 3; {len(numbers['runs'])} trained stacks. {numbers['finding']}")
     return figure
