@@ -137,9 +137,16 @@ def cut_texts(texts: Sequence[str], tokenizer: Any, n0: int, count: int, number:
 def prepare(model: nn.Module, tokenizer: Any, texts: Sequence[str], max_length: int) -> Replacement:
     """An encoder whose attention can be replaced on some texts, without the distances that embeddings do not need."""
     recording = record_encoder(model, tokenizer, texts, max_length=max_length)
-    nothing = torch.empty(0)
     return Replacement(
-        encoder_inside(model), tokenizer, texts, recording, Passes([], nothing), nothing, len(texts), max_length
+        model=encoder_inside(model),
+        source=tokenizer,
+        texts=texts,
+        recording=recording,
+        true=Passes([], torch.empty(0)),
+        between=torch.empty(0),
+        batch=len(texts),
+        max_length=max_length,
+        beta_factor=1.0,
     )
 
 
