@@ -66,6 +66,8 @@ METHODS: dict[str, Averages] = {
 }
 REFERENCES = ("own_attention", "top_k_oracle", "low_rank")  # they see the text's own attention
 VARIANTS = ("foreign_queries_fitted", "dipoles")  # of the same size K, at a higher cost
+CORE = ("foreign_queries", "own_attention", "keys", "top_tokens", "random_clusters", "random_tokens")
+LARGE_PASS = 1e11  # multiplications of one pass of all texts beyond which fewer sizes and methods are run
 BASELINES = tuple(name for name in METHODS if name not in ("foreign_queries", *VARIANTS, *REFERENCES))
 
 
@@ -100,7 +102,7 @@ class Clusters:
     hides_tokens: Tensor
 
     def curve(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Means over texts: method -> K -> embedding_cosine, w2, explained (by layer)."""
+        """Means over texts: method -> K -> embedding_cosine, w2, explained (by layer), for the sizes that were run."""
         return {
             name: {
                 str(size): {
@@ -109,6 +111,7 @@ class Clusters:
                     "explained": [_number(value) for value in self.explained[m, s].mean(-1)],
                 }
                 for s, size in enumerate(self.sizes.tolist())
+                if not bool(self.embedding_cosine[m, s].isnan().all())
             }
             for m, name in enumerate(METHODS)
         }
@@ -144,7 +147,7 @@ class Clusters:
         """The sizes for which foreign queries beat every baseline, and the best baseline at the middle size."""
         rows = [list(METHODS).index(name) for name in BASELINES]
         differences = self.w2[rows] - self.w2[list(METHODS).index("foreign_queries")]
-        is_better = (bootstrap(differences, seed).low > 0).all(0)
+        is_better = ((bootstrap(differences, seed).low > 0) | differences.isnan().all(-1)).all(0)  # NaN: not run
         middle = self.w2[rows, len(self.sizes) // 2].mean(-1)
         return self.sizes[is_better].tolist(), BASELINES[int(middle.nan_to_num(torch.inf).argmin())]
 
@@ -211,7 +214,8 @@ def measure_clusters(
         replacement: the encoder, run on its first texts.
         recording: all texts; those other than the replaced one give the foreign queries.
         generator: of random tokens, clusters and foreign queries.
-        sizes: numbers of clusters; by default three powers of two up to half the median length.
+        sizes: numbers of clusters; by default three powers of two up to half the median length. In large encoders the
+            default is two, and methods outside of CORE run with the second one only.
         texts: how many texts are run through depth.
         progress: called with the share of the work that is done.
     """
@@ -221,9 +225,11 @@ def measure_clusters(
         raise ValueError("recording has one text, expected at least two: clusters are found by other texts' queries.")
     encoder = replacement.first(texts)
     texts, median = encoder.recording.texts, int(torch.tensor([len(s) for s in encoder.recording.special]).median())
-    sizes = default_sizes(median) if sizes is None else list(sizes)
+    d = encoder.recording.attentions[0].dim
+    is_large = sizes is None and 12 * recording.layers * d**2 * median * texts > LARGE_PASS
+    sizes = list(sizes) if sizes is not None else default_sizes(median)[: 2 if is_large else 3]
     cuts = [n for n in (median // 2, median // 4) if encoder.texts is not None and median // 4 >= MIN_TOKENS]
-    runs, done = len(METHODS) * len(sizes) + len(cuts) * len(sizes), 0
+    runs, done = len(METHODS) * len(sizes) + sum(len(default_sizes(n)) for n in cuts), 0
 
     def count() -> None:
         nonlocal done
@@ -233,8 +239,13 @@ def measure_clusters(
 
     foreign = [foreign_queries(recording, layer, texts, generator) for layer in range(recording.layers)]
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
+    not_run = torch.full((recording.layers, texts), torch.nan, dtype=torch.float64)
     for name in METHODS:
         for size in sizes:
+            if is_large and name not in CORE and size != sizes[-1]:
+                rows.append((not_run[0], not_run[0], not_run[:, :LAYER_TEXTS]))
+                count()
+                continue
             predict = _predict(METHODS[name], foreign, size, generator)
             comparison = encoder.compare(predict, levels=[recording.layers])
             rows.append(

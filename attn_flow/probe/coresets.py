@@ -70,11 +70,29 @@ class Coreset:
 # --- clusters from queries ---
 
 
-def attention_to(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of queries to keys, (heads, m, n), and the attention received by each key as shares (heads, n)."""
-    attention = (queries @ keys.mT).softmax(-1)
+@dataclass(frozen=True, eq=False)
+class QueryAttention:
+    """Queries (heads, m, k) and what they see of n keys.
+
+    Args:
+        attention: (heads, m, n).
+        log_sums: (heads, m, 1), log sum_j exp<q_i, k_j>.
+        received: (heads, n), the share of all attention that a key receives.
+    """
+
+    queries: Tensor
+    attention: Tensor
+    log_sums: Tensor
+    received: Tensor
+
+
+def attend(queries: Tensor, keys: Tensor) -> QueryAttention:
+    """The attention of queries to keys."""
+    logits = queries @ keys.mT
+    log_sums = logits.logsumexp(-1, keepdim=True)
+    attention = (logits - log_sums).exp()
     received = attention.sum(-2) + 1e-12
-    return attention, received / received.sum(-1, keepdim=True)
+    return QueryAttention(queries, attention, log_sums, received / received.sum(-1, keepdim=True))
 
 
 def cluster_by_queries(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:
@@ -82,9 +100,9 @@ def cluster_by_queries(keys: Tensor, values: Tensor, queries: Tensor, size: int)
 
     The queries may be those of other texts, or the text's own: then it is a reference that sees the answer.
     """
-    attention, received = attention_to(queries, keys)
-    labels = k_means(query_features(keys, values, queries, received), received, size)
-    return merge(keys, values, labels, received, queries, attention)
+    seen = attend(queries, keys)
+    labels = k_means(query_features(keys, values, queries, seen.received), seen.received, size)
+    return merge(keys, values, labels, seen)
 
 
 def query_features(keys: Tensor, values: Tensor, queries: Tensor, received: Tensor) -> Tensor:
@@ -98,17 +116,14 @@ def query_features(keys: Tensor, values: Tensor, queries: Tensor, received: Tens
     return torch.cat(scaled, dim=-1)
 
 
-def merge(
-    keys: Tensor, values: Tensor, labels: Tensor, received: Tensor, queries: Tensor, attention: Tensor
-) -> Coreset:
+def merge(keys: Tensor, values: Tensor, labels: Tensor, seen: QueryAttention) -> Coreset:
     """Clusters with labels (heads, n) as a coreset, with masses from the queries and their attention to the tokens."""
     member = one_hot(labels, int(labels.max()) + 1).to(keys)
-    weighted = member * received[..., None]
+    weighted = member * seen.received[..., None]
     total = weighted.sum(-2).clamp_min(1e-30)[..., None]
     centre_keys, centre_values = weighted.mT @ keys / total, weighted.mT @ values / total
-    to_cluster = attention @ member  # (heads, m, K)
-    log_sum = (queries @ keys.mT).logsumexp(-1, keepdim=True)
-    terms = to_cluster.clamp_min(1e-30).log() + log_sum - queries @ centre_keys.mT
+    to_cluster = seen.attention @ member  # (heads, m, K)
+    terms = to_cluster.clamp_min(1e-30).log() + seen.log_sums - seen.queries @ centre_keys.mT
     paid = to_cluster.sum(-2)
     log_masses = (to_cluster * terms).sum(-2) / paid.clamp_min(1e-30)
     log_masses = log_masses.masked_fill((member.sum(-2) == 0) | (paid <= 1e-20), -torch.inf)
@@ -139,7 +154,7 @@ def k_means(points: Tensor, weights: Tensor, size: int) -> Tensor:
 
 def refit_values(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor) -> Coreset:
     """The same clusters with the values that fit these queries best, by ridge regression around the mean values."""
-    target = attention_to(queries, keys)[0] @ values
+    target = attend(queries, keys).attention @ values
     weights = coreset.weights(queries)
     gram = weights.mT @ weights
     ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(gram.shape[-1]).to(gram)
@@ -150,7 +165,7 @@ def refit_values(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor
 def fit(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor) -> Coreset:
     """Keys, values and masses fitted to what these queries get, by a few steps of Adam and a last fit of the values."""
     some = queries[:, ::FIT_STRIDE]
-    target = attention_to(some, keys)[0] @ values
+    target = attend(some, keys).attention @ values
     scale = 1 / _spread(target, torch.full_like(target[..., 0], 1 / target.shape[-2])).clamp_min(1e-20)
     units = keys.std(-2, keepdim=True), values.std(-2, keepdim=True), torch.ones_like(keys[0, 0, 0])
     log_masses = coreset.log_masses.clamp_min(-30)
@@ -170,7 +185,7 @@ def fit(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor) -> Core
     fitted = refit_values(fitted, keys, values, queries)
     # Few queries may be overfitted: a head keeps its fit if that is better on queries which the gradient has not seen.
     held_out = queries[:, 1::FIT_STRIDE]
-    target = attention_to(held_out, keys)[0] @ values
+    target = attend(held_out, keys).attention @ values
     before, after = ((c.averages(held_out) - target).square().sum((-2, -1)) for c in (coreset, fitted))
     choose = lambda new, old: torch.where((after < before).reshape(-1, *[1] * (new.ndim - 1)), new, old)
     return Coreset(
@@ -186,20 +201,20 @@ def add_dipoles(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Cor
     It is the first-order term of a multipole expansion (MuSe, arXiv 2509.10406) around the mean query that attends to
     the cluster. Each cluster holds k v + k numbers more.
     """
-    attention, received = attention_to(queries, keys)
-    labels = k_means(query_features(keys, values, queries, received), received, size)
-    coreset = merge(keys, values, labels, received, queries, attention)
+    seen = attend(queries, keys)
+    labels = k_means(query_features(keys, values, queries, seen.received), seen.received, size)
+    coreset = merge(keys, values, labels, seen)
     member = one_hot(labels, int(labels.max()) + 1).to(keys)
-    weighted = member * received[..., None]
+    weighted = member * seen.received[..., None]
     share = weighted / weighted.sum(-2, keepdim=True).clamp_min(1e-30)
     dk, dv = (x - _take(centres, labels) for x, centres in ((keys, coreset.keys), (values, coreset.values)))
     slopes = (share.mT @ (dv[..., None] * dk[..., None, :]).flatten(-2)).unflatten(-1, (dv.shape[-1], dk.shape[-1]))
-    paid = attention @ member
+    paid = seen.attention @ member
     centres = paid.mT @ queries / paid.sum(-2).clamp_min(1e-30)[..., None]
     dipoles = Coreset(coreset.keys, coreset.values, coreset.log_masses, slopes, centres)
     # Cold heads leave the linear range: the slopes of a head are damped by the factor that suits its queries best.
     some = queries[:, :: 2 * FIT_STRIDE]
-    plain, target = coreset.averages(some), attention[:, :: 2 * FIT_STRIDE] @ values
+    plain, target = coreset.averages(some), seen.attention[:, :: 2 * FIT_STRIDE] @ values
     tilt = dipoles.averages(some) - plain
     factor = ((target - plain) * tilt).sum((-2, -1)) / tilt.square().sum((-2, -1)).clamp_min(1e-30)
     return replace(dipoles, slopes=slopes * factor.clamp(0, 1)[:, None, None, None])
@@ -219,25 +234,25 @@ def cluster_keys(keys: Tensor, values: Tensor, size: int) -> Coreset:
 
 def top_tokens(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:
     """The tokens that receive most attention of the queries, with equal masses."""
-    best = attention_to(queries, keys)[1].topk(min(size, keys.shape[-2])).indices
+    best = attend(queries, keys).received.topk(min(size, keys.shape[-2])).indices
     return Coreset(_take(keys, best), _take(values, best), torch.zeros_like(best, dtype=keys.dtype))
 
 
 def top_tokens_and_rest(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:
     """The size - 1 tokens that receive most attention of the queries, and all others as one cluster."""
-    attention, received = attention_to(queries, keys)
+    seen = attend(queries, keys)
     size = min(size, keys.shape[-2])
-    best = received.topk(size - 1).indices
-    labels = torch.full_like(received, size - 1, dtype=torch.long)
+    best = seen.received.topk(size - 1).indices
+    labels = torch.full_like(seen.received, size - 1, dtype=torch.long)
     labels.scatter_(1, best, torch.arange(size - 1, device=keys.device).expand_as(best))
-    return merge(keys, values, labels, received, queries, attention)
+    return merge(keys, values, labels, seen)
 
 
 def random_clusters(keys: Tensor, values: Tensor, queries: Tensor, size: int, generator: torch.Generator) -> Coreset:
     """Tokens grouped at random, with masses from the queries: what is left without the right clusters."""
-    attention, received = attention_to(queries, keys)
-    labels = torch.randint(min(size, keys.shape[-2]), received.shape, generator=generator).to(keys.device)
-    return merge(keys, values, labels, received, queries, attention)
+    seen = attend(queries, keys)
+    labels = torch.randint(min(size, keys.shape[-2]), seen.received.shape, generator=generator).to(keys.device)
+    return merge(keys, values, labels, seen)
 
 
 def random_tokens(keys: Tensor, values: Tensor, special: Tensor, size: int, generator: torch.Generator) -> Coreset:

@@ -166,6 +166,17 @@ def test_fewer_than_eight_texts_have_no_verdict():
     assert len(finding.text.split()) <= 40
 
 
+def test_methods_that_were_not_run_do_not_decide():
+    measured = by_hand({})
+    row = list(METHODS).index("leverage_tokens")
+    w2, cosine = measured.w2.clone(), measured.embedding_cosine.clone()
+    w2[row, 0] = cosine[row, 0] = torch.nan
+    finding = replace(measured, w2=w2, embedding_cosine=cosine).finding()
+    assert finding.verdict == "supported"
+    assert list(finding.numbers["curve"]["leverage_tokens"]) == ["64"]
+    assert finding.numbers["clusters_for_w2_goal"]["leverage_tokens"] is None
+
+
 def test_growth_is_the_slope_of_logarithms():
     """K for W2 0.3 is 32, 8 and 2 for 128, 64 and 32 tokens: an exponent of 2."""
     measured = by_hand({}, noise=0.0)
