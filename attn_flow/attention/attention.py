@@ -25,7 +25,8 @@ from attn_flow.attention.fields import Field
 from attn_flow.attention.kernel import Kernel, choose_kernel
 from attn_flow.base import checks
 from attn_flow.kernels import dense, sinkhorn
-from attn_flow.measures import Cloud, Measure, as_cloud
+from attn_flow.measures.cloud import Cloud, as_cloud
+from attn_flow.measures.measure import Measure
 
 Kind = Literal["softmax", "hardmax", "unnormalised", "sinkhorn"]
 MAX_MATRIX_ENTRIES = 2**30

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
 
 Velocity = Callable[[float, Tensor], Tensor]  # (t, x) -> one vector per token, x (..., n, d)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attn_flow.attention.fields import Field, Velocity
 from attn_flow.base import checks
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Attention
+from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
 from attn_flow.dynamics.harmonics import Harmonics, evaluated
 from attn_flow.dynamics.steppers import dopri5
-from attn_flow.measures import Cloud, VonMisesFisher
+from attn_flow.measures.cloud import Cloud
+from attn_flow.measures.von_mises_fisher import VonMisesFisher
 
 NEGATIVE = 1e-6  # of the largest density: below zero by more is not resolved, by less is rounding of an empty region
 BANDWIDTH = {2: 64, 3: 20}  # by dimension

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Field, Scheduled
+from attn_flow.attention.fields import Field, Scheduled
 from attn_flow.base import checks
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.integrator import Run, adaptive_steps, fixed_steps
@@ -22,7 +22,7 @@ from attn_flow.dynamics.noise import Noise
 from attn_flow.dynamics.steppers import Adaptive, RungeKutta, as_method, rk4
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Euclidean, Geometry, Sphere, place
-from attn_flow.measures import Cloud, as_cloud
+from attn_flow.measures.cloud import Cloud, as_cloud
 
 MAX_STEPS = 10**9  # of fixed steps: more would take days even for one token
 UNIT_SPHERE = Sphere()

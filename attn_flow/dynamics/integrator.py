@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Field
+from attn_flow.attention.fields import Field
 from attn_flow.base import checks
 from attn_flow.dynamics.merging import MergedCloud
 from attn_flow.dynamics.noise import Noise
 from attn_flow.dynamics.step_size import StepMonitor, StepWarning
 from attn_flow.dynamics.steppers import Adaptive, RungeKutta, Velocity
 from attn_flow.geometry import Geometry
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
 
 
 class Run:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attn_flow.attention import Field, Scheduled
+from attn_flow.attention.fields import Field, Scheduled
 from attn_flow.base import checks
 from attn_flow.dynamics.flow import UNIT_SPHERE, flow
 from attn_flow.dynamics.integrator import Run
 from attn_flow.dynamics.steppers import Adaptive, RungeKutta, as_method, rk4
 from attn_flow.geometry import Geometry, place
-from attn_flow.measures import Cloud, as_cloud
+from attn_flow.measures.cloud import Cloud, as_cloud
 
 ENTRIES = 2**20  # numbers in the clouds that are differentiated at once
 MAX_MATRIX_ENTRIES = 2**28  # of the Jacobian

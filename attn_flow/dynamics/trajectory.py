@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_flow.base import checks, drawing
 from attn_flow.base.files import read_tensors, write_tensors
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.base import checks
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
 
 TAIL = 18.0  # log-tan nodes run over |log tan(phi/2)| <= TAIL: angles down to 3e-8 from the axis
 

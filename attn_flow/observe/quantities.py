@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_flow.attention import Attention
+from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
 from attn_flow.geometry import Geometry
 from attn_flow.measures.cloud import Cloud, as_cloud
