@@ -1,9 +1,9 @@
 """Do the tests notice? The package is changed in one place at a time, and the tests that reach the place are run.
 
     mutation.py                                     3 mutants drawn from every file
-    mutation.py --rooms transport --per-file 8      more, of one package; --seed 1 for others
+    mutation.py --packages transport --per-file 8      more, of one package; --seed 1 for others
     mutation.py --only near.py                      of files and changes with this in their names
-    mutation.py --rooms probe --tests probe/test_stages.py      looked at by these tests alone, which is quicker;
+    mutation.py --packages probe --tests probe/test_stages.py      looked at by these tests alone, which is quicker;
                                                     what they do not notice counts as a survivor
 
 The changed package lives beside --out. torch and pytest are imported once; each mutant is a fork that imports the
@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-# The tests of each room; those of its neighbours count where they are the ones that look at it.
-ROOMS = {
+# The tests of each package; those of its neighbours count where they are the ones that look at it.
+PACKAGES = {
     "kernels": ("kernels", "attention"),
     "attention": ("attention", "kernels", "dynamics"),
     "dynamics": ("dynamics",),
@@ -46,11 +46,14 @@ ROOMS = {
     "transport": ("transport",),
     "observe": ("observe",),
     "measures": ("measures",),
+    "nn": ("nn",),
+    "theory": ("theory",),
+    "base": ("base",),
     "probe": ("probe",),
 }
 ACROSS = ("base/processes.py",)  # called by processes that the tests start, which are not traced
 EVERYWHERE = ("test_bad_input.py",)
-CHOSEN: list[str] = []  # tests that were asked for, in the place of the room's
+CHOSEN: list[str] = []  # tests that were asked for, in the place of the package's
 # Seconds of processor time that a mutant's tests may take beyond SLOWER times their own: an endless loop is noticed,
 # and a busy machine is not taken for one. What waits for ever is ended after WAITING times as many on the clock.
 TIMEOUT, SLOWER, WAITING = 60, 4, 10
@@ -256,7 +259,7 @@ def forked(folder: Path, tests: list[str], plugin: Any, answer: Any, timeout: in
         try:
             import pytest
 
-            words = [until, "-q", "-p", "no:xdist", "--tb=no", "-m", "not slow and not bench and not docs", *tests]
+            words = [until, "-q", "-p", "no:xdist", "--tb=no", "-m", "not slow and not docs", *tests]
             code = int(pytest.main(words, plugins=[plugin]))
             told.write_text(json.dumps(answer(code)))
         finally:
@@ -267,7 +270,7 @@ def forked(folder: Path, tests: list[str], plugin: Any, answer: Any, timeout: in
     return json.loads(told.read_text()) if told.exists() else None
 
 
-def reach(folder: Path, room: str, known: Path, digest: str) -> tuple[dict[str, list[str]], dict[str, float]]:
+def reach(folder: Path, package_name: str, known: Path, digest: str) -> tuple[dict[str, list[str]], dict[str, float]]:
     """Functions -> tests, and the seconds of every test, as found before or by a run that notes them.
 
     Tests that fail there (they look at the code itself, as torch.compile does) are left out.
@@ -276,18 +279,18 @@ def reach(folder: Path, room: str, known: Path, digest: str) -> tuple[dict[str, 
         held = json.loads(known.read_text())
         if held["digest"] == digest:
             return held["callers"], held["seconds"]
-    sources = {p: p.read_text() for z in ROOMS for p in (folder / "attn_flow" / z).glob("*.py")}
+    sources = {p: p.read_text() for z in PACKAGES for p in (folder / "attn_flow" / z).glob("*.py")}
     for path, text in sources.items():
         path.write_text(instrumented(text, f"{path.parent.name}/{path.name}"))
     plugin = Reach()
     try:
-        found = forked(folder, tests_of(room, folder), plugin, plugin.answer, 3600, "--maxfail=20")
+        found = forked(folder, tests_of(package_name, folder), plugin, plugin.answer, 3600, "--maxfail=20")
     finally:
         for path, text in sources.items():
             path.write_text(text)
-    if found is None or len(found["failed"]) >= 20:
+    if found is None or not found["seconds"] or len(found["failed"]) >= 20:
         print((folder / "output.txt").read_text()[-3000:])
-        raise SystemExit("the tests fail without any change; mend them first.")
+        raise SystemExit("the tests fail or do not start without any change; mend them first.")
     known.write_text(json.dumps({"digest": digest, **found}))
     return found["callers"], found["seconds"]
 
@@ -305,22 +308,22 @@ def sha(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-def tests_of(room: str, folder: Path) -> list[str]:
-    everywhere = () if room == "probe" else EVERYWHERE  # which do not probe
-    looked = CHOSEN or (*ROOMS[room], *everywhere)
+def tests_of(package_name: str, folder: Path) -> list[str]:
+    everywhere = () if package_name == "probe" else EVERYWHERE  # which do not probe
+    looked = CHOSEN or (*PACKAGES[package_name], *everywhere)
     return sorted(f"tests/{z}" for z in looked if (folder / "tests" / z).exists())
 
 
-def tests_digest(room: str, folder: Path) -> str:
-    tests = [folder / z for z in tests_of(room, folder)]
+def tests_digest(package_name: str, folder: Path) -> str:
+    tests = [folder / z for z in tests_of(package_name, folder)]
     return sha(*(p.read_text() for z in tests for p in ([z] if z.is_file() else sorted(z.glob("*.py")))))
 
 
 def judged(mutant: Mutant, folder: Path, out: Path, package: str) -> dict[str, Any]:
     """The mutant's line of the results: killed by which test, or not."""
-    room = mutant.file.split("/")[0]
-    known = out.with_name(f"reach-{sha(*tests_of(room, folder))}.json")
-    callers, seconds = reach(folder, room, known, sha(package, tests_digest(room, folder)))
+    package_name = mutant.file.split("/")[0]
+    known = out.with_name(f"reach-{sha(*tests_of(package_name, folder))}.json")
+    callers, seconds = reach(folder, package_name, known, sha(package, tests_digest(package_name, folder)))
     inside = function(mutant)
     # What runs at import, or once and is kept, is looked at by any of them.
     wanted = set(seconds) if mutant.file in ACROSS else set(callers.get(inside or "", [])) or set(seconds)
@@ -355,14 +358,14 @@ def excused(mutant: Mutant, pattern: str) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=list(ROOMS))
+    parser.add_argument("--packages", nargs="*", default=list(PACKAGES), choices=list(PACKAGES))
     parser.add_argument("--per-file", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
     parser.add_argument("--tests", nargs="*", default=[])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "mutants" / "results.jsonl")
-    asked = parser.parse_args()
-    CHOSEN.extend(asked.tests)
+    options = parser.parse_args()
+    CHOSEN.extend(options.tests)
     os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", MPLBACKEND="Agg")
     import hypothesis  # noqa: F401
     import ot  # noqa: F401
@@ -373,20 +376,22 @@ def main() -> int:
 
     torch.set_num_threads(1)
     mutants: list[Mutant] = []
-    for room in asked.rooms:
-        for path in sorted((ROOT / "attn_flow" / room).glob("*.py")):
-            every = drawn_from(f"{room}/{path.name}")
-            chance = random.Random(f"{asked.seed} {path.name}")
-            mutants += chance.sample(every, min(asked.per_file, len(every)))
-    mutants = [m for m in mutants if m.file.split("/")[0] in asked.rooms and asked.only in f"{m.where} {m.change}"]
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    before = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
+    for package_name in options.packages:
+        for path in sorted((ROOT / "attn_flow" / package_name).glob("*.py")):
+            every = drawn_from(f"{package_name}/{path.name}")
+            chance = random.Random(f"{options.seed} {path.name}")
+            mutants += chance.sample(every, min(options.per_file, len(every)))
+    mutants = [
+        m for m in mutants if m.file.split("/")[0] in options.packages and options.only in f"{m.where} {m.change}"
+    ]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    before = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     held = {z["key"]: z for z in before}
     results: list[tuple[Mutant, dict[str, Any]]] = []
-    folder = asked.out.parent.resolve() / "changed"
+    folder = options.out.parent.resolve() / "changed"
     shutil.rmtree(folder, ignore_errors=True)
     os.environ["TORCH_EXTENSIONS_DIR"] = f"{folder}_extensions"  # compiled once, and apart from the package's own
-    with asked.out.open("a") as out:
+    with options.out.open("a") as out:
         for part in ("attn_flow", "hooks", "experiments", "tests"):
             shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
@@ -399,7 +404,7 @@ def main() -> int:
             found = held.get(digest)
             if found is None or not (found["killed"] or found["given"] == tests):
                 found = {"key": digest, "given": tests, "where": mutant.where, "change": mutant.change}
-                found |= judged(mutant, folder, asked.out, package)
+                found |= judged(mutant, folder, options.out, package)
                 held[digest] = found
                 out.write(json.dumps(found) + "\n")
                 out.flush()
@@ -411,17 +416,17 @@ def main() -> int:
 
 def summary(results: list[tuple[Mutant, dict[str, Any]]]) -> int:
     """Print the share of survivors by package, and all survivors; 1 if more than a tenth survives."""
-    print("\nroom        mutants  killed  equivalent  survived")
+    print("\npackage     mutants  killed  equivalent  survived")
     alive = [m for m, found in results if not found["killed"]]
-    for room in ROOMS:
-        some = [m for m, _ in results if m.file.startswith(f"{room}/")]
+    for package_name in PACKAGES:
+        some = [m for m, _ in results if m.file.startswith(f"{package_name}/")]
         if not some:
             continue
         left = [m for m in alive if m in some]
         same = [m for m in left if equivalent(m)]
         real = len(left) - len(same)
         share = real / max(1, len(some) - len(same))
-        print(f"{room:10} {len(some):8} {len(some) - len(left):7} {len(same):11} {real:9}  {share:.1%}")
+        print(f"{package_name:10} {len(some):8} {len(some) - len(left):7} {len(same):11} {real:9}  {share:.1%}")
     for m in alive:
         print(f"{m.where} {m.change}  {equivalent(m) or ''}")
     survivors = [m for m in alive if not equivalent(m)]
