@@ -3,6 +3,7 @@
 # make test-anywhere   the tests as other machines run them: every instruction set torch has here (default, avx2, its
 #                      own) with 1 and 2 threads, shuffled, with new random numbers; a table at the end. SEED=7 repeats.
 # make test-foreign    the numerical tests on one instruction set that is not the machine's own (what .ci/run adds)
+# make test-core-only  a wheel without the optional dependencies, in an environment of its own (what .ci/run adds)
 # make mutants         does a wrong package fail its tests: mutants drawn from every file
 # make docs            the site, in site/: open site/index.html; a broken link is an error
 # make check-docs      the same, built aside, and every link followed (what .ci/run adds)
@@ -25,7 +26,7 @@ export MPLBACKEND := Agg
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat mutants bench reproduce clean
-.PHONY: encoders test-encoders docs check-docs test-docs tutorials animation report-figures
+.PHONY: test-core-only encoders test-encoders docs check-docs test-docs tutorials animation report-figures
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two, once)"
@@ -56,6 +57,15 @@ test-foreign: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/pytest -n 2 -m slow
+
+# setuptools comes first, because the package is built without an environment of pip's own.
+test-core-only:
+	rm -rf .venv-core
+	$(PYTHON) -m venv .venv-core
+	.venv-core/bin/python $(PIP_INSTALL) "torch==$$(sed -n 's/^torch==//p' constraints.txt)" "setuptools>=77"
+	.venv-core/bin/python $(PIP_INSTALL) --no-build-isolation .
+	.venv-core/bin/python -I tests/core_only.py
+	rm -rf .venv-core build attn_flow.egg-info
 
 # The hook tests on the oldest and newest supported major line of transformers.
 test-compat: $(READY)
@@ -109,4 +119,4 @@ reproduce: $(READY)
 	$(BIN)/attn-flow reproduce all --out runs/reproduce
 
 clean:
-	rm -rf $(VENV) .venv-compat build dist *.egg-info runs site
+	rm -rf $(VENV) .venv-compat .venv-core build dist *.egg-info runs site
