@@ -4,7 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from torch.utils import backend_registration
 
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot register a device that is written in Python",
+)
 def test_on_a_simulated_accelerator() -> None:
     script = Path(__file__).with_name("on_accelerator.py")
     options = ["-p", "no:xdist", "-o", "addopts=", "--import-mode=importlib"]
