@@ -14,6 +14,7 @@
 # make encoders        fetch the real encoders of docs/encoders.md into the user's cache (about 1 GB)
 # make test-encoders   the tests on those real encoders; what was not fetched is skipped by name
 # make bench           speed against other implementations, one table; on an otherwise idle machine
+# make bench-targets   the limits on time and memory that a release keeps; on an otherwise idle machine
 # make reproduce       all experiments in full (hours)
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -25,7 +26,7 @@ export HF_HUB_OFFLINE := 1
 export MPLBACKEND := Agg
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat mutants bench reproduce clean
+.PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat mutants bench bench-targets reproduce clean
 .PHONY: test-core-only encoders test-encoders docs check-docs test-docs tutorials animation report-figures
 
 $(READY): pyproject.toml constraints.txt
@@ -114,6 +115,9 @@ test-encoders: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py --out runs/bench.json
+
+bench-targets: $(READY)
+	$(BIN)/python benchmarks/targets.py
 
 reproduce: $(READY)
 	$(BIN)/attn-flow reproduce all --out runs/reproduce
