@@ -72,7 +72,7 @@ def animate_clouds(
     seconds: float = 8.0,
 ) -> None:
     """Write clouds x (T, n, d) as an animated GIF, with a curve (T,) of distances below them if one is given."""
-    with style(width=5.0) as pyplot:
+    with style(width=9.0) as pyplot:
         from matplotlib.animation import FuncAnimation, PillowWriter
 
         x, bases, _ = _in_view(x, predicted, final)

@@ -329,7 +329,7 @@ def _row(
         return row
     leaving = next((phase for phase in result.intervals if phase.name == "terminal"), None)
     row["w2_min"], row["t_min"] = float(result.min_w2), float(result.t_min)
-    row["t_min_predicted"] = target.t_min(beta) if 1 < beta < math.inf else None
+    row["t_min_predicted"] = target.t_min(beta) if 1 < beta < math.inf and not run["noise"] else None
     row["w2_end"], row["w2"] = float(result.w2[-1]), result.w2.tolist()
     row["phases"] = ", ".join(phase.name for phase in result.intervals)
     row["exit_rate"] = None if leaving is None else leaving.rate

@@ -37,6 +37,7 @@ def test_noise_depends_on_the_seed_alone() -> None:
     both, second = sweep(ATTENTION, 1.0, seeds=[1, 2], **options), sweep(ATTENTION, 1.0, seeds=[2], **options)
     assert both.rows[1]["w2"] == pytest.approx(second.rows[0]["w2"], abs=1e-12)
     assert both.rows[0]["w2"] != both.rows[1]["w2"]
+    assert both.rows[0]["t_min_predicted"] is None  # predictions are for the flow without noise
 
 
 def test_a_sweep_continues_after_a_kill(tmp_path) -> None:
