@@ -226,7 +226,7 @@ def test_published_table():
         "keys": (0.958, 0.33),
         "top_tokens_and_rest": (0.926, 0.42),
         "top_tokens": (0.890, 0.51),
-        "random_clusters": (0.857, 0.53),
+        "random_clusters": (0.857, 0.54),
         "foreign_queries_fitted": (0.988, 0.18),
     }
     for name, (cosine, w2) in expected.items():
