@@ -155,19 +155,21 @@ def finding(numbers: dict[str, Any]) -> str:
     nearest = min(numbers["table"], key=lambda row: float(np.mean(row["trained_w2"])))
     farthest = max(numbers["table"], key=lambda row: float(np.mean(row["trained_w2"])))
     reaches = [row["variant"] for row in numbers["table"] if max(row["trained_w2"]) < 0.5]
-    last = [float(np.mean(row)) for row in zip(*base["longer_accuracy"])]
+    ends = {row["variant"]: float(np.mean([each[-1] for each in row["longer_accuracy"]])) for row in numbers["table"]}
+    least = min(ends, key=lambda name: ends[name])
     return (
         f"Accuracy {_mean(base['trained_accuracy'])} where the sign of the mean token reaches {base['mean_sign']:.2f}. "
         f"W2 to the limit of the learned weights, over W2 at the start: {_mean(nearest['trained_w2'])} with "
         f"{nearest['variant']}, {_mean(farthest['trained_w2'])} with {farthest['variant']} (untrained "
         f"{_mean(nearest['untrained_w2'])} and {_mean(farthest['untrained_w2'])}, limits of rotated weights "
         f"{_mean(nearest['rotated'])}). Below one half for every seed: {', '.join(reaches) or 'none'}. Run "
-        f"{numbers['longer'][-1]} times longer, accuracy goes from {last[0]:.2f} to {last[-1]:.2f}."
+        f"{numbers['longer'][-1]} times longer, accuracy is {ends[base['variant']]:.2f} with {base['variant']} and "
+        f"{ends[least]:.2f} with {least}."
     )
 
 
 def _mean(values: list[float]) -> str:
-    return f"{np.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    return f"{np.mean(values):.2f}" + f" ({min(values):.2f} to {max(values):.2f})" * (len(values) > 1)
 
 
 def claims(numbers: dict[str, Any]) -> list[dict[str, Any]]:
