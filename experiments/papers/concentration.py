@@ -127,7 +127,7 @@ def mean_field(n: int, every: float) -> dict[str, Any]:
 def run(path: Trajectory, b: int, beta: float, target: LimitMap, curve: Tensor) -> dict[str, Any]:
     one = Trajectory(path.t, path.x[:, b], path.weights, about={"field": {"beta": beta}})
     found = phases(one, target, w2=curve, warn=False)
-    t_min, min_w2 = vertex(np.array(found.t), np.array(found.w2))
+    t_min, min_w2 = vertex(found.t.numpy(), found.w2.numpy())
     return found.as_dict() | {"beta": beta, "t_min": t_min, "min_w2": min_w2}
 
 
