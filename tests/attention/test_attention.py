@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
-from attn_flow import Attention, Cloud, Drift, Gaussian, Layers, Scheduled, Sphere, UniformSphere
+from attn_flow import Attention, Cloud, Drift, Gaussian, Layers, Scheduled, Sphere, UniformSphere, flow
 from attn_flow.attention import layer_norm_scaling, ngpt, peri_norm, pre_norm
+from attn_flow.attention.kernel import choose_kernel
+from attn_flow.kernels import dense, near, series
 
 f64 = torch.float64
 
@@ -227,3 +229,31 @@ EYE = torch.eye(3)
 def test_errors_name_what_is_wrong(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_a_drift_of_ones_own_is_called_in_the_dtype_of_the_tokens() -> None:
+    """The logits need float64, but the user's function is written for float32 and keeps its size."""
+    turn = torch.tensor([[0.0, -1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    x0 = Sphere().uniform(8, 3, generator=torch.Generator().manual_seed(0))
+    paths = []
+    for x in (x0, x0.double()):
+        field = Attention.identity(3, beta=1000.0) + Drift(lambda t, z, dtype=x.dtype: z @ turn.to(dtype))
+        paths.append(flow(field, x, [0.0, 1.0]).x[-1])
+    assert paths[0].dtype == torch.float32
+    assert torch.allclose(paths[0].double(), paths[1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "beta", "module"),
+    [
+        (2048, 3, 1e4, near),
+        (2048, 2, 100.0, series),
+        (2000, 3, 1e4, dense),
+        (2048, 3, 1.0, dense),
+        (2048, 17, 1e4, dense),
+    ],
+)
+def test_auto_takes_another_kernel_only_for_large_cold_clouds(n: int, d: int, beta: float, module) -> None:
+    x = Sphere().uniform(n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kernel = choose_kernel("auto", x, x, x, None, beta)
+    assert getattr(kernel, "func", kernel) is module.softmax_average
