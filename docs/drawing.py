@@ -9,17 +9,18 @@ from pathlib import Path
 from matplotlib import pyplot
 from PIL import Image
 
-from attn_flow.probe import Probe
-from attn_flow.probe.page import FIGURES
+from attn_flow.probe import ProbeResult
+from attn_flow.probe.figures import draw
+from attn_flow.probe.findings import QUESTIONS
 
 OUT = Path(__file__).parent / "figures"
 
 
 def write_figures(folder: str) -> None:
     """Every figure of the report in `folder`, smaller and with 128 colours."""
-    result = Probe.load(folder)
-    for name, (draw, *_) in FIGURES.items():
-        figure, drawn = draw(result), io.BytesIO()
+    result = ProbeResult.load(folder)
+    for name in QUESTIONS:
+        figure, drawn = draw(result, name), io.BytesIO()
         figure.savefig(drawn, format="png", dpi=110)
         pyplot.close(figure)
         Image.open(drawn).convert("RGB").quantize(128).save(OUT / f"report-{name}.png", optimize=True)

@@ -38,11 +38,12 @@ ENCODERS = (
     "energy_by_layer",
     "wrapped_layer",
     "fine_tuning",
+    "questions",
+    "mean_field",
+    "cold_heads",
 )
-MODELS = ("mean_field", "zoo", "cold_heads")
 MODULES = {name: f"attn_flow.experiments.papers.{name}" for name in PAPERS}
 MODULES |= {name: f"attn_flow.experiments.encoders.{name}" for name in ENCODERS}
-MODULES |= {name: f"attn_flow.experiments.{name}" for name in MODELS}
 NAMES = tuple(MODULES)
 
 

@@ -21,7 +21,6 @@ COMMANDS = {  # lines of shell blocks that are not run as written: what is added
     "make test": None,
     "source .venv/bin/activate": None,
     "attn-flow encoders get": None,  # the network
-    "attn-flow probe minilm --demo": " --no-nulls",
 }
 
 
@@ -88,10 +87,10 @@ def test_every_experiment_has_its_figure_in_the_gallery() -> None:
 
 
 def test_every_figure_of_the_report_is_explained() -> None:
-    from attn_flow.probe.page import FIGURES
+    from attn_flow.probe.findings import QUESTIONS
 
     shown = re.findall(r"\(figures/report-(\w+)\.png\)", (ROOT / "docs/report.md").read_text())
-    assert shown == list(FIGURES)
+    assert shown == list(QUESTIONS)
     assert {path.stem for path in (ROOT / "docs/figures").glob("report-*.png")} == {f"report-{name}" for name in shown}
 
 

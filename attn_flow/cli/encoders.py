@@ -16,6 +16,7 @@ from attn_flow.cli.console import (
     Json,
     Quiet,
     Seed,
+    complain,
     echo,
     folder_name,
     print_json,
@@ -26,9 +27,12 @@ from attn_flow.cli.console import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
+
+    from attn_flow.probe import ProbeResult, ProbeRun
 
 DEMO_TEXTS = 32
+PROBE_OUT = Path("runs/probe")
 WITHOUT_TEXTS = ("tabpfn", "rxnmap")  # encoders whose tokens are rows of tables, or atoms
 DEMO_INPUTS = 8  # tables or reactions for those
 
@@ -48,6 +52,8 @@ Texts = Annotated[
     ),
 ]
 Field = Annotated[str, typer.Option(help="The field or column that holds the text.")]
+Tokenizer = Annotated[str | None, typer.Option(help="Folder or name of another tokenizer for the texts.")]
+Unknown = Annotated[float, typer.Option(help="Share of unknown tokens above which texts are refused.")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
 Pickle = Annotated[bool, typer.Option(help="Accept pickled weights (reading them may run code).")]
 
@@ -58,23 +64,13 @@ def probe(
     texts: Texts = None,
     field: Field = "text",
     images: Annotated[Path | None, typer.Option(help="A folder of images, for vision models.")] = None,
-    demo: Annotated[bool, typer.Option(help="Probe the embedded MiniLM on Python's own help pages.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the report; with several models, one inside each.")] = Path(
-        "runs/probe"
-    ),
-    nulls: Annotated[
-        bool, typer.Option(help="Compare with baselines: attention removed, rotated, untrained ...")
-    ] = True,
-    max_length: Annotated[
-        int, typer.Option(min=2, help="Tokens kept of each text, at most what the model takes.")
-    ] = 160,
+    demo: Annotated[bool, typer.Option(help="Probe the packaged MiniLM on Python's own help pages.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the report; several models have one each in it.")] = PROBE_OUT,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each text.")] = 160,
     first: Annotated[int | None, typer.Option(min=1, help="Use the first so many texts only.")] = None,
     again: Annotated[bool, typer.Option(help="Compute again, even if the folder has a finished run.")] = False,
-    tokenizer: Annotated[str | None, typer.Option(help="Folder or name of another tokenizer for the texts.")] = None,
-    max_unknown: Annotated[float, typer.Option(help="Share of unknown tokens above which texts are refused.")] = 0.1,
-    transport: Annotated[
-        str, typer.Option(help="Distances: exact, geomloss, or auto (geomloss on CUDA, exact on a CPU).")
-    ] = "auto",
+    tokenizer: Tokenizer = None,
+    max_unknown: Unknown = 0.1,
     device: Annotated[str, typer.Option(help="auto (CUDA if it is there), cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
@@ -82,109 +78,134 @@ def probe(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Is a trained encoder a mean-field flow? A report with findings, baselines and error bars.
+    """Four questions about a trained encoder, answered with intervals and baselines, and a report.
 
     Examples:
 
       attn-flow probe --demo --out runs/demo
 
-      attn-flow probe ./my-bert --texts corpus.txt --out runs/mine
+      attn-flow probe bert-base-uncased --texts corpus.txt --out runs/mine
 
       attn-flow probe minilm minilm@random minilm@beta_factor=4 --texts corpus.jsonl --out runs/compare
 
       torchrun --nproc-per-node=2 -m attn_flow probe minilm --texts corpus.jsonl --out runs/shared
     """
-    import torch
-
-    from attn_flow.base.files import lock_for_writing
     from attn_flow.base.processes import processes
-    from attn_flow.experiments.encoders import own_inputs
-    from attn_flow.hooks.loading import load_tokenizer
-    from attn_flow.probe.nulls import NULLS
-    from attn_flow.probe.page import write_comparison, write_report
-    from attn_flow.probe.result import Probe
-    from attn_flow.probe.run import inquire
+    from attn_flow.probe import prepare
+    from attn_flow.probe.summary import COLUMNS, summary_rows
 
-    named = ["minilm"] if demo and not models else list(models or [])
-    if not named:
-        raise ValueError("which model? Give a folder or a name, or --demo for the embedded one.")
-    if len(set(named)) < len(named):
-        raise ValueError(f"{', '.join(named)}: a model is named twice; name each of them once.")
+    names = ["minilm"] if demo and not models else list(models or [])
+    if not names:
+        raise ValueError("which model? Give a folder or a name, or --demo for the packaged one.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{', '.join(names)}: a model is named twice; name each of them once.")
     if images is not None:
         useless = ("texts", "field", "demo", "tokenizer", "first", "max_length", "max_unknown")
         refuse_options(context, "--images takes all images of a folder, and no texts", *useless)
-    if texts is not None:
-        refuse_options(context, "--texts gives the texts", "demo")
-    elif images is None:
+    elif texts is None:
         refuse_options(context, "without --texts there is no field to read", "field")
-    has_own_inputs = texts is None and named[0].partition("@")[0] in WITHOUT_TEXTS
-    source = read_texts(texts, field, demo, named[0]) if images is None and not has_own_inputs else None
-    if source is not None and first is not None:
-        source = source[:first]
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    else:
+        refuse_options(context, "--texts gives the texts", "demo")
     world = processes(timeout=timedelta(days=1))  # while the first process writes a report, the others wait
-    if place == "cuda" and world.count > 1:
-        place = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    show = world.is_first and not as_json
-    for name in named[1:]:  # a model that cannot be opened is reported before the first one is probed
+    shows, progress = world.is_first and not as_json, not (quiet or as_json)
+    place = _choose_device(device, world.count, shows and not quiet)
+    has_own_inputs = texts is None and names[0].partition("@")[0] in WITHOUT_TEXTS
+    source = read_texts(texts, field, demo, names[0])[:first] if images is None and not has_own_inputs else None
+    for name in names[1:]:  # a model that cannot be opened is reported before the first one is probed
         open_model(name, place, dtype, pickle, seed, quiet=True)
-    found: dict[str, Probe] = {}
-    for name in named:
-        folder = out if len(named) == 1 else out / folder_name(name)
-        model, own, beta_factor = open_model(name, place, dtype, pickle, seed, quiet=quiet or as_json)
-        reader = own if tokenizer is None else load_tokenizer(tokenizer)
-        if source is not None and reader is None:
-            raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
-        if has_own_inputs:
-            inputs = own_inputs(name.partition("@")[0], reader, model, first or DEMO_INPUTS, max_length)
-        else:
-            inputs = (reader, source) if source is not None else (read_images(images, name), None)
-        require_writable(folder)
-        asked = inquire(
-            model,
-            *inputs,
-            nulls=tuple(NULLS) if nulls else (),
-            max_length=max_length if source else None,
-            beta_factor=beta_factor,
-            seed=seed,
-            transport=transport,
-            max_unknown=max_unknown,
-            world=world,
-        )
-        if not again and world.gather_objects(finished_before(folder, asked.key))[0]:
-            if show:
-                echo(f"{name}: finished before, see {folder}/report.html (--again computes it again).")
-            if world.is_first:
-                found[name] = Probe.load(folder)
-            continue
-        with lock_for_writing(folder / "probe.json") if world.is_first else nullcontext():
-            found[name] = asked.answer(None if again else folder / "parts", progress=not (quiet or as_json))
-            if not world.is_first:
-                continue
-            page = write_report(found[name], folder, title=f"Is {name} a mean-field flow?")
-        if show:
-            for finding in found[name].findings():
-                echo(f"- {finding}")
-            echo(f"Report: {page}")
+    limit = max_length if source else None
+    options: dict[str, Any] = {"max_length": limit, "max_unknown": max_unknown, "seed": seed, "world": world}
+    results = {}
+    for name in names:
+        folder = require_writable(out if len(names) == 1 else out / folder_name(name))
+        model, reader, beta_factor = open_model(name, place, dtype, pickle, seed, quiet=not progress)
+        inputs = _inputs(name, model, reader, tokenizer, source, images, first or DEMO_INPUTS, max_length)
+        run = prepare(model, *inputs, beta_factor=beta_factor, **options)
+        results[name] = _run_or_load(run, name, folder, again, shows, progress)
+        if shows:
+            print_table(name, list(COLUMNS), summary_rows(results[name]))
+            echo(f"Report: {folder / 'report.html'}")
     if not world.is_first:
         return
-    if len(found) > 1:
-        page = write_comparison(found, out, {name: folder_name(name) for name in found})
-        if not as_json:
+    if len(results) > 1:
+        from attn_flow.probe.page import write_comparison
+
+        page = write_comparison(results, out, {name: folder_name(name) for name in results})
+        if shows:
             echo(f"Comparison: {page}")
     if as_json:
-        answers = {name: result.as_json() for name, result in found.items()}
-        print_json(answers[named[0]] if len(named) == 1 else answers)
+        answers = {name: result.as_json() for name, result in results.items()}
+        print_json(answers[names[0]] if len(names) == 1 else answers)
 
 
-def finished_before(folder: Path, key: str) -> bool:
+def _inputs(
+    name: str,
+    model: nn.Module,
+    own_tokenizer: Any,
+    tokenizer: str | None,
+    source: list[str] | None,
+    images: Path | None,
+    first: int,
+    max_length: int,
+) -> tuple[Any, Any]:
+    """What `probe` takes after the model: a tokenizer and texts, or the model's own inputs and None."""
+    from attn_flow.experiments.encoders import own_inputs
+    from attn_flow.hooks.loading import load_tokenizer
+    from attn_flow.hooks.texts import load_images
+
+    path = name.partition("@")[0]
+    reader = own_tokenizer if tokenizer is None else load_tokenizer(tokenizer)
+    if images is not None:
+        return load_images(images, path), None
+    if source is None:
+        return own_inputs(path, reader, model, first, max_length)
+    if reader is None:
+        raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
+    return reader, source
+
+
+def _run_or_load(run: ProbeRun, name: str, folder: Path, again: bool, shows: bool, progress: bool) -> ProbeResult:
+    """Run a probe and write its report, or read a finished one; a run that is stopped keeps what is finished."""
+    from attn_flow.base.files import lock_for_writing
+    from attn_flow.probe import ProbeResult
+
+    world, parts = run.world, folder / "parts"
+    if not again and world.gather_objects(has_finished(folder, run.about.key))[0]:
+        if shows:
+            echo(f"{name}: finished before (--again computes it again).")
+        return ProbeResult.load(folder)
+    try:
+        with lock_for_writing(folder / "probe.json") if world.is_first else nullcontext():
+            result = run.run(None if again else parts, progress=progress)
+            if world.is_first:
+                result.report(folder, title=name)
+    except KeyboardInterrupt:
+        complain(f"Stopped. Finished parts are in {parts}; the same command continues.", "yellow")
+        raise
+    return result
+
+
+def _choose_device(name: str, processes: int, shows: bool) -> str:
+    """The device of --device; which one "auto" took is said."""
+    import torch
+
+    if name != "auto":
+        return require_device(name)
+    has_cuda = torch.cuda.is_available()
+    if shows:
+        remark = "The authors have not run the probe on CUDA" if has_cuda else "torch sees no CUDA device"
+        complain(f"Device: {'cuda' if has_cuda else 'cpu'} ({remark}).", "yellow")
+    if not has_cuda:
+        return "cpu"
+    return "cuda" if processes == 1 else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def has_finished(folder: Path, key: str) -> bool:
     """Whether a folder holds a finished run with this key, which probe.json, written last, names."""
     marker = folder / "probe.json"
-    if not marker.exists():
-        return False
     try:
         return json.loads(marker.read_text())["about"]["key"] == key
-    except (ValueError, KeyError, TypeError):  # of an older version, or damaged
+    except (OSError, ValueError, KeyError, TypeError):  # missing, damaged, or of another version
         return False
 
 
@@ -236,26 +257,22 @@ def spectra(
     """
     from attn_flow.base.files import write_json
     from attn_flow.hooks.weights import attentions
-    from attn_flow.probe.heads import head_spectra as run
+    from attn_flow.probe.spectra import head_spectra, spectra_as_json, spectra_figure
 
     if out is not None:
         require_writable(out)
     loaded, _, beta_factor = open_model(model, device, "float64", pickle, quiet=quiet or as_json)
     refuse_beta_factor(model, beta_factor)
-    found = run(attentions(loaded))
+    heads = head_spectra(attentions(loaded))
     if out is not None:
         from attn_flow.base.figures import save_figure
-        from attn_flow.probe.figures import spectra_figure
 
-        write_json(found, out / "spectra.json")
-        save_figure(spectra_figure(found, model), out / "spectra.png")
+        write_json(spectra_as_json(heads), out / "spectra.json")
+        save_figure(spectra_figure(heads, model), out / "spectra.png")
     if as_json:
-        print_json(found)
+        print_json(spectra_as_json(heads))
         return
-    rows = [
-        [f"{r['layer']}.{r['head']}", r["case"], r["leading"], r["gap"], r["norm_G"], r["norm_V"]]
-        for r in found["heads"]
-    ]
+    rows = [[f"{h.layer}.{h.head}", h.case, h.leading, h.gap, h.singular_G[0], h.singular_V[0]] for h in heads]
     print_table(f"{model}: M = V G by head", ["layer.head", "case", "leading", "gap", "|G|", "|V|"], rows)
     if out is not None:
         echo(f"Written to {out}/spectra.json and {out}/spectra.png.")
@@ -271,8 +288,8 @@ def record(
     states: Annotated[bool, typer.Option(help="Also write all states as safetensors shards.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 16,
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens kept of each text; all by default.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Folder or name of another tokenizer for the texts.")] = None,
-    max_unknown: Annotated[float, typer.Option(help="Share of unknown tokens above which texts are refused.")] = 0.1,
+    tokenizer: Tokenizer = None,
+    max_unknown: Unknown = 0.1,
     again: Annotated[bool, typer.Option(help="Start again, whatever the folder holds.")] = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
@@ -357,7 +374,7 @@ def open_model(
 
     import attn_flow.experiments.encoders  # noqa: F401  makes the packaged encoders known by name
     from attn_flow.hooks.loading import load_encoder, without_bars
-    from attn_flow.probe.nulls import untrained_twin
+    from attn_flow.probe.untrained import untrained_copy
 
     path, _, variant = name.partition("@")
     kinds = {"float32": torch.float32, "float64": torch.float64}
@@ -368,7 +385,7 @@ def open_model(
         model, tokenizer = load_encoder(path, pickle=pickle)
     beta_factor = 1.0
     if variant == "random":
-        model = untrained_twin(model, seed)
+        model = untrained_copy(model, seed)
     elif variant.startswith("beta_factor="):
         try:
             beta_factor = float(variant.removeprefix("beta_factor="))
@@ -401,11 +418,3 @@ def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> lis
     if name == "rxnmapper":
         return textbook_reactions()
     raise ValueError("which texts? Give --texts FILE: .txt, .jsonl, .json, .csv, or - for standard input.")
-
-
-def read_images(folder: Path | None, name: str) -> dict[str, Tensor]:
-    """All images of a folder as the model's own preprocessor makes them."""
-    from attn_flow.hooks.texts import load_images
-
-    assert folder is not None  # --images was given
-    return load_images(folder, name.partition("@")[0])

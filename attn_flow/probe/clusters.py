@@ -124,6 +124,8 @@ class Clusters:
         """
         if bool(self.hides_tokens):
             return Finding(None, "Not asked: attention is causal or local, and no cluster serves all of its queries.")
+        if not self.w2.numel() or bool(self.w2[0].isnan().all()):
+            return Finding(None, "Not measured: clusters are found by queries of other texts, and here is only one.")
         better, best_baseline = self._compare(seed)
         numbers = self._numbers(seed) | {
             "curve": self.curve(),
@@ -222,7 +224,7 @@ def measure_clusters(
     if recording.hides_tokens:
         return _nothing_measured(hides_tokens=True)
     if recording.texts < 2:
-        raise ValueError("recording has one text, expected at least two: clusters are found by other texts' queries.")
+        return _nothing_measured(hides_tokens=False)
     encoder = replacement.first(texts)
     texts, median = encoder.recording.texts, int(torch.tensor([len(s) for s in encoder.recording.special]).median())
     d = encoder.recording.attentions[0].dim

@@ -1,4 +1,4 @@
-"""How the cloud evolves through the layers, and a view of it in three dimensions."""
+"""How the cloud of a text's tokens changes through depth."""
 
 from __future__ import annotations
 
@@ -7,88 +7,70 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_flow.base.processes import ALONE, Processes
 from attn_flow.base.threads import limit_threads
-from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.observe import quantities
-from attn_flow.observe.tracking import track
-from attn_flow.probe.clouds import Clouds, directions
+from attn_flow.observe.quantities import effective_rank
+from attn_flow.probe.findings import Finding, bootstrap
+from attn_flow.probe.recording import Recording, directions
 
-BINS = 80  # of the pairwise-cosine histograms
-BETAS = (1.0, 4.0, 16.0, 64.0)  # of the energies
-CLUSTER = 0.5  # tokens within this distance (cosine .875) count as one cluster
-SHOWN = 400  # tokens in the three-dimensional view
+TEXTS = 16  # more texts do not change the means
 
 
 @dataclass(frozen=True, eq=False)
 class Evolution:
-    """Clouds as directions, level by level: (levels, texts) unless said.
+    """Clouds of directions x/|x| level by level, (levels, texts) each.
 
-    pairwise_cosine: mean of cos(x_i, x_j) over i != j. effective_rank, clusters; merges, splits: of clusters of two
-    tokens or more, by the level at which they happen. log_energy (betas, levels, texts). histogram (levels, bins) of
-    pairwise cosines with its edges (bins + 1,).
+    Args:
+        cosine: mean cosine of different tokens of a text.
+        centred_cosine: the same after the mean of the text is taken away.
+        effective_rank: exp of the entropy of the eigenvalues of the second-moment matrix of a text's directions.
     """
 
-    pairwise_cosine: Tensor
+    cosine: Tensor
+    centred_cosine: Tensor
     effective_rank: Tensor
-    clusters: Tensor
-    merges: Tensor
-    splits: Tensor
-    log_energy: Tensor
-    histogram: Tensor
-    edges: Tensor
+
+    def finding(self, seed: int = 0) -> Finding:
+        """Whether tokens gather, or only gain a direction that all of them share."""
+        numbers = {name: value.mean(-1).tolist() for name, value in vars(self).items()}
+        change = {name: bootstrap(value[-1] - value[0], seed) for name, value in vars(self).items()}
+        is_closer = bool(change["cosine"].low > 0)
+        gathers = bool(change["centred_cosine"].low > 0.05)
+        loses_rank = bool(change["effective_rank"].high < -0.1 * self.effective_rank[0].mean())
+        cosine, centred = (_span(numbers[name]) for name in ("cosine", "centred_cosine"))
+        rank = "{:.0f} to {:.0f}".format(numbers["effective_rank"][0], numbers["effective_rank"][-1])
+        if is_closer and not (gathers or loses_rank):
+            text = (
+                f"Tokens gain a common direction and do not gather: mean cosine {cosine}, centred {centred}; "
+                f"effective rank {rank}."
+            )
+        elif gathers or loses_rank:
+            what = "Tokens gather" if gathers else "The cloud loses dimensions"
+            text = f"{what} through depth: mean cosine {cosine}, centred {centred}; effective rank {rank}."
+        else:
+            text = f"Tokens do not come closer through depth: mean cosine {cosine}; effective rank {rank}."
+        return Finding(None, text, numbers)
 
 
-@dataclass(frozen=True, eq=False)
-class View:
-    """A sample of tokens in the three leading directions of all levels together: x (levels, tokens, 3), their texts
-    and places (tokens,)."""
-
-    x: Tensor
-    text: Tensor
-    place: Tensor
-
-
-def cloud_evolution(clouds: Clouds, world: Processes = ALONE) -> Evolution:
-    """The numbers of every level and text; zero for the texts of other processes (see `evolution_of_all`)."""
-    levels, T = len(clouds.z), clouds.texts
-    cosine, rank, count, merges, splits = (torch.zeros(levels, T, dtype=torch.float64) for _ in range(5))
-    energy = torch.zeros(len(BETAS), levels, T, dtype=torch.float64)
-    histogram = torch.zeros(levels, BINS, dtype=torch.float64)
-    edges = torch.zeros(BINS + 1, dtype=torch.float64)
-    for t in range(world.rank, T, world.count):
-        x = torch.stack([directions(level[t]) for level in clouds.z])
-        n = x.shape[1]
-        masses, edges = quantities.pairwise_cosines(x, BINS)
-        histogram += masses.cpu() / T
-        cosine[:, t] = (x.sum(1).square().sum(-1) - n).cpu() / (n * (n - 1))  # i != j
-        with limit_threads(1):
-            rank[:, t] = quantities.effective_rank(x).cpu()
-        count[:, t] = quantities.clusters(x, CLUSTER).counts.double().cpu()
-        for i, beta in enumerate(BETAS):
-            energy[i, :, t] = quantities.log_energy(x, beta).cpu()
-        path = Trajectory(torch.arange(levels, dtype=torch.float64), x)
-        for event in track(path, CLUSTER, min_mass=min(1.0, 2 / n)).events:
-            if event.kind in ("merge", "split"):
-                (merges if event.kind == "merge" else splits)[int(event.t), t] += 1
-    return Evolution(cosine, rank, count, merges, splits, energy, histogram, edges.cpu())
+def measure_evolution(recording: Recording) -> Evolution:
+    """The numbers of `Evolution` for the first texts of a recording."""
+    values: list[list[list[float]]] = [[], [], []]
+    for level in recording.states:
+        rows = []
+        for z in level[:TEXTS]:
+            x = directions(z)
+            with limit_threads(1):
+                rows.append((_mean_cosine(x), _mean_cosine(directions(x - x.mean(0))), float(effective_rank(x))))
+        for value, column in zip(values, zip(*rows)):
+            value.append(list(column))
+    return Evolution(*(torch.tensor(value, dtype=torch.float64) for value in values))
 
 
-def evolution_of_all(shares: list[Evolution]) -> Evolution:
-    """What processes found, each of its own texts, together."""
-    names = [name for name in vars(shares[0]) if name != "edges"]
-    sums = {name: torch.stack([getattr(share, name) for share in shares]).sum(0) for name in names}
-    return Evolution(**sums, edges=shares[0].edges)
+def _mean_cosine(x: Tensor) -> float:
+    """Mean of <x_i, x_j> over i != j, for unit vectors x (n, d)."""
+    n = len(x)
+    return float((x.sum(0).square().sum() - n) / (n * (n - 1)))
 
 
-def token_view(clouds: Clouds, generator: torch.Generator) -> View:
-    """A sample of tokens through the layers."""
-    places = [(t, i) for t in range(clouds.texts) for i in range(len(clouds.special[t]))]
-    order = torch.randperm(len(places), generator=generator)[:SHOWN].tolist()
-    chosen = sorted(places[i] for i in order)
-    x = torch.stack([torch.stack([directions(level[t][i : i + 1])[0] for t, i in chosen]) for level in clouds.z])
-    flat = x.reshape(-1, x.shape[-1])
-    centred = flat - flat.mean(0)
-    axes = torch.linalg.eigh(centred.T @ centred)[1][:, -3:].flip(-1)
-    view = (centred @ axes).reshape(*x.shape[:2], 3).float().cpu()
-    return View(view, torch.tensor([t for t, _ in chosen]), torch.tensor([i for _, i in chosen]))
+def _span(values: list[float]) -> str:
+    """The first and the last number; never -0.00."""
+    return " to ".join(f"{round(value, 2) + 0.0:.2f}" for value in (values[0], values[-1]))

@@ -1,302 +1,256 @@
-"""Pictures of a probe."""
+"""The figures of a probe: one for each question, drawn small for the overview or with labels for its section."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from attn_flow.base.figures import BASELINE, PREDICTION, TRUTH, caption, style
-from attn_flow.probe.evolution import BETAS
-from attn_flow.probe.findings import Interval
+from attn_flow.base.extras import require_extra
+from attn_flow.base.figures import BASELINE, COLOURS, PREDICTION, TRUTH, style
+from attn_flow.probe.sampling import gaussian_exponent
+from attn_flow.theory.random_energy import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {
-    "gaussian_closure": "#ccb974",
-    "special_closure": "#e0a458",
-    "sinks_closure": "#dd8452",
-    "window_closure": "#937860",
-    "clusters_closure": "#55a868",
-    "quantised_closure": "#c44e52",
-    "quantised_window_closure": "#8172b3",
-    "cross_fitted_closure": "#e377c2",
-    "oracle": "#222222",
+    from attn_flow.probe.result import ProbeResult
+
+PIXELS_PER_INCH = 74.8  # where the style's font is 12 pixels high
+HEAD_GROUPS = 6  # of heads from warm to cold, whose medians are drawn
+CLUSTER_METHODS = {  # how the lines of the clusters' figure are labelled and drawn
+    "foreign_queries": ("other texts' queries", TRUTH, "-"),
+    "own_attention": ("own attention (bound)", PREDICTION, "--"),
+    "keys": ("keys alone", COLOURS[2], "-"),
+    "top_tokens": ("most attended tokens", COLOURS[3], "-"),
+    "random_clusters": ("random clusters", COLOURS[4], ":"),
+    "random_tokens": ("random tokens", BASELINE, ":"),
 }
-NULL_MARKS = {
-    "mean_output": "o",
-    "uniform": "s",
-    "rotated": "^",
-    "another_layer": "v",
-    "another_text": "D",
-    "random_tokens": "P",
-    "text_mean_closure": "p",
-    "random_clusters_closure": "X",
-    "removed": "*",
-    "untrained": "d",
-}
+Points = Sequence[tuple[float, float]]
 
 
-def propagation_figure(result: Any) -> Figure:
-    """Attention replaced in every layer: distance of the clouds level by level, and of the embeddings at the end."""
+def draw(result: ProbeResult, name: str, width: int = 748, small: bool = False) -> Figure:
+    """The figure of a question, or of "evolution", with text of 12 pixels at a width in pixels.
+
+    Args:
+        result: of a probe.
+        name: averaging, clusters, temperature, limit or evolution.
+        width: in pixels. Panels stand below each other if it is less than 600.
+        small: without labels.
+    """
+    panels = PANELS[name][:1] if small else PANELS[name]
+    rows, columns = (len(panels), 1) if width < 600 else (1, len(panels))
+    height = 0.58 * width if small else 330 * rows
+    size = width / PIXELS_PER_INCH, height / PIXELS_PER_INCH
     with style() as pyplot:
-        figure, (a, b) = pyplot.subplots(1, 2, figsize=(10, 4.6), width_ratios=(1.15, 1))
-        names = list(result.propagation)
-        for name in names:
-            through = result.interval(result.propagation[name].w2)
-            levels = range(1, len(through.mean) + 1)
-            _line(a, levels, through, name, _title(result, name))
-        a.set(
-            xlabel="level (after so many layers)",
-            ylabel=r"$W_2$(predicted, true) / $W_2$(text, another text)",
-            title="clouds: 0 is the encoder itself, 1 another text",
-            ylim=(0, None),
-        )
-        a.xaxis.get_major_locator().set_params(integer=True)
-        cosine = {n: result.interval(result.propagation[n].embedding_cosine) for n in names}
-        _dots(b, result, cosine)
-        b.set(
-            xlabel="cosine of the embeddings with the encoder's own", title="embeddings at the end", xlim=(None, 1.01)
-        )
-        about = result.about
-        texts = len(next(iter(result.propagation.values())).embedding_cosine)
-        caption(
-            figure,
-            f"{about['encoder']['model']}, {texts} texts, seed {about['seed']}; attention replaced in EVERY layer, all "
-            "else as trained. Colour: closures; dashed: oracle; dashed grey: nulls, controls. Bands: 95% over texts.",
-        )
+        figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
+        for panel, drawn in zip(axes.flat, panels):
+            drawn(panel, result, small)
+            if small:
+                panel.set(xlabel="", ylabel="", title="")
+                panel.tick_params(labelsize=7.5)
     return figure
 
 
-def ladder_figure(result: Any) -> Figure:
-    """What each ingredient adds: explained variance by layer, and its mean over layers beside the nulls."""
+def comparison_figure(results: dict[str, ProbeResult]) -> Figure:
+    """The exponent of every head of several models against the temperature of its logits, with the predicted curve."""
     with style() as pyplot:
-        figure, (a, b) = pyplot.subplots(1, 2, figsize=(10, 4.8), width_ratios=(1.15, 1))
-        shown = [name for name in result.closures if name in COLOURS]
-        controls = [name for name in result.closures if name in NULL_MARKS]
-        layers = range(result.about["encoder"]["layers"])
-        for name in shown:
-            _line(a, layers, result.interval(result.closures[name].explained), name, _title(result, name))
-        a.axhline(0, color="0.6", lw=0.8, zorder=0)
-        lowest = min(float(result.closures[name].explained.mean(-1).min()) for name in shown)
-        a.set(
-            xlabel="layer",
-            ylabel="explained variance of attention outputs",
-            title="the ladder, layer by layer (0: the mean output)",
-            ylim=(max(-1.0, lowest - 0.05), 1.02),
-        )
-        a.xaxis.get_major_locator().set_params(integer=True)
-        found = {n: result.interval(result.closures[n].explained.mean(0)) for n in shown}
-        found |= {n: result.interval(result.closures[n].explained.mean(0)) for n in controls}
-        found |= {n: result.interval(agreement.explained.mean(0)) for n, agreement in result.nulls.items()}
-        order = _dots(b, result, found, least=-1.0)
-        for name, gain in result.gains().items():
-            at = max(-1.0, float(found[name].low if found[name].known else found[name].mean))
-            words = f"{float(gain.mean()):+.2f}"
-            b.annotate(
-                words, (at, order.index(name)), (-5, 0), textcoords="offset points", ha="right", va="center", fontsize=7
-            )
-        b.axvline(0, color="0.6", lw=0.8, zorder=0)
-        b.set(xlabel="explained variance, mean over layers", title="steps and nulls", xlim=(-1.05, 1.02))
-        caption(
-            figure,
-            "On the encoder's own states. In brackets: shared numbers a head + exact tokens of a query's own. Beside a "
-            "step: its gain over the one it adds to.\nNulls left of -1 are drawn at the edge. The untrained twin is "
-            "another model: easy, and no evidence.",
-        )
+        figure, axes = pyplot.subplots(figsize=(10, 5))
+        for (name, result), colour in zip(results.items(), COLOURS * 3):
+            rows = _rows(result, "averaging")
+            axes.plot(*_columns(rows, "logit_sd", "b"), "o", markersize=4, color=colour, alpha=0.7, label=name)
+        _finish_exponents(axes, next(iter(results.values())), small=False)
+        axes.legend()
     return figure
 
 
-def limit_figure(result: Any) -> Figure:
-    """The limiting law of each layer: how near the cloud comes, had theory held, and where attention pushes."""
-    limits = result.limits
-    with style() as pyplot:
-        figure, (a, b, c) = pyplot.subplots(1, 3, figsize=(11, 3.9))
-        layers = range(len(limits.real))
-        _band(a, layers, result.interval(limits.real), TRUTH, "the layer")
-        _band(a, layers, result.interval(limits.if_held), PREDICTION, "if theory held", dashed=True)
-        _band(a, layers, result.interval(limits.real_rotated), BASELINE, "to the limit of a rotated G", dashed=True)
-        a.axhline(1, color="0.7", lw=0.8, zorder=0)
-        a.set(ylabel=r"$W_2$ to the limiting law, after / before", title="nearer to the limit?")
-        way = result.fraction_of_the_way()
-        _band(b, layers, way, TRUTH, "the layer")
-        _band(b, layers, result.fraction_of_the_way(rotated=True), BASELINE, "to the limit of a rotated G", dashed=True)
-        for y in (0, 1):
-            b.axhline(y, color="0.7", lw=0.8, zorder=0)
-        b.set(ylabel="fraction of the way", title="1: as theory says, 0: not at all", ylim=_robust(way.mean, (-1, 1.5)))
-        _band(c, layers, result.interval(limits.cosine), PREDICTION, "attention with M x + c")
-        _band(c, layers, result.interval(limits.cosine_without_c), "#dd8452", "attention with M x")
-        _band(c, layers, result.interval(limits.block_cosine), TRUTH, "whole block with M x + c")
-        c.plot(layers, limits.stability.numpy(), ":", color="0.3", label="E of two halves: overlap")
-        c.set(ylabel="cosine, overlap", title="displacements, stability of E", ylim=(-0.1, 1.5))  # room for the legend
-        c.set_yticks([0, 0.25, 0.5, 0.75, 1])
-        for axes in (a, b, c):
-            axes.set_xlabel("layer")
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.legend()
-        caption(figure, "Clouds as directions, text by text. Bands: 95% over texts. Spectral cases: " + _cases(result))
-    return figure
+# --- one function per panel: (axes, result, small) ---
 
 
-def _cases(result: Any) -> str:
-    cases = result.limits.cases
-    return ", ".join(f"{cases.count(case)} {case}" for case in dict.fromkeys(cases)) + "."
+def exponents_and_temperature(axes: Axes, result: ProbeResult, small: bool) -> None:
+    """Every head's exponent b against the standard deviation of its logits."""
+    rows = _rows(result, "averaging")
+    axes.plot(*_columns(rows, "logit_sd", "b"), "o", markersize=3 if small else 4, color=TRUTH, alpha=0.7)
+    _finish_exponents(axes, result, small)
+    if not small:
+        axes.set_title("One dot per head")
 
 
-def _title(result: Any, name: str) -> str:
-    for words in (result.about["nulls"], result.about["controls"]):
-        if name in words:
-            return words[name]
-    title = result.about["closures"][name]
-    cost = result.about["costs"].get(name)
-    return title if cost is None else f"{title} ({cost['numbers']:.0f} + {cost['own_tokens']})"
+def exponents_from_logits(axes: Axes, result: ProbeResult, small: bool) -> None:
+    """Every head's exponent b against the one that its logits alone give."""
+    rows = _rows(result, "averaging")
+    axes.axline((0, 0), slope=1, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
+    axes.plot(*_columns(rows, "logits_b", "b"), "o", markersize=4, color=TRUTH, alpha=0.7)
+    axes.set(xlabel="exponent from the head's logits alone", ylabel="exponent b measured", title="Predicted, no fit")
 
 
-def _line(axes: Axes, xs: Sequence[int], seen: Interval, name: str, label: str) -> None:
-    if name in NULL_MARKS:
-        _band(axes, xs, seen, BASELINE, label, dashed=True, mark=NULL_MARKS[name])
-    else:
-        _band(axes, xs, seen, COLOURS[name], label, dashed=name == "oracle")
+def distances_and_clusters(axes: Axes, result: ProbeResult, small: bool) -> None:
+    """W2 after the last layer against the number of clusters per head."""
+    ends = []
+    for name, points in cluster_curves(result).items():
+        label, colour, dashes = CLUSTER_METHODS[name]
+        thick = 2.2 if name == "foreign_queries" else 1.4
+        axes.plot(*zip(*points), dashes, marker="o", markersize=2.5, linewidth=thick, color=colour)
+        ends.append((*points[-1], label, colour))
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="K, clusters per head", ylabel="W2 at the output / W2 between texts", ylim=(0, None))
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    if ends and not small:
+        _label_ends(axes, ends)
 
 
-def _dots(axes: Axes, result: Any, found: dict[str, Interval], least: float = -np.inf) -> list[str]:
-    """One row a name, best on top, with its interval. Returns the names from below."""
-    order = sorted(found, key=lambda name: float(found[name].mean))
-    for row, name in enumerate(order):
-        seen = found[name]
-        colour, mark = COLOURS.get(name, BASELINE), NULL_MARKS.get(name, "o")
-        low, mean, high = (max(least, float(v)) for v in (seen.low, seen.mean, seen.high))
-        if seen.known:
-            axes.plot([low, high], [row, row], "-", color=colour, lw=2, alpha=0.6)
-        axes.plot([mean], [row], mark, color=colour, ms=5)
-    axes.set_yticks(range(len(order)), [_title(result, name) for name in order], fontsize=7.5)
-    axes.set_ylim(-0.6, len(order) - 0.4)
-    return order
+def descriptions_and_temperature(axes: Axes, result: ProbeResult, small: bool) -> None:
+    """What explains a head's output, against the temperature of its logits; lines are medians of groups of heads."""
+    rows, ends = _rows(result, "temperature"), []
+    for key, label, colour in (
+        ("two_moments", "two moments", TRUTH),
+        ("four_keys", "four largest logits", PREDICTION),
+    ):
+        points = np.array(sorted((s, max(-1.0, y)) for s, y in _pairs(rows, "logit_sd", key))).reshape(-1, 2)
+        axes.plot(*points.T, "o", markersize=3, color=colour, alpha=0.4)
+        medians = [np.median(group, axis=0) for group in np.array_split(points, HEAD_GROUPS) if len(points) > 12]
+        if medians:
+            axes.plot(*np.array(medians).T, "-", color=colour, linewidth=2)
+            ends.append((points[-1, 0], medians[-1][1], label, colour))
+    _temperature_axis(axes)
+    axes.set(ylabel="explained share of its output", ylim=(-1.1, 1.25))
+    thresholds = result.findings["temperature"].numbers.get("thresholds") or []
+    for threshold in thresholds:
+        axes.axvline(threshold, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
+    if not small and ends:
+        low, high = axes.get_xlim()
+        bounds = [low, *thresholds, high]
+        for name, left, right in zip(PHASES, bounds, bounds[1:]):
+            if low < right and left < high:
+                axes.text((max(left, low) * min(right, high)) ** 0.5, 1.13, name, ha="center", color=BASELINE)
+        _label_ends(axes, ends)
 
 
-def _band(
-    axes: Axes,
-    layers: Sequence[int],
-    seen: Interval,
-    colour: str | None,
-    label: str,
-    dashed: bool = False,
-    mark: str = "o",
-) -> None:
-    mean, low, high = (z.numpy() for z in (seen.mean, seen.low, seen.high))
-    axes.plot(layers, mean, ("--" if dashed else "-") + mark, ms=3, lw=1.4, color=colour, label=label)
-    if seen.known:
-        axes.fill_between(layers, low, high, color=colour, alpha=0.15, lw=0)
+def agreement_by_layer(axes: Axes, result: ProbeResult, small: bool) -> None:
+    """How well the tokens follow the flow to the limit of their layer, and what rotated weights give."""
+    own, rotated = result.limit.agreement.mean(-1).tolist(), result.limit.rotated
+    layers = range(len(own))
+    if result.limit.applies:
+        low, middle, high = (rotated.nanquantile(q, dim=-1).tolist() for q in (0.05, 0.5, 0.95))
+        axes.fill_between(layers, low, high, color=BASELINE, alpha=0.3, linewidth=0)
+        axes.plot(layers, middle, "--", color=BASELINE)
+        axes.plot(layers, own, "o-", markersize=4, color=TRUTH)
+        if not small:
+            last = layers[-1]
+            ends = [(last, own[-1], "its own weights", TRUTH), (last, middle[-1], "rotated weights", BASELINE)]
+            _label_ends(axes, ends)
+    axes.set(xlabel="layer", ylabel="agreement with the flow to the limit")
+    axes.xaxis.set_major_locator(require_extra("matplotlib.ticker").MaxNLocator(integer=True))
 
 
-def _robust(values: torch.Tensor, least: tuple[float, float]) -> tuple[float, float]:
-    """Limits that hold all finite values, but no wilder than three times the usual range."""
-    shown = values[torch.isfinite(values)]
-    low, high = least
-    if len(shown):
-        low, high = min(low, float(shown.min()) - 0.1), max(high, float(shown.max()) + 0.1)
-    return max(low, -3.0), min(high, 4.0)
+def cosines_by_level(axes: Axes, result: ProbeResult, small: bool) -> None:
+    """Mean cosine of different tokens, plain and centred, through depth."""
+    evolution = result.evolution
+    ends = []
+    for value, label, colour in (
+        (evolution.cosine, "cosine of two tokens", TRUTH),
+        (evolution.centred_cosine, "without the common direction", PREDICTION),
+    ):
+        means = value.mean(-1).tolist()
+        axes.plot(means, "o-", markersize=3, color=colour)
+        ends.append((len(means) - 1, means[-1], label, colour))
+    axes.set(xlabel="after so many layers", ylabel="mean cosine")
+    axes.xaxis.set_major_locator(require_extra("matplotlib.ticker").MaxNLocator(integer=True))
+    if not small:
+        _label_ends(axes, ends)
 
 
-HEAD_MAPS = {
-    "entropy": ("attention entropy / log n", "1: a head looks everywhere alike, 0: at one token."),
-    "largest_weight": ("largest attention weight", "mean over queries of the weight of the best key."),
-    "logit_std": (
-        "standard deviation of logits",
-        "above about sqrt(2 log n) a few tokens win: no Gaussian can follow.",
-    ),
-    "effective_beta": ("effective beta", "beta |G x| |y|: the inverse temperature on the unit sphere."),
-    "explained": ("variance the closure explains", "of the head's own average: low where the closure misses it."),
-    "leading": ("leading eigenvalue of V G", "real part; where it is negative or 0 the theory's limit degenerates."),
+def ranks_by_level(axes: Axes, result: ProbeResult, small: bool) -> None:
+    """Effective rank through depth."""
+    axes.plot(result.evolution.effective_rank.mean(-1).tolist(), "o-", markersize=3, color=TRUTH)
+    axes.set(xlabel="after so many layers", ylabel="effective rank", ylim=(0, None))
+    axes.xaxis.set_major_locator(require_extra("matplotlib.ticker").MaxNLocator(integer=True))
+
+
+PANELS: dict[str, tuple[Callable[[Any, Any, bool], None], ...]] = {
+    "averaging": (exponents_and_temperature, exponents_from_logits),
+    "clusters": (distances_and_clusters,),
+    "temperature": (descriptions_and_temperature,),
+    "limit": (agreement_by_layer,),
+    "evolution": (cosines_by_level, ranks_by_level),
 }
 
 
-def heads_figure(result: Any) -> Figure:
-    """Layers x heads maps; colours span the middle 90% of the cells, so that one head does not bleach the rest."""
-    with style() as pyplot:
-        layers, heads = result.heads.entropy.shape
-        figure, panels = pyplot.subplots(2, 3, figsize=(10, 2.4 + 0.46 * layers))
-        for axes, (name, (title, _)) in zip(panels.flat, HEAD_MAPS.items()):
-            value = getattr(result.heads, name).numpy()
-            low, high = np.nanquantile(value, (0.05, 0.95))
-            image = axes.imshow(
-                value, aspect="auto", origin="lower", vmin=low, vmax=max(high, low + 1e-9), cmap="Blues"
-            )
-            axes.set(title=title, xlabel="head", ylabel="layer", xticks=range(0, heads, 2), yticks=range(layers))
-            figure.colorbar(image, ax=axes, shrink=0.9, extend="both")
-        caption(figure, "Each cell: mean over texts. Colours span the 5th to the 95th percentile.")
-    return figure
+# --- numbers ---
 
 
-def evolution_figure(result: Any) -> Figure:
-    """Histograms of pairwise cosines, log energies, effective rank and clusters, through the layers."""
-    seen = result.evolution
-    with style() as pyplot:
-        figure, ((a, b), (c, d)) = pyplot.subplots(2, 2, figsize=(9.5, 6))
-        levels = seen.histogram.shape[0]
-        centres = ((seen.edges[1:] + seen.edges[:-1]) / 2).numpy()
-        colours = pyplot.get_cmap("viridis")(torch.linspace(0, 0.85, levels).numpy())
-        density = seen.histogram / (seen.edges[1] - seen.edges[0])
-        for level in range(levels):
-            a.plot(centres, density[level].numpy(), color=colours[level], label=f"{level}", lw=1.2)
-        a.set(
-            xlabel="pairwise cosine (diagonal removed)",
-            ylabel="density",
-            title="pairwise cosines by level",
-            xlim=(-0.5, 1),
-        )
-        a.legend(title="level", ncols=2)
-        for beta, energy in zip(BETAS, seen.log_energy.mean(-1)):
-            b.plot(range(levels), (energy - energy[0]).numpy(), "-o", ms=3, label=rf"$\beta$ = {beta:g}")
-        b.set(xlabel="level", ylabel=r"$\log E_\beta - \log E_\beta(0)$", title="energy")
-        b.legend()
-        _band(c, range(levels), result.interval(seen.effective_rank), TRUTH, "")
-        c.set(xlabel="level", ylabel="effective rank", title="effective rank", ylim=(0, None))
-        _band(d, range(levels), result.interval(seen.clusters), TRUTH, "")
-        d.set(xlabel="level", ylabel="clusters per text", title="clusters (tokens within distance .5)", ylim=(0, None))
-        caption(figure, "Level 0 is the input of the first attention, the last level the encoder's output.")
-    return figure
+def cluster_curves(result: ProbeResult) -> dict[str, Points]:
+    """Method -> (K, W2 at the output) where it is known."""
+    curves: dict[str, Points] = {}
+    for name in CLUSTER_METHODS:
+        rows = (result.findings["clusters"].numbers.get("curve") or {}).get(name) or {}
+        points = sorted((int(K), row["w2"]) for K, row in rows.items() if row["w2"] is not None)
+        if points:
+            curves[name] = points
+    return curves
 
 
-def spectra_figure(found: dict[str, Any], name: str) -> Figure:
-    """Eigenvalues of M = V G of every head in the complex plane, a panel per layer."""
-    layers = found["layers"]
-    with style() as pyplot:
-        columns = min(layers, 4)
-        rows = -(-layers // columns)
-        figure, panels = pyplot.subplots(rows, columns, figsize=(2.6 * columns, 2.5 * rows), squeeze=False)
-        for axes in panels.flat[layers:]:
-            axes.set_visible(False)
-        for layer, axes in enumerate(panels.flat[:layers]):
-            heads = [head for head in found["heads"] if head["layer"] == layer]
-            for i, head in enumerate(heads):
-                colour = pyplot.get_cmap("turbo")(i / max(1, len(heads) - 1))
-                axes.plot(head["real"], head["imaginary"], ".", ms=3, color=colour)
-            axes.axvline(0, color="0.85", lw=0.8, zorder=0)
-            axes.set(title=f"layer {layer}", xlabel="Re", ylabel="Im" if layer % columns == 0 else "")
-        figure.suptitle(f"{name}: spectrum of M = V G, one colour per head", x=0.01, ha="left", fontsize=10)
-    return figure
+def _rows(result: ProbeResult, question: str) -> list[dict[str, Any]]:
+    return result.findings[question].numbers.get("heads") or []
 
 
-def comparison_figure(results: dict[str, Any]) -> Figure:
-    """Several models: through depth, layer by layer, pairwise cosine and effective rank."""
-    with style() as pyplot:
-        figure, panels = pyplot.subplots(2, 2, figsize=(9.5, 6))
-        (a, b), (c, d) = panels
-        for name, result in results.items():
-            L = result.about["encoder"]["layers"]
-            _band(a, range(1, L + 1), result.interval(result.propagation[result.main].w2), None, name)
-            _band(b, range(L), result.interval(result.closures[result.main].explained), None, name)
-            _band(c, range(L + 1), result.interval(result.evolution.pairwise_cosine), None, name)
-            _band(d, range(L + 1), result.interval(result.evolution.effective_rank), None, name)
-        a.set(title="the closure through depth", xlabel="level", ylabel=r"$W_2$ over $W_2$ between texts")
-        b.set(title="the closure layer by layer", xlabel="layer", ylabel="explained variance", ylim=(-1, 1.02))
-        c.set(title="concentration", xlabel="level", ylabel="mean pairwise cosine")
-        d.set(title="effective rank", xlabel="level", ylabel="effective rank")
-        a.legend()
-        caption(figure, "Bands: 95% bootstrap intervals over texts.")
-    return figure
+def _pairs(rows: list[dict[str, Any]], x: str, y: str) -> list[tuple[float, float]]:
+    return [(row[x], row[y]) for row in rows if row.get(x) is not None and row.get(y) is not None]
+
+
+def _columns(rows: list[dict[str, Any]], x: str, y: str) -> tuple[list[float], list[float]]:
+    pairs = _pairs(rows, x, y)
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+# --- drawing ---
+
+
+def _finish_exponents(axes: Axes, result: ProbeResult, small: bool) -> None:
+    """The curve b(s) of normal logits, the rate of mean-field theory, and the axes."""
+    _temperature_axis(axes)
+    axes.set(ylabel="exponent b of the error", ylim=(-0.05, 0.62))
+    axes.axhline(0.5, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
+    if not result.averaging.applies:
+        return
+    low, high = axes.get_xlim()
+    s = torch.logspace(math.log10(low), math.log10(high), 60, dtype=torch.float64)
+    b = gaussian_exponent(s, round(float(result.averaging.tokens.double().mean())))
+    axes.plot(s, b, "-", color=PREDICTION, linewidth=1.8)
+    axes.set_xlim(low, high)
+    if not small:
+        place = int((b < 0.4).double().argmax())
+        axes.annotate("theory b(s)", (float(s[place]), float(b[place])), (10, 6), textcoords="offset points",
+                      color=PREDICTION)  # fmt: skip
+        axes.annotate("mean-field rate 1/2", (1, 0.5), (0, 3), ha="right", xycoords=("axes fraction", "data"),
+                      textcoords="offset points", color=BASELINE)  # fmt: skip
+
+
+def _temperature_axis(axes: Axes) -> None:
+    """The standard deviation of logits, from warm to cold."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("standard deviation of a head's logits, s")
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Labels to the right of the ends of lines, moved apart so that they do not overlap."""
+    figure: Any = axes.figure
+    figure.draw_without_rendering()
+    low, high = axes.get_ylim()
+    gap = 15 / (axes.get_window_extent().height / figure.dpi * 72) * (high - low)  # 15 points
+    ends = sorted(ends, key=lambda end: end[1])
+    heights = [end[1] for end in ends]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    excess = heights[-1] - (high - 0.02 * (high - low))
+    if excess > 0:
+        heights = [height - excess for height in heights]
+    right = max(end[0] for end in ends)
+    for (_, _, label, colour), height in zip(ends, heights):
+        axes.annotate(label, (right, height), (7, 0), textcoords="offset points", va="center", color=colour,
+                      annotation_clip=False)  # fmt: skip

@@ -1,7 +1,8 @@
-"""Verdicts: the rule in one function, and the sentences that carry it."""
+"""The questions, an answer to one of them, and intervals over texts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,15 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_flow.base.files import to_plain
+
 RESAMPLES = 1000
+QUESTIONS = {
+    "averaging": "Does attention average over many tokens?",
+    "clusters": "How few key-value clusters does a head need?",
+    "temperature": "How cold is each head, and what describes it?",
+    "limit": "Does a layer move towards the limit that its weights predict?",
+}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """verdict: "supported", "partly", "not supported", or None where none can be given; the sentence; its numbers.
+    """The answer to a question.
 
-    >>> print(Finding("partly", "in layers 0 and 2."))
-    PARTLY: in layers 0 and 2.
+    Args:
+        verdict: "supported", "partly", "not supported", or None where there is none.
+        text: the answer in one sentence.
+        numbers: what it rests on, by name; None stands for a number that does not exist.
+
+    Example:
+        >>> print(Finding("partly", "In layers 0 and 2."))
+        PARTLY: In layers 0 and 2.
     """
 
     verdict: str | None
@@ -30,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True, eq=False)
 class Interval:
-    """Means over texts and their bootstrap interval over texts, each of the shape of what was averaged."""
+    """Means over texts and their 95% intervals, each of the shape of what was averaged; NaN for a single text."""
 
     mean: Tensor
     low: Tensor
@@ -43,61 +58,61 @@ class Interval:
 
 
 def bootstrap(values: Tensor, seed: int = 0, level: float = 0.95) -> Interval:
-    """Mean over the last axis (texts), and the percentile interval of means over resampled texts; NaN for one text."""
+    """The mean over the last axis (texts), and the percentile interval of means over resampled texts.
+
+    Example:
+        >>> interval = bootstrap(torch.tensor([1.0, 2.0, 3.0]))
+        >>> float(interval.mean), bool(interval.low < 2.0 < interval.high)
+        (2.0, True)
+    """
     return ratio_of_means(values, torch.ones_like(values), seed, level)
 
 
 def ratio_of_means(above: Tensor, below: Tensor, seed: int = 0, level: float = 0.95) -> Interval:
-    """Mean of `above` over the mean of `below`, texts on the last axis, resampled together."""
+    """The mean of `above` over the mean of `below`, texts on the last axis, which are resampled together."""
     above, below = above.double(), below.double()
     mean = above.mean(-1) / below.mean(-1)
     texts = above.shape[-1]
     if texts < 2:
-        nothing = torch.full_like(mean, torch.nan)
-        return Interval(mean, nothing, nothing)
+        unknown = torch.full_like(mean, torch.nan)
+        return Interval(mean, unknown, unknown)
     draws = torch.randint(texts, (RESAMPLES, texts), generator=torch.Generator().manual_seed(seed))
     ratios = above[..., draws].mean(-1) / below[..., draws].mean(-1)
     tail = (1 - level) / 2
     return Interval(mean, ratios.quantile(tail, dim=-1), ratios.quantile(1 - tail, dim=-1))
 
 
-def decide(value: Interval, nulls: Sequence[Interval]) -> tuple[str | None, list[int]]:
-    """The rule: an interval above 0 and above every null's. Returns the verdict and the layers where it holds.
-
-    value, nulls: intervals with one entry per layer. All layers: "supported"; some: "partly"; none: "not supported".
-    One text gives no interval, and so no verdict.
-
-    >>> one = lambda low, high: Interval(torch.tensor([(low + high) / 2]), torch.tensor([low]), torch.tensor([high]))
-    >>> decide(one(0.5, 0.6), [one(-0.2, 0.1)]), decide(one(0.5, 0.6), [one(0.3, 0.55)])
-    (('supported', [0]), ('not supported', []))
-    """
-    if not value.known or not all(null.known for null in nulls):
-        return None, []
-    holds = value.low > 0
-    for null in nulls:
-        holds = holds & (value.low > null.high)
-    layers = holds.nonzero()[:, 0].tolist() if holds.ndim else ([0] if bool(holds) else [])
-    return ("supported" if len(layers) == holds.numel() else "partly" if layers else "not supported"), layers
-
-
 def span(values: Tensor) -> str:
-    """The smallest and the largest of some numbers, in words."""
-    shown = values[torch.isfinite(values)]
-    if not len(shown):
+    """The smallest and the largest of some numbers, in words; those that are not finite are left out.
+
+    >>> span(torch.tensor([0.18, 0.29, 0.2]))
+    '0.18 to 0.29'
+    """
+    finite = values[torch.isfinite(values)]
+    if not len(finite):
         return "not defined"
-    low, high = float(shown.min()), float(shown.max())
-    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+    low, high = f"{float(finite.min()):.2f}", f"{float(finite.max()):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
-def by_layer(values: Tensor) -> str:
-    """Numbers layer by layer, as tables have them."""
-    return " ".join(f"{v:.2f}".replace("0.", ".", 1) if abs(v) < 1 else f"{v:.2f}" for v in values.tolist())
-
-
-def layers_named(indices: Sequence[int], of: int) -> str:
-    """no layer, layer 3, layers 1, 2, or every layer."""
-    if len(indices) == of:
+def layers_named(indices: Sequence[int], count: int) -> str:
+    """Some of `count` layers in words: no layer, layer 3, layers 1, 2, or every layer."""
+    if len(indices) == count:
         return "every layer"
     if not indices:
         return "no layer"
     return ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
+
+
+def without_nan(value: Any) -> Any:
+    """JSON values with None in place of NaN and infinities.
+
+    >>> without_nan({"b": [0.5, float("nan")]})
+    {'b': [0.5, None]}
+    """
+    value = to_plain(value) if not isinstance(value, dict | list | tuple | float) else value
+    if isinstance(value, dict):
+        return {str(key): without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""A probe as one HTML page that opens offline: the answer, the figures, the text token by token, the table."""
+"""The report: one HTML page that opens offline."""
 
 from __future__ import annotations
 
@@ -6,135 +6,277 @@ import base64
 import html
 import io
 import json
+import re
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attn_flow.base.files import to_plain, write_bytes
-from attn_flow.probe import figures
-from attn_flow.probe.figures import HEAD_MAPS
-from attn_flow.probe.findings import span
+from attn_flow.base.extras import require_extra
+from attn_flow.base.figures import LIGHT, save_figure
+from attn_flow.base.files import write_bytes
+from attn_flow.probe.figures import CLUSTER_METHODS, PIXELS_PER_INCH, comparison_figure, draw
+from attn_flow.probe.findings import QUESTIONS, Finding, without_nan
+from attn_flow.probe.reading import as_words
 
 if TYPE_CHECKING:
-    from attn_flow.probe.findings import Finding
-    from attn_flow.probe.result import Probe
+    from attn_flow.probe.result import ProbeResult
 
-FIGURES = {
-    "propagation": (
-        figures.propagation_figure,
-        "The law carried through the whole encoder",
-        "The encoder is run with attention replaced in every layer, so that errors compound; embeddings, norms and "
-        "feed-forward parts are its own. Left: how far the predicted cloud is from the true one, in units of the "
-        "distance between two different texts. Right: how alike the embeddings at the end are.",
+WIDE, NARROW, SMALL = 748, 350, 236  # widths of figures in pixels
+ANSWERS = {"supported": "Yes.", "partly": "In part.", "not supported": "No.", None: "Not decided."}
+TAGS = {"supported": "yes", "partly": "partly", "not supported": "no", None: "note"}
+METHODS = {
+    "averaging": (
+        "Each head is computed from m random keys instead of all n, special tokens always kept, and its error falls "
+        "like m^-b. Mean-field theory has b = 1/2: the error of an average over independent tokens. Colder heads, "
+        "whose logits vary more, depend on few keys and have a smaller b. The curve b(s) is that of normal logits with "
+        "the same standard deviation s; nothing in it is fitted. On the right, the exponent that follows from a head's "
+        "own logits with random values."
     ),
-    "ladder": (
-        figures.ladder_figure,
-        "The ladder: what each ingredient adds",
-        "Each line is a closure: a law of few numbers in the place of the cloud. Explained variance 0 is what a "
-        "constant, the text's mean output, achieves; 1 is attention itself.",
+    "clusters": (
+        "The encoder runs with attention replaced in every layer: each head keeps K weighted clusters of keys and "
+        "values. They are found with queries of other texts, so that the text's own attention is not used. The "
+        "dashed line, which does use it, is a bound. Distances are between clouds of tokens at the output, in units of "
+        "the distance between two different texts."
+    ),
+    "temperature": (
+        "The more a head's logits vary, the colder it is. Dots are heads; lines are medians of neighbours. Left of the "
+        "first dashed line, sqrt(log n / 2), theory expects averages over many keys; right of the second, "
+        "sqrt(2 log n), a few keys whatever the length of the text. Two moments are a normal distribution of keys "
+        "and values. Shares below -1 are drawn at -1."
     ),
     "limit": (
-        figures.limit_figure,
-        "Towards the limiting law of the weights?",
-        "The theorem speaks of one head, unchanging weights and no feed-forward part. Left: the distance to the limit "
-        "after a layer over that before it, and what it would be if theory held. Middle: the fraction of that way. "
-        "Right: whether attention pushes where the linear theory says.",
-    ),
-    "heads": (figures.heads_figure, "In which regime is each head?", ""),
-    "evolution": (
-        figures.evolution_figure,
-        "How does the cloud evolve?",
-        "Tokens as directions. Pairwise cosines that pile up at 1 are clusters; an energy that rises is attraction.",
+        "The weights of a layer predict where its attention would bring the tokens if it acted alone for a long time. "
+        "Shown is how well the way of the tokens through the layer agrees with the flow to that limit: 1 where the "
+        "layer is that flow. The grey band holds 90% of what randomly rotated weights give. One p value over all "
+        "layers decides; single layers are named only after a correction for their number."
     ),
 }
-FIRST = ("propagation", "ladder")  # before the text; the other figures come after it
-TAGS = {"supported": "yes", "partly": "partly", "not supported": "no", None: "note"}
-SINKS_NAMED = 6
-HEADS_NAMED = 3  # of the worst, and of the best
+NOT_SAID = {
+    "averaging": "that words may be dropped: the exponent is a slope between 8 and n/2 keys, for texts of this length.",
+    "clusters": "that this saves work: finding the clusters costs more than attention, and K grows with the text.",
+    "temperature": "what a head is for: a description of its output is not its purpose.",
+    "limit": "that the theorem fails, which has one head, constant weights and no feed-forward part.",
+}
 
 
-def write_report(result: Probe, folder: str | Path, title: str = "") -> Path:
-    """Save the probe into `folder` with its figures and report.html; returns the page's path.
+def write_page(result: ProbeResult, folder: str | Path, title: str = "") -> Path:
+    """Write report.html and its four figures into a folder.
 
-    probe.json is written last: where it is, everything is.
+    Args:
+        result: of a probe.
+        folder: is made if it does not exist.
+        title: the name of the encoder on the page.
+
+    Returns:
+        The path of the page.
     """
-    folder = Path(folder)
-    (folder / "probe.json").unlink(missing_ok=True)
-    result.save_numbers(folder)
-    images = {name: _png(draw(result)) for name, (draw, _, _) in FIGURES.items()}
-    for name, image in images.items():
-        write_bytes(image, folder / f"{name}.png")
+    folder, name = Path(folder), title or result.about.encoder["model"]
+    for question in QUESTIONS:
+        save_figure(draw(result, question), folder / f"{question}.png")
     path = folder / "report.html"
-    write_bytes(
-        _page(result, images, title or f"Is {result.about['encoder']['model']} a mean-field flow?").encode(), path
-    )
-    result.save_marker(folder)
+    write_bytes(_page(result, name).encode(), path)
     return path
 
 
-def write_comparison(results: dict[str, Probe], folder: str | Path, places: dict[str, str]) -> Path:
-    """comparison.html beside the models' own reports (`places`: their folders): one figure, and each one's findings."""
-    image = _png(figures.comparison_figure(results))
-    write_bytes(image, Path(folder) / "comparison.png")
-    body = [_figure(image, "Encoders side by side", "The closure and the cloud of every model.")]
+def write_comparison(results: dict[str, ProbeResult], folder: str | Path, subfolders: dict[str, str]) -> Path:
+    """Write comparison.html beside the folders of several models' reports; returns its path."""
+    rows = []
     for name, result in results.items():
-        link = html.escape(f"{places[name]}/report.html")
-        body.append(f'<h2>{html.escape(name)} (<a href="{link}">report</a>)</h2><ul class="findings">')
-        body += [_finding(finding) for finding in result.findings()]
-        body.append("</ul>")
+        link = f'<a href="{html.escape(subfolders[name])}/report.html">{html.escape(name)}</a>'
+        cells = "".join(f"<td>{_tag(f)}<p>{html.escape(f.text)}</p></td>" for f in result.findings.values())
+        rows.append(f"<tr><th>{link}</th>{cells}</tr>")
+    head = "".join(f"<th>{html.escape(question)}</th>" for question in QUESTIONS.values())
+    body = (
+        f"<h1>{len(results)} encoders side by side</h1>{_svg(comparison_figure(results), 'comparison', '')}"
+        "<p>Every head's exponent b, the rate at which its error falls with the number of keys, against the "
+        "temperature of its logits.</p>"
+        f'<div class="wide"><table class="comparison"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
+    )
     path = Path(folder) / "comparison.html"
-    write_bytes(_shell("Encoders side by side", "".join(body), "").encode(), path)
+    write_bytes(_shell("Encoders side by side", body, "").encode(), path)
     return path
 
 
-def _page(result: Probe, images: dict[str, bytes], title: str) -> str:
-    encoder, about = result.about["encoder"], result.about
-    omits = ", ".join(encoder["omits"]) or "nothing"
-    if result.omitted is not None:
-        omits += f" (positions hold {span(result.omitted)} of the variance of the logits)"
-    if result.inside_words:
-        omits += f" (closures hold the {result.inside_words})"
-    sections = [
-        f'<p class="about">{html.escape(encoder["architecture"])}, {encoder["layers"]} layers of {encoder["heads"]} '
-        f"heads, d = {encoder['dim']}; {about['texts']} texts, {about['tokens']} tokens, "
-        f"{about['unknown_token_share']:.1%} unknown; left out by theory: {html.escape(omits)}.</p>",
-        "<p><b>Asked:</b> does attention act on a token through a law of the cloud, a few numbers that all tokens "
-        "share, or does it need the tokens themselves?</p>",
-        '<div id="answer">' + "".join(f"<p>{html.escape(words)}</p>" for words in result.answer()) + "</div>",
-        *(_figure(images[name], *FIGURES[name][1:]) for name in FIRST),
-        '<h2>Findings</h2><ul class="findings" id="findings">',
-        *(_finding(finding) for finding in result.findings()),
-        "</ul>",
-        _READING,
-        *(_figure(images[name], *FIGURES[name][1:], below=_below(name)) for name in images if name not in FIRST),
-        '<h2>The cloud through the layers</h2><p class="about">A sample of tokens as directions, in the three leading '
-        "axes of all levels together. Move the slider, or press play; hover to read a token.</p>"
-        '<div id="cloud"></div>',
-        _TABLE,
-        _transports(result),
-        f"<details><summary>What was probed</summary>{_described(about)}</details>",
-        '<p class="about">Files beside this page: <a href="probe.json">probe.json</a>, <a href="probe.safetensors">'
-        "probe.safetensors</a>" + "".join(f', <a href="{name}.png">{name}.png</a>' for name in images) + ".</p>",
+def _page(result: ProbeResult, name: str) -> str:
+    question = f"Does attention in {name} act as a mean field?"
+    answer = ANSWERS[result.findings["averaging"].verdict]
+    about, encoder = result.about, result.about.encoder
+    body = [
+        f"<h1>{html.escape(question)} <span>{answer}</span></h1>",
+        f'<p class="about">{encoder["layers"]} layers of {encoder["heads"]} heads, {about.texts} texts of '
+        f"{about.tokens / about.texts:.0f} tokens on average. Four questions, each with its own test:</p>",
+        '<div class="cards">',
+        *(_card(result, question) for question in QUESTIONS),
+        "</div>",
+        *(_section(result, question) for question in QUESTIONS),
+        '<section id="evolution"><h2>How does the cloud of tokens change through depth?</h2>',
+        f"<p>{html.escape(result.evolution.finding(about.seed).text)}</p>{_figure(result, 'evolution')}</section>",
+        _TOKENS,
+        f"<section><h2>What was probed</h2>{_described(result)}</section>",
+        '<p class="about">Files: <a href="probe.json">probe.json</a> (all numbers), '
+        '<a href="probe.safetensors">probe.safetensors</a> (all measurements).</p>',
     ]
-    return _shell(title, "\n".join(sections), _scripts(result))
+    return _shell(f"{question} {answer}", "\n".join(body), _scripts(result))
 
 
-_READING = """<h2>The text, token by token</h2>
-<p class="about">Colour: how badly the closure misses a token in the chosen layer (its squared error over the
-variance of the text's outputs; none: not at all, red: no better than a constant). Click a token to see where it
-attends, and where the closure says it does; click a head to look at it.</p>
+_TOKENS = """<section id="tokens"><h2>Where do tokens attend?</h2>
+<p class="about">Heads: darker is colder, the number is the exponent b. Tokens: darker attends to fewer tokens;
+underlined ones receive most attention. Choose a head, then a token of the first text.</p>
+<div class="wide"><div id="heads"></div></div>
 <p class="controls"><label>text <select id="which-text"></select></label>
-<label>layer <select id="which-layer"></select></label></p>
+<label>layer <select id="which-layer"></select></label> <label>head <select id="which-head"></select></label></p>
 <div id="text"></div>
-<p id="sinks" class="about"></p>
-<div id="heads"></div>
-<div id="row"><p class="controls"><label>head <select id="which-head"></select></label>
-<span id="row-title" class="about">Click a token of the first text.</span></p><div id="bars"></div></div>"""
-_TABLE = """<h2>All numbers</h2><p class="about">Mean over texts, below it the 95% bootstrap interval. Click a column to
-sort, type to search.</p>
-<p class="controls"><label>group <select id="group"></select></label>
-<label>search <input id="search" type="search" placeholder="explained, w2, rotated ..."></label></p>
-<div class="wide"><table id="table"></table></div>"""
+<p id="row-title" class="about"></p><div id="bars"></div></section>"""
+
+
+def _card(result: ProbeResult, question: str) -> str:
+    finding = result.findings[question]
+    figure = _svg(draw(result, question, SMALL, small=True), f"{question}-small", QUESTIONS[question])
+    return (
+        f'<a class="card" href="#{question}"><h2>{html.escape(QUESTIONS[question])}</h2>{figure}'
+        f"<p>{_tag(finding)}{html.escape(finding.text)}</p></a>"
+    )
+
+
+def _section(result: ProbeResult, question: str) -> str:
+    return (
+        f'<section id="{question}"><h2>{html.escape(QUESTIONS[question])}</h2>{_figure(result, question)}'
+        f"<p>{html.escape(METHODS[question])}</p><details><summary>Numbers</summary>{_tables(result, question)}"
+        f'</details><p class="not-said">This does not say {html.escape(NOT_SAID[question])}</p></section>'
+    )
+
+
+def _figure(result: ProbeResult, name: str) -> str:
+    """The figure for wide and for narrow screens, of which the style shows one."""
+    label = QUESTIONS.get(name, "The cloud through depth")
+    wide, narrow = (_svg(draw(result, name, width), f"{name}-{width}", label) for width in (WIDE, NARROW))
+    return f'<div class="on-wide">{wide}</div><div class="on-narrow">{narrow}</div>'
+
+
+def _svg(figure: Any, name: str, label: str) -> str:
+    """A figure as inline SVG in the colours and font of the page."""
+    matplotlib, buffer = require_extra("matplotlib"), io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None}, dpi=72)
+    width = figure.get_figwidth() * PIXELS_PER_INCH
+    require_extra("matplotlib.pyplot").close(figure)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].replace(LIGHT[1], "currentColor")
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', rf'\1 width="{width:.0f}"', text, count=1)
+    text = re.sub(r'\b(id="|xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
+    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
+
+
+def _tables(result: ProbeResult, question: str) -> str:
+    numbers = without_nan(result.findings[question].numbers)
+    tables = []
+    if question == "clusters":
+        columns = ("found from", "K", "W2", "embedding cosine", "explained, mean of layers")
+        rows = [
+            (CLUSTER_METHODS[method][0] if method in CLUSTER_METHODS else method.replace("_", " "),
+             K, row["w2"], row["embedding_cosine"], _mean(row["explained"]))
+            for method, by_K in (numbers.get("curve") or {}).items()
+            for K, row in by_K.items()
+        ]  # fmt: skip
+        tables.append(_table(columns, rows))
+    layers = result.about.encoder["layers"]
+    by_layer = {key: v for key, v in numbers.items() if isinstance(v, list) and len(v) == layers and _is_plain(v)}
+    if by_layer:
+        rows = [(layer, *(values[layer] for values in by_layer.values())) for layer in range(layers)]
+        tables.append(_table(("layer", *(key.replace("_", " ") for key in by_layer)), rows))
+    if numbers.get("heads"):
+        keys = [key for key, value in numbers["heads"][0].items() if not isinstance(value, list | dict)]
+        rows = [tuple(row[key] for key in keys) for row in numbers["heads"]]
+        tables.append(_table([key.replace("_", " ") for key in keys], rows))
+    single = {k.replace("_", " "): v for k, v in numbers.items() if isinstance(v, int | float | str)}
+    listed = "".join(f"<li>{html.escape(key)}: {_cell(value)}</li>" for key, value in single.items())
+    return f'{"".join(tables)}<ul class="numbers">{listed}</ul>'
+
+
+def _is_plain(values: list[Any]) -> bool:
+    return all(value is None or isinstance(value, int | float) for value in values)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values or [] if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else html.escape(str(value))
+
+
+def _tag(finding: Finding) -> str:
+    return f'<span class="tag {TAGS[finding.verdict]}">{finding.verdict or "numbers"}</span> '
+
+
+def _described(result: ProbeResult) -> str:
+    about, encoder = result.about, result.about.encoder
+    skipped = f", {len(about.skipped)} left out as too short" if about.skipped else ""
+    errors = [check["error"] for check in about.checks if check["error"] is not None]
+    positions = sorted({check["positions"] for check in about.checks} - {""})
+    omits = sorted({check["omits"] for check in about.checks} - {""})
+    items = {
+        "Encoder": f"{encoder['model']} ({encoder['architecture']}), {encoder['layers']} layers, "
+        f"{encoder['heads']} heads of width {encoder['head_dim']}, d = {encoder['dim']}",
+        "Texts": f"{about.texts}, {about.tokens} tokens, {about.truncated} cut to {about.max_length}{skipped}; "
+        f"{about.unknown_share:.1%} of the tokens unknown to the tokenizer",
+        "Temperature": "as trained" if about.beta_factor == 1 else f"{about.beta_factor:g} times the trained beta",
+        "Weights as read": f"differ from what the layers compute by at most {max(errors):.1e}" if errors else "",
+        "Positions in the scores": ", ".join(positions),
+        "Left out of the scores": ", ".join(omits),
+        "Computed": f"in {about.dtype} on {about.device}, seed {about.seed}; " + ", ".join(
+            f"{name} {about.versions[name]}" for name in ("attn-flow", "torch", "transformers", "python")
+        ),
+        "Weights": about.weights,
+    }  # fmt: skip
+    return "<ul>" + "".join(f"<li>{k}: {html.escape(v)}.</li>" for k, v in items.items() if v) + "</ul>"
+
+
+def _scripts(result: ProbeResult) -> str:
+    """The data of the token view and its script. "<" is escaped, so that no token can end the script."""
+    reading, texts, first = result.reading, [], 0
+    for tokens, n in zip(result.tokens, reading.lengths.tolist()):
+        part = slice(first, first + n)
+        relative = reading.keys[..., part].log() / max(1.0, float(reading.lengths.double().log().max()))
+        texts.append(
+            {
+                "words": [[word, joined] for word, joined in as_words(tokens)],
+                "keys": _bytes(relative),
+                "received": [[round(v, 2) for v in row] for row in reading.received[:, part].tolist()],
+            }
+        )
+        first += n
+    heads = [
+        {"layer": row["layer"], "head": row["head"], "b": row["b"], "sd": row["logit_sd"]}
+        for row in without_nan(result.findings["averaging"].numbers.get("heads") or [])
+    ]
+    data = {
+        "texts": texts,
+        "longest": int(reading.lengths.max()),
+        "layers": result.about.encoder["layers"],
+        "heads": result.about.encoder["heads"],
+        "map": heads,
+        "rows": {"n": reading.weights.shape[-1], "bytes": _bytes(reading.weights.sqrt())},
+    }
+    code = files("attn_flow.probe").joinpath("page.js").read_text(encoding="utf-8")
+    escaped = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    return f"<script>const data = {escaped};</script><script>{code}</script>"
+
+
+def _bytes(values: Any) -> str:
+    """Values in [0, 1], one byte each."""
+    return base64.b64encode((values.clamp(0, 1) * 255).round().byte().numpy().tobytes()).decode()
 
 
 def _shell(title: str, body: str, scripts: str) -> str:
@@ -142,193 +284,5 @@ def _shell(title: str, body: str, scripts: str) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{style}</style></head><body>\n<h1>{html.escape(title)}</h1>\n"
-        f"{body}\n{scripts}</body></html>\n"
-    )
-
-
-def _transports(result: Probe) -> str:
-    """Exact transport and geomloss side by side."""
-    seen = result.transports
-    rows = "".join(
-        f"<tr><td>{int(level)}</td><td>{exact:.4f}</td><td>{other:.4f}</td><td>{abs(other / exact - 1):.1%}</td>"
-        f"<td>{bound:.4f}</td><td>{1e3 * a:.0f}</td><td>{1e3 * b:.0f}</td></tr>"
-        for level, exact, other, bound, a, b in zip(*(v.tolist() for v in vars(seen).values()))
-    )
-    names = ("level", "exact", "geomloss", "difference", "proved to", "exact, ms", "geomloss, ms")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    table = f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>' if rows else "<p>Not compared.</p>"
-    return (
-        "<details><summary>Distances: exact transport and geomloss</summary><p>W2 between the clouds of the first two "
-        f"texts, as directions. Distances of this page: {html.escape(result.about['transport'])}.</p>{table}</details>"
-    )
-
-
-def _finding(finding: Finding) -> str:
-    tag = finding.verdict or "note"
-    return f'<li><span class="tag {TAGS[finding.verdict]}">{tag}</span>{html.escape(finding.text)}</li>'
-
-
-def _png(figure: Any) -> bytes:
-    from matplotlib import pyplot
-
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    pyplot.close(figure)
-    return buffer.getvalue()
-
-
-def _figure(image: bytes, question: str, words: str, below: str = "") -> str:
-    code = base64.b64encode(image).decode()
-    return (
-        f'<h2>{html.escape(question)}</h2><p class="about">{html.escape(words)}</p><div class="wide">'
-        f'<img alt="{html.escape(question)}" src="data:image/png;base64,{code}"></div>{below}'
-    )
-
-
-def _below(name: str) -> str:
-    """What each map of the heads' figure says."""
-    if name != "heads":
-        return ""
-    words = "".join(f"<li><b>{html.escape(a)}</b>: {html.escape(b)}</li>" for a, b in HEAD_MAPS.values())
-    return f'<ul class="about">{words}</ul>'
-
-
-def _described(about: dict[str, Any]) -> str:
-    def item(value: Any) -> str:
-        if isinstance(value, dict):
-            return "<ul>" + "".join(f"<li>{html.escape(str(k))}: {item(v)}</li>" for k, v in value.items()) + "</ul>"
-        if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-            return "<ul>" + "".join(f"<li>{item(v)}</li>" for v in value) + "</ul>"
-        return html.escape(", ".join(map(str, value)) if isinstance(value, list) else str(value))
-
-    shown = {name.replace("_", " "): value for name, value in about.items() if name != "order"}
-    return "<dl>" + "".join(f"<dt>{html.escape(k)}</dt><dd>{item(v)}</dd>" for k, v in shown.items()) + "</dl>"
-
-
-def _scripts(result: Probe) -> str:
-    """The page's data and what moves it. "<" never appears in the data as itself: a "</script>" in a token could
-    otherwise end the script."""
-    from plotly.offline import get_plotlyjs
-
-    data = json.dumps(to_plain(_data(result)), allow_nan=False).replace("<", "\\u003c")
-    drawing = _scene(result).replace("<", "\\u003c")
-    code = files("attn_flow.probe").joinpath("page.js").read_text(encoding="utf-8")
-    return (
-        f"<script>{get_plotlyjs()}</script><script>const data = {data};\nconst scene = {drawing};</script>"
-        f"<script>{code}</script>"
-    )
-
-
-def _data(result: Probe) -> dict[str, Any]:
-    seen = result.reading
-    lengths = seen.lengths.tolist()
-    texts, first = [], 0
-    for t, n in enumerate(lengths):
-        texts.append(
-            {
-                "tokens": result.tokens[t][:n],
-                "missed": [[round(v, 4) for v in row] for row in seen.missed[:, first : first + n].tolist()],
-                "received": [[round(v, 3) for v in row] for row in seen.received[:, first : first + n].tolist()],
-            }
-        )
-        first += n
-    rows = [row for row in result.rows() if "head" not in row]
-    return {
-        "texts": texts,
-        "layers": result.about["encoder"]["layers"],
-        "heads": result.about["encoder"]["heads"],
-        "explained": [[round(v, 3) for v in row] for row in result.heads.explained.tolist()],
-        "rows": {
-            "n": seen.true_rows.shape[-1],
-            "true": _packed(seen.true_rows),
-            "closure": _packed(seen.closure_rows) if seen.closure_rows.numel() else "",
-        },
-        "sinks": SINKS_NAMED,
-        "named": HEADS_NAMED,
-        "table": [
-            {k: _short(v) if isinstance(v, float) else v for k, v in {**row, "quantity": _named(result, row)}.items()}
-            for row in rows
-        ],
-    }
-
-
-def _named(result: Probe, row: dict[str, Any]) -> str:
-    """Plain names: what a closure or null is, instead of what it is called in the code."""
-    name, colon, measure = str(row["quantity"]).partition(": ")
-    titles = {**result.about["closures"], **result.about["nulls"], **result.about["controls"]}
-    measure = measure.replace("w2", "W2 over W2 between texts")
-    return (titles.get(name, name) + colon + measure).replace("_", " ")
-
-
-def _short(value: float) -> float | str:
-    return float(f"{value:.3g}") if value == value and abs(value) != float("inf") else str(value)
-
-
-def _packed(weights: Any) -> str:
-    """Weights in [0, 1] as one byte each, the square root scaled to 255."""
-    code = (weights.clamp(0, 1).sqrt() * 255).round().byte()
-    return base64.b64encode(code.numpy().tobytes()).decode()
-
-
-def _scene(result: Probe) -> str:
-    """The plotly scene with one frame per level; token text is escaped, so that no text can become markup."""
-    from plotly import graph_objects as go
-
-    view = result.view.x.numpy()
-    names = [result.tokens[t][i] for t, i in zip(result.view.text.tolist(), result.view.place.tolist())]
-    hover = [
-        f"{html.escape(name)}<br>text {t}, place {i}"
-        for name, t, i in zip(names, result.view.text.tolist(), result.view.place.tolist())
-    ]
-    kind = [_kind(name) for name in names]
-    kinds = [k for k in ("words", "pieces of words", "punctuation and special") if k in kind]
-    colours = {"words": "#4c72b0", "pieces of words": "#dd8452", "punctuation and special": "#c44e52"}
-
-    def points(level: int) -> list[Any]:
-        drawn = []
-        for group in kinds:
-            chosen = [i for i, k in enumerate(kind) if k == group]
-            x, y, z = view[level][chosen].T
-            marker = {"size": 3, "color": colours[group], "opacity": 0.8}
-            words = [hover[i] for i in chosen]
-            drawn.append(
-                go.Scatter3d(
-                    x=x, y=y, z=z, mode="markers", marker=marker, name=group, hovertext=words, hoverinfo="text"
-                )
-            )
-        return drawn
-
-    labels = [f"{level}" for level in range(len(view))]
-    step = {"frame": {"duration": 500, "redraw": True}, "transition": {"duration": 400}, "mode": "immediate"}
-    slider = {
-        "currentvalue": {"prefix": "level "},
-        "steps": [{"label": n, "method": "animate", "args": [[n], step]} for n in labels],
-    }
-    play = {"label": "play", "method": "animate", "args": [labels, {**step, "fromcurrent": True}]}
-    bound = float(abs(view).max()) * 1.05
-    axis = {"range": [-bound, bound], "showticklabels": False, "title": ""}
-    layout = {
-        "sliders": [slider],
-        "updatemenus": [{"type": "buttons", "buttons": [play], "x": 0.02, "y": 0.02}],
-        "scene": {
-            "xaxis": axis,
-            "yaxis": axis,
-            "zaxis": axis,
-            "aspectmode": "cube",
-            "camera": {"eye": {"x": 1.0, "y": 1.0, "z": 0.7}},
-        },
-        "margin": {"l": 0, "r": 0, "t": 0, "b": 0},
-        "legend": {"x": 0.02, "y": 0.98, "itemsizing": "constant"},
-    }
-    figure = go.Figure(points(0), layout, [go.Frame(data=points(i), name=n) for i, n in enumerate(labels)])
-    return figure.to_json()
-
-
-def _kind(token: str) -> str:
-    if token.startswith("##"):
-        return "pieces of words"
-    bare = token.strip("▁Ġ")
-    return (
-        "words" if bare and any(c.isalnum() for c in bare) and not bare.startswith("[") else "punctuation and special"
+        f"<title>{html.escape(title)}</title><style>{style}</style></head><body>\n{body}\n{scripts}</body></html>\n"
     )

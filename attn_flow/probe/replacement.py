@@ -94,12 +94,10 @@ class Replacement:
         """Compare the encoder with replaced attention with itself, at some levels 1 to L or at all of them."""
         passes = self.run(predict)
         levels = range(1, len(self.between)) if levels is None else levels
-        distances = [
-            [w2(a[level], b[level]) / float(self.between[level]) for a, b in zip(passes.states, self.true.states)]
-            for level in levels
-        ]
+        distances = [[w2(a[level], b[level]) for a, b in zip(passes.states, self.true.states)] for level in levels]
+        unit = torch.where(self.between > 0, self.between, torch.nan)[list(levels), None]  # equal texts have no unit
         cosine = (passes.embeddings * self.true.embeddings).sum(-1).double().cpu()
-        return Comparison(torch.tensor(distances, dtype=torch.float64), cosine)
+        return Comparison(torch.tensor(distances, dtype=torch.float64) / unit, cosine)
 
 
 def prepare_replacement(

@@ -92,10 +92,10 @@ def one_head(r: int, generator: torch.Generator) -> list[int]:
 
 def layer_counts(layers: tuple[int, ...], seed: int) -> list[dict[str, Any]]:
     """Affine ranks by part when a layer of MiniLM reads tokens of affine rank r; nothing where it is not installed."""
-    from attn_flow.experiments.twins import token_ids, trained_and_twin
+    from attn_flow.experiments.encoders.minilm_variants import token_ids, trained_and_untrained
     from attn_flow.hooks import blocks, record
 
-    found = trained_and_twin(seed, torch.float64)
+    found = trained_and_untrained(seed, torch.float64)
     if found is None:
         return []
     model, inputs = found[0]["trained"], token_ids(found[1], 1, TOKENS)
@@ -125,10 +125,10 @@ def _hidden(out: Any) -> Tensor:
 
 def encoders(texts: int, n: int, seed: int) -> dict[str, Any] | None:
     """Effective affine ranks by part and layer, and the spread of directions with and without residuals."""
-    from attn_flow.experiments.twins import taken_out, token_ids, trained_and_twin
+    from attn_flow.experiments.encoders.minilm_variants import remove_parts, token_ids, trained_and_untrained
     from attn_flow.hooks import record
 
-    found = trained_and_twin(seed)
+    found = trained_and_untrained(seed)
     if found is None:
         return None
     models, tokenizer = found
@@ -139,7 +139,7 @@ def encoders(texts: int, n: int, seed: int) -> dict[str, Any] | None:
         x, a, m, f, y = record(model, inputs, points=points).x.unflatten(0, (5, -1))  # (layers, texts, n, d) each
         ranks = [effective_rank(z, centred=True).mean(-1).tolist() for z in (x, a, x + a, m, f, m + f, y)]
         spread = {"as it is": spread_of(record(model, inputs).x)}
-        with taken_out(model, "residuals"):
+        with remove_parts(model, "residuals"):
             spread["without residuals"] = spread_of(record(model, inputs, check=False).x)
         runs[name] = {"ranks": ranks, "spread": spread}  # ranks: (parts, layers)
     return runs

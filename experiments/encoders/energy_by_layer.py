@@ -61,10 +61,10 @@ def energy_of(x: Tensor) -> Tensor:
 
 def encoders(texts: int, n: int, seed: int, progress: bool) -> dict[str, Any] | None:
     """Energies (2L + 1, texts) at the input, after attention and after the FFN of every layer, for every run."""
-    from attn_flow.experiments.twins import taken_out, token_ids, trained_and_twin
+    from attn_flow.experiments.encoders.minilm_variants import remove_parts, token_ids, trained_and_untrained
     from attn_flow.hooks import record
 
-    found = trained_and_twin(seed)
+    found = trained_and_untrained(seed)
     if found is None:
         return None
     models, tokenizer = found
@@ -73,7 +73,7 @@ def encoders(texts: int, n: int, seed: int, progress: bool) -> dict[str, Any] | 
     with progress_bar("energy by layer", len(models) * len(RUNS), progress) as advance:
         for name, model in models.items():
             for how, parts in RUNS.items():
-                with taken_out(model, *parts):
+                with remove_parts(model, *parts):
                     path = record(model, inputs, points=["resid", "hook_resid_mid"], check=False)
                 whole, half = path.x[: len(path.x) // 2 + 1], path.x[len(path.x) // 2 + 1 :]
                 levels = [e for i in range(len(half)) for e in (energy_of(whole[i]), energy_of(half[i]))]

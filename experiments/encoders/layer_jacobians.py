@@ -80,10 +80,10 @@ def encoders(
     texts: int, n: int, tokens: tuple[int, ...], quick: bool, seed: int, progress: bool
 ) -> dict[str, Any] | None:
     """MiniLM, MiniLM with the entries of every weight matrix shuffled, and its untrained twin."""
-    from attn_flow.experiments.twins import token_ids, trained_and_twin
+    from attn_flow.experiments.encoders.minilm_variants import token_ids, trained_and_untrained
     from attn_flow.hooks import attentions, blocks, record
 
-    found = trained_and_twin(seed, torch.float64)
+    found = trained_and_untrained(seed, torch.float64)
     if found is None:
         return None
     models, tokenizer = found

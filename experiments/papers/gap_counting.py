@@ -90,10 +90,10 @@ def outside(s: np.ndarray, beta: np.ndarray) -> int:
 
 def encoders(texts: int, n: int, rng: np.random.Generator, seed: int) -> dict[str, Any] | None:
     """beta_c over the trained beta, by layer, of MiniLM and its twin and of Gaussian rows of the same spread."""
-    from attn_flow.experiments.twins import token_ids, trained_and_twin
+    from attn_flow.experiments.encoders.minilm_variants import token_ids, trained_and_untrained
     from attn_flow.hooks import attentions, record
 
-    found = trained_and_twin(seed)
+    found = trained_and_untrained(seed)
     if found is None:
         return None
     models, tokenizer = found

@@ -117,10 +117,10 @@ def cosines(x: torch.Tensor) -> np.ndarray:
 
 def trained_cosines() -> dict[str, Any] | None:
     """Mean cosine of MiniLM's tokens by level, and the recursion from its embeddings; None where it is missing."""
-    from attn_flow.experiments.twins import token_ids, trained_and_twin
+    from attn_flow.experiments.encoders.minilm_variants import token_ids, trained_and_untrained
     from attn_flow.hooks import record
 
-    found = trained_and_twin(0)
+    found = trained_and_untrained(0)
     if found is None:
         return None
     models, tokenizer = found

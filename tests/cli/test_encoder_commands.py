@@ -58,7 +58,7 @@ def test_inspect_and_spectra_of_minilm(tmp_path) -> None:
 
 def test_probe_compares_models_and_does_not_repeat_itself(tiny, tmp_path) -> None:
     (tmp_path / "t.txt").write_text("a b c d e f g h i j " * 3 + "\n" + "j i h g f e d c b a " * 3 + "\n")
-    texts = ["--texts", str(tmp_path / "t.txt"), "--no-nulls", "--out", str(tmp_path / "out")]
+    texts = ["--texts", str(tmp_path / "t.txt"), "--out", str(tmp_path / "out")]
     words = ["probe", tiny, f"{tiny}@random", *texts]
     assert set(json.loads(run(*words, "--json").stdout)) == {tiny, f"{tiny}@random"}
     assert (tmp_path / "out" / "comparison.html").exists()
@@ -75,7 +75,7 @@ def test_a_second_model_that_cannot_be_opened_is_reported_before_the_first_is_pr
 def test_probe_reads_jsonl_and_standard_input(tiny, tmp_path) -> None:
     text = " ".join("abcdefgh" * 3)
     (tmp_path / "t.jsonl").write_text(json.dumps({"body": text}) + "\n" + json.dumps({"body": text + " e f"}))
-    words = ["probe", tiny, "--no-nulls", "--json", "--texts"]
+    words = ["probe", tiny, "--json", "--texts"]
     file = [str(tmp_path / "t.jsonl"), "--out", str(tmp_path / "a")]
     assert json.loads(run(*words, *file, "--field", "body").stdout)["about"]["texts"] == 2
     done = run(*words, "-", "--out", str(tmp_path / "b"), text=f"{text}\n\n{text}\n")
@@ -87,10 +87,10 @@ def test_texts_that_the_tokenizer_does_not_know_are_refused(tiny, tmp_path) -> N
     capitals = word_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"ABCDEFGHIJ"], 32)
     capitals.save_pretrained(tmp_path / "capitals")
     (tmp_path / "t.txt").write_text("A B C D E F G H I J A C E G I B D F H J\nJ I H G F E D C B A J H F D B I G E C A")
-    words = ["probe", tiny, "--texts", str(tmp_path / "t.txt"), "--out", str(tmp_path / "out"), "--no-nulls", "--json"]
+    words = ["probe", tiny, "--texts", str(tmp_path / "t.txt"), "--out", str(tmp_path / "out"), "--json"]
     assert "are unknown to" in " ".join(run(*words, code=2).stderr.split())
     about = json.loads(run(*words, "--tokenizer", str(tmp_path / "capitals")).stdout)["about"]
-    assert about["unknown_token_share"] == 0
+    assert about["unknown_share"] == 0
 
 
 def test_probe_of_a_vision_model(tmp_path) -> None:
@@ -104,7 +104,7 @@ def test_probe_of_a_vision_model(tmp_path) -> None:
     for i in range(3):
         pixels = np.random.default_rng(i).integers(0, 255, (70, 80, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "images" / f"{i}.png")
-    words = ["probe", str(tmp_path / "vit"), "--out", str(tmp_path / "out"), "--no-nulls", "--json"]
+    words = ["probe", str(tmp_path / "vit"), "--out", str(tmp_path / "out"), "--json"]
     about = json.loads(run(*words, "--images", str(tmp_path / "images")).stdout)["about"]
     assert (about["texts"], about["tokens"]) == (3, 3 * (64 + 1))
     assert "takes images" in run(*words, "--demo", code=2).stderr

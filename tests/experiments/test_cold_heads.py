@@ -11,9 +11,16 @@ from torch import Tensor
 from attn_flow import limit, wasserstein
 from attn_flow.attention import Attention
 from attn_flow.base.files import to_plain
-from attn_flow.experiments import cold_heads
-from attn_flow.experiments.cold_heads import Head, head_of, nulls, one_head, own_flow, predicted, resolved
-from attn_flow.experiments.encoders import fetched
+from attn_flow.experiments.encoders import cold_heads, fetched
+from attn_flow.experiments.encoders.cold_heads import (
+    Head,
+    baseline_axes,
+    head_of,
+    one_head,
+    own_flow,
+    predicted,
+    resolved,
+)
 from attn_flow.measures import EllipsoidSupport
 from attn_flow.prediction import zero_temperature_flow
 
@@ -52,7 +59,7 @@ def test_a_head_that_turns_has_no_axis(generator: torch.Generator) -> None:
     x = cloud(50, 3, generator)
     assert predicted(made(x, torch.eye(3), turn)) is None
     found = one_head(made(x, torch.eye(3), turn), None, [None], 0, 2, generator)
-    assert (found["rotates"], found["way"]) == (True, None)
+    assert (found["rotates"], found["fraction"]) == (True, None)
 
 
 def test_resolution_counts_the_tokens_that_share(generator: torch.Generator) -> None:
@@ -64,7 +71,7 @@ def test_resolution_counts_the_tokens_that_share(generator: torch.Generator) -> 
     assert cold["cold"] == pytest.approx(1, abs=1e-6)
 
 
-def test_a_cold_head_goes_to_its_projection_and_not_to_the_nulls() -> None:
+def test_a_cold_head_goes_to_its_projection_and_not_to_the_baselines() -> None:
     """Where theory applies, a dense cloud in three dimensions and a large gap: nearly as far as if it held.
 
     One draw, the same in every run: of random axes in three dimensions one in twenty draws has one as good as its own.
@@ -74,15 +81,15 @@ def test_a_cold_head_goes_to_its_projection_and_not_to_the_nulls() -> None:
     head = made(x, torch.diag(torch.tensor([0.2, 2.0, 0.5])), torch.diag(torch.tensor([2.0, 1.5, 0.3])))
     axis = predicted(head)
     assert axis is not None
-    targets = {"own": axis, **nulls(head, {"none": None}, generator)}
-    ways = {factor: own_flow(head, factor, targets, 60)["way"] for factor in (1.0, 4.0)}
+    targets = {"own": axis, **baseline_axes(head, {"none": None}, generator)}
+    ways = {factor: own_flow(head, factor, targets, 60)["fraction"] for factor in (1.0, 4.0)}
     assert "none" not in ways[1.0]
-    held = own_flow(head, 1.0, targets, 60, held=True)["way"]["own"][0]
+    held = own_flow(head, 1.0, targets, 60, as_theory=True)["fraction"]["own"][0]
     assert held > 0.9
     for way in ways.values():
         assert way["own"][0] > 0.75 * held
         assert way["own"][0] > 2 * max(found for name, (found, _) in way.items() if name != "own")
-    assert own_flow(head, 4.0, targets, 60, frozen=True)["way"]["own"][0] > 0.75 * held
+    assert own_flow(head, 4.0, targets, 60, frozen=True)["fraction"]["own"][0] > 0.75 * held
 
 
 def test_if_theory_held_is_the_flow_of_the_library(generator: torch.Generator) -> None:
@@ -97,7 +104,7 @@ def test_if_theory_held_is_the_flow_of_the_library(generator: torch.Generator) -
     path = zero_temperature_flow(Attention.from_matrices(torch.eye(4).double(), V), x, times, support).x / 3
     ends = axis.sides(x)[:, None] * axis.e
     away = torch.stack([wasserstein(y, ends) for y in path[::40]])
-    found = own_flow(head, 1.0, {"own": axis}, 400, held=True)["way"]["own"][0]
+    found = own_flow(head, 1.0, {"own": axis}, 400, as_theory=True)["fraction"]["own"][0]
     assert found == pytest.approx(float((1 - away / away[0]).max()), abs=0.05)
 
 
@@ -114,7 +121,7 @@ def test_the_distance_is_the_librarys_wasserstein(generator: torch.Generator) ->
     speed = velocity.norm(dim=-1) / 3
     after = x + min(0.15 / float(speed.mean()), 0.45 / float(speed.max())) * velocity
     after = after / after.norm(dim=-1, keepdim=True)
-    found = own_flow(head, 1.0, {"own": axis}, 1)["way"]["own"][0]
+    found = own_flow(head, 1.0, {"own": axis}, 1)["fraction"]["own"][0]
     assert found == pytest.approx(1 - float(wasserstein(after, ends) / wasserstein(x / 3, ends)), abs=1e-9)
 
 
@@ -141,5 +148,5 @@ def test_a_real_encoder() -> None:
     found = numbers["shares"]["sapiens"]
     assert found["heads"] == 32
     assert 0 < found["resolved"] < 1
-    assert found["above nulls"] > 2 * found["chance"]
+    assert found["above baselines"] > 2 * found["chance"]
     assert isinstance(cold_heads.plot(numbers), Figure)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attn_flow.experiments.encoders import affine_rank, energy_by_layer, layer_jacobians
+from attn_flow.experiments.encoders.minilm_variants import _derangement, remove_parts
 from attn_flow.experiments.papers import random_weights
-from attn_flow.experiments.twins import _turned, taken_out
 from attn_flow.hooks import attentions, blocks, record
 from attn_flow.hooks.demo import tiny_bert
 
@@ -78,28 +78,28 @@ def test_shuffled_weights_are_the_same_numbers(bert):
 # --- parts taken out -------------------------------------------------------------------------------------------------
 
 
-def test_parts_are_taken_out_and_put_back(bert):
+def test_parts_are_remove_parts_and_put_back(bert):
     before = record(bert, INPUTS).x
     points = ["hook_in", "attn.hook_out", "hook_resid_mid", "mlp.hook_out", "hook_out"]
     block = blocks(bert)[1]
     norm1, norm2 = block["attention.output.LayerNorm"], block["output.LayerNorm"]
     with torch.no_grad():
-        with taken_out(bert, "ffn"):
+        with remove_parts(bert, "ffn"):
             x, a, m, f, y = record(bert, INPUTS, points=[f"blocks.1.{p}" for p in points], check=False).x
         torch.testing.assert_close(m, norm1(x + a))
         torch.testing.assert_close(y, norm2(m))
-        with taken_out(bert, "residuals"):
+        with remove_parts(bert, "residuals"):
             x, a, m, f, y = record(bert, INPUTS, points=[f"blocks.1.{p}" for p in points], check=False).x
         torch.testing.assert_close(m, norm1(a))
         torch.testing.assert_close(y, norm2(f))
-        with taken_out(bert, "shuffled ffn"):
+        with remove_parts(bert, "shuffled ffn"):
             x, a, m, f, y = record(bert, INPUTS, points=[f"blocks.1.{p}" for p in points], check=False).x
         own = block["output.dense"](block["intermediate"](m))[0]
         given = f[0]
         assert not torch.allclose(given, own)
         assert torch.allclose(given.sum(0), own.sum(0))
     assert torch.equal(record(bert, INPUTS).x, before)
-    with pytest.raises(ValueError, match="part 'norms', expected 'ffn'"), taken_out(bert, "norms"):
+    with pytest.raises(ValueError, match="part 'norms', expected 'ffn'"), remove_parts(bert, "norms"):
         pass
     assert torch.equal(record(bert, INPUTS).x, before)
 
@@ -109,7 +109,7 @@ def test_parts_are_taken_out_and_put_back(bert):
 
 def test_every_token_is_given_the_part_of_another():
     for n in (2, 3, 32, 128):
-        turned = _turned(n)
+        turned = _derangement(n)
         assert sorted(turned.tolist()) == list(range(n))
         assert not (turned == torch.arange(n)).any()
 

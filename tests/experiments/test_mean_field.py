@@ -10,11 +10,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attn_flow.base.files import to_plain
-from attn_flow.experiments import mean_field
-from attn_flow.experiments.encoders import fetched
-from attn_flow.experiments.encoders.tables import TableEncoder
-from attn_flow.experiments.mean_field_chaos import (
-    LAWS,
+from attn_flow.experiments.encoders import fetched, mean_field
+from attn_flow.experiments.encoders.chaos import (
+    DISTRIBUTIONS,
     exponent,
     growth,
     independent_sampling,
@@ -24,7 +22,7 @@ from attn_flow.experiments.mean_field_chaos import (
     spread_of,
     two_samples,
 )
-from attn_flow.experiments.mean_field_closures import atoms, carried, exact, gaussians
+from attn_flow.experiments.encoders.tables import TableEncoder
 from attn_flow.experiments.parts import kept_part
 
 
@@ -39,7 +37,7 @@ def model() -> TableEncoder:
 
 
 def rows(model: TableEncoder, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    return two_samples(model, LAWS[0], n, generator)
+    return two_samples(model, DISTRIBUTIONS[0], n, generator)
 
 
 def test_tokens_in_their_own_field_are_the_encoder(model: TableEncoder, generator: torch.Generator) -> None:
@@ -60,13 +58,13 @@ def test_the_error_is_what_was_carried_and_what_the_field_adds(model: TableEncod
         assert added > 1e-3
 
 
-def test_a_field_of_more_rows_errs_less_and_another_law_does_not(model: TableEncoder) -> None:
+def test_a_field_of_more_rows_errs_less_and_another_distribution_does_not(model: TableEncoder) -> None:
     def last(n: int, null: str) -> float:
-        runs = [two_samples(model, LAWS[1], n, torch.Generator().manual_seed(s), null) for s in range(4)]
+        runs = [two_samples(model, DISTRIBUTIONS[1], n, torch.Generator().manual_seed(s), null) for s in range(4)]
         return sum(passive_error(model, *run)["error"][-1] for run in runs)
 
     assert last(512, "") < 0.5 * last(32, "")  # theory: 1/4
-    assert last(512, "other law") > 0.5 * last(32, "other law")
+    assert last(512, "other distribution") > 0.5 * last(32, "other distribution")
 
 
 def test_exponent_of_a_power_law_and_its_error() -> None:
@@ -108,33 +106,6 @@ def test_sampling_error_falls_with_the_root_of_n(model: TableEncoder, generator:
     assert bool((ratio < 0.6).all())  # 1, if more tokens did not help
 
 
-def test_all_rows_as_a_closure_are_the_encoder(model: TableEncoder, generator: torch.Generator) -> None:
-    """Training rows and rows held out, which attend to training rows and themselves."""
-    x, y = LAWS[0].draw(40, generator)
-    tokens = model.rows(x.double(), y.double())
-    found = carried(model, tokens[:30], tokens[30:], exact)
-    mask = torch.zeros(40, 40, dtype=torch.bool)
-    mask[:, 30:] = True  # True is what torch leaves out
-    mask.fill_diagonal_(False)
-    torch.testing.assert_close(found["last"], model(tokens[None], mask=mask)[0, 30:], rtol=0, atol=1e-11)
-    assert max(found["error"] + found["held_out"]) < 1e-12
-    assert min(found["explained"]) > 1 - 1e-12
-
-
-def test_refitted_atoms_fit_better_and_a_gaussian_has_the_right_mass(
-    model: TableEncoder, generator: torch.Generator
-) -> None:
-    tokens = torch.cat(rows(model, 80, generator))
-    plain_atoms, refitted = (carried(model, tokens[:120], tokens[120:], atoms(refitted=r)) for r in (False, True))
-    assert all(b > a for a, b in zip(plain_atoms["explained"], refitted["explained"]))
-    # At beta = 0 every law is its mean: held-out rows give themselves one part in n + 1.
-    for layer in model.layers:
-        layer.self_attn.in_proj_weight[:32] = 0
-        layer.self_attn.in_proj_bias[:32] = 0
-    hot = carried(model, tokens[:120], tokens[120:], gaussians(3))
-    assert max(hot["error"] + hot["held_out"]) < 1e-10
-
-
 def test_a_part_is_computed_once_for_the_same_options(tmp_path: Path) -> None:
     calls = []
     run = lambda: calls.append(1) or {"x": torch.ones(2)}
@@ -160,13 +131,10 @@ def test_without_the_weights_an_untrained_encoder_is_run_and_said_to_be(tmp_path
 
 @pytest.mark.slow
 def test_tabpfn() -> None:
-    """The real one, quick: errors fall with n and do not for the nulls, refitted atoms carry it."""
+    """The real one, quick: errors fall with n, and not in the field of another distribution."""
     if fetched("tabpfn") is None:
         pytest.skip("tabpfn is not fetched: attn-flow encoders get tabpfn")
     numbers = mean_field.compute(quick=True)
-    for law in numbers["laws"].values():
-        assert law["exponent"][1][0] < -0.3
-        assert law["nulls"]["other law"]["exponent"][-1][0] > -0.15
-        task = law["tasks"][0]
-        errors = {name: run["error"][-1] for name, run in task["closures"].items()}
-        assert min(errors, key=lambda name: errors[name]) == "refitted atoms"
+    for run in numbers["distributions"].values():
+        assert run["exponent"][1][0] < -0.3
+        assert run["baselines"]["other distribution"]["exponent"][-1][0] > -0.15

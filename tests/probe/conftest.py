@@ -1,9 +1,9 @@
-"""One probe of the real MiniLM, shared by the tests of this folder: four texts of 100 tokens, every stage and null."""
+"""One probe of the real MiniLM, shared by the tests of this folder: eight texts of 32 tokens."""
 
 import pytest
 
 from attn_flow.hooks.demo import minilm, topics
-from attn_flow.probe import Probe, probe
+from attn_flow.probe import ProbeResult, probe
 
 
 @pytest.fixture(scope="session")
@@ -13,10 +13,10 @@ def encoder():
 
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
-    return [text for text in topics() if len(text) > 900][:5]
+    return [text for text in topics() if len(text) > 900][:8]
 
 
 @pytest.fixture(scope="session")
-def result(encoder, texts) -> Probe:
+def result(encoder, texts) -> ProbeResult:
     with pytest.warns(UserWarning, match="truncated"):
-        return probe(*encoder, texts[:4], max_length=100)
+        return probe(*encoder, texts, max_length=32)

@@ -6,8 +6,8 @@ here with the weights of one trained head, the tokens that reach it as mu_0 and 
 mean value, a drift common to all tokens, is left out, as the theorem has none (`common=True` keeps it). Cold and
 resolved are counted, not guessed from a dimension: exp(entropy) tokens share a query's attention, and the mean logit is
 so much of the way from the average to the largest. The prediction is P(x) = Pi x/|Pi x| with M = V S G, S the cloud's
-covariance. All heads of several encoders; nulls are the projections of the layer's other heads, of the head with its
-queries rotated, the principal axis of what it writes, that of the cloud, and random ones. Ours.
+covariance. All heads of several encoders; baselines are the projections of the layer's other heads, of the head with
+its queries rotated, the principal axis of what it writes, that of the cloud, and random ones. Ours.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch import Tensor
 from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound
-from attn_flow.experiments.cold_heads_figure import plot as plot
 from attn_flow.experiments.encoders import fetched, load_fetched, sample_inputs
+from attn_flow.experiments.encoders.cold_heads_figure import plot as plot
 from attn_flow.experiments.encoders.reactions import ReactionEncoder, of_one_size
 from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
 from attn_flow.experiments.parts import kept_part
 from attn_flow.hooks.fingerprints import fingerprint
-from attn_flow.probe.clouds import record_clouds
+from attn_flow.probe.recording import record_encoder
 
 ENCODERS = ("tabpfn", "rxnmapper", "rxnmap", "sapiens", "sapiens-light", "minilm", "antiberty", "m3e")
 TIED = ("rxnmapper", "rxnmap")  # one block fired again and again
@@ -123,7 +123,7 @@ def predicted(head: Head) -> Axis | None:
     return Axis(e, left / (left @ e), float(values[first].real), float((values[first] - values[order[1]]).real))
 
 
-def nulls(head: Head, others: dict[str, Axis | None], generator: torch.Generator) -> dict[str, Axis]:
+def baseline_axes(head: Head, others: dict[str, Axis | None], generator: torch.Generator) -> dict[str, Axis]:
     """Other axes: of the other heads, of this head with its queries rotated, its values', and the cloud's.
 
     The first know the layer, "rotated" and "values" know what this head writes but not whom it attends to; the cloud's
@@ -154,11 +154,11 @@ def own_flow(
     *,
     common: bool = False,
     frozen: bool = False,
-    held: bool = False,
+    as_theory: bool = False,
 ) -> dict[str, Any]:
     """The head's flow from its tokens: by target the largest fraction of the way, 1 - W2(x_t, P x_0) / W2(x_0, P x_0).
 
-    common: with the mean value. frozen: tokens in the field of mu_0. held: as if theory held, in the field of the
+    common: with the mean value. frozen: tokens in the field of mu_0. as_theory: in the field of the
     ellipsoid with the covariance of mu_0 at zero temperature, V S g / sqrt(<g, S g>) up to a factor of time.
     Returns by target fraction and time, in units of the layer's step; and the last spread of directions over the first.
     """
@@ -179,7 +179,7 @@ def own_flow(
         if not frozen:
             keys, values = x @ head.K.mT, x @ head.V.mT
         q = x @ head.Q.mT + head.bias
-        if held:
+        if as_theory:
             drift = q @ (joint / (len(x) - 1)) @ head.O.mT / ((q @ own) * q).sum(-1, keepdim=True).sqrt()
         else:
             P = (factor * head.beta * q @ keys.mT).softmax(-1)
@@ -196,25 +196,25 @@ def own_flow(
         best = torch.maximum(way, best)
     spread = lambda x: float((x - x.mean(0)).square().sum(-1).mean().sqrt() / R)
     found = {name: [float(best[i]), float(when[i])] for i, name in enumerate(targets)}
-    return {"way": found, "spread": spread(x) / spread(head.x)}
+    return {"fraction": found, "spread": spread(x) / spread(head.x)}
 
 
 def tokens(model: Any, tokenizer: Any, name: str, n: int, generator: torch.Generator) -> tuple[list[Attention], Any]:
     """The attention of every layer, and n of the tokens that reach it, (layers, n, d): one table, or texts pooled."""
     with torch.no_grad():
         if isinstance(model, TableEncoder):
-            clouds = record_clouds(
+            recording = record_encoder(
                 model, {"src": model.rows(*draw_table(n, spread=0.5, generator=generator))[None]}, None
             )
         elif isinstance(model, ReactionEncoder):
             chosen = of_one_size(sample_inputs(name), 8, 128)
-            clouds = record_clouds(model, {"src": torch.stack([model.atoms(r) for r in chosen])}, None)
+            recording = record_encoder(model, {"src": torch.stack([model.atoms(r) for r in chosen])}, None)
         else:
             texts = sorted(sample_inputs(name)[:100], key=len, reverse=True)[: max(4, n // 64)]
-            clouds = record_clouds(model, tokenizer, texts, max_length=128)
-    pooled = [torch.cat(level) for level in clouds.z[:-1]]
+            recording = record_encoder(model, tokenizer, texts, max_length=128)
+    pooled = [torch.cat(level) for level in recording.states[:-1]]
     chosen_rows = torch.randperm(len(pooled[0]), generator=generator)[:n]
-    return clouds.attentions, [level[chosen_rows] for level in pooled]
+    return recording.attentions, [level[chosen_rows] for level in pooled]
 
 
 def one_encoder(name: str, n: int, steps: int, seed: int) -> list[dict[str, Any]]:
@@ -235,7 +235,7 @@ def one_encoder(name: str, n: int, steps: int, seed: int) -> list[dict[str, Any]
 def one_head(
     head: Head, axis: Axis | None, axes: list[Axis | None], h: int, steps: int, generator: torch.Generator
 ) -> dict[str, Any]:
-    """The numbers of one head; "way" is None unless it is cold and resolved at some beta, and does not rotate."""
+    """The numbers of one head; "fraction" is None unless it is cold and resolved at some beta, and does not rotate."""
     seen = resolved(head)
     fit = [s for s in seen if s["shared"] >= SHARED and s["cold"] >= COLD]
     found: dict[str, Any] = {
@@ -244,23 +244,23 @@ def one_head(
         "seen": seen,
         "factor": fit[-1]["factor"] if fit else None,
         "rotates": axis is None,
-        "way": None,
+        "fraction": None,
     }
     if not fit or axis is None:
         return found
     others = {f"head {i}": other for i, other in enumerate(axes) if i != h}
-    targets = {"own": axis, **nulls(head, others, generator)}
+    targets = {"own": axis, **baseline_axes(head, others, generator)}
     run = own_flow(head, fit[-1]["factor"], targets, steps)
-    best = max(way for name, (way, _) in run["way"].items() if name != "own")
-    held = own_flow(head, 1.0, {"own": axis}, steps, held=True)["way"]["own"][0]
+    best = max(way for name, (way, _) in run["fraction"].items() if name != "own")
+    in_theory = own_flow(head, 1.0, {"own": axis}, steps, as_theory=True)["fraction"]["own"][0]
     return found | {
-        "held": held,
+        "if_theory": in_theory,
         "leading": axis.leading,
         "gap": axis.gap,
-        "way": run["way"]["own"][0],
-        "null": best,
-        "null name": max((n for n in run["way"] if n != "own"), key=lambda n: run["way"][n][0]),
-        "nulls": len(targets) - 1,
+        "fraction": run["fraction"]["own"][0],
+        "baseline": best,
+        "best baseline": max((n for n in run["fraction"] if n != "own"), key=lambda n: run["fraction"][n][0]),
+        "baselines": len(targets) - 1,
         "spread": run["spread"],
     }
 
@@ -283,21 +283,21 @@ def colder(name: str, places: list[list[int]], n: int, steps: int, seed: int) ->
         if axis is None:
             return None
         others = {f"head {i}": other for i, other in enumerate(axes) if i != h}
-        targets = {"own": axis, **nulls(head, others, generator)}
+        targets = {"own": axis, **baseline_axes(head, others, generator)}
         seen = resolved(head)
         runs = [{**s, **_best(own_flow(head, s["factor"], targets, steps))} for s in seen]
         coldest = max((s["factor"] for s in seen if s["shared"] >= SHARED), default=FACTORS[0])
         frozen = _best(own_flow(head, coldest, targets, steps, frozen=True))
         common = _best(own_flow(head, coldest, targets, steps, common=True))
-        held = _best(own_flow(head, 1.0, targets, steps, held=True))
+        in_theory = _best(own_flow(head, 1.0, targets, steps, as_theory=True))
     about = {"encoder": name, "layer": layer, "head": h, "n": len(head.x), "rate": rate(head, axis)}
-    return {**about, "coldest": coldest, "runs": runs, "frozen": frozen, "common": common, "held": held}
+    return {**about, "coldest": coldest, "runs": runs, "frozen": frozen, "common": common, "if_theory": in_theory}
 
 
 def _best(flow: dict[str, Any]) -> dict[str, float]:
-    """Fraction and time of the own projection, and the best fraction of a null."""
-    others = [way for target, (way, _) in flow["way"].items() if target != "own"]
-    return {"way": flow["way"]["own"][0], "t": flow["way"]["own"][1], "null": max(others)}
+    """Fraction and time of the own projection, and the best fraction of a baseline."""
+    others = [way for target, (way, _) in flow["fraction"].items() if target != "own"]
+    return {"fraction": flow["fraction"]["own"][0], "t": flow["fraction"]["own"][1], "baseline": max(others)}
 
 
 def resolution_of_tables(n: int, seed: int) -> dict[str, float]:
@@ -365,30 +365,32 @@ def compute(
 
 
 def by_advance(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The heads that were run, first those that go farthest beyond their nulls."""
-    return sorted((head for head in found if head["way"] is not None), key=lambda head: head["null"] - head["way"])
+    """The heads that were run, first those that go farthest beyond their baselines."""
+    return sorted(
+        (head for head in found if head["fraction"] is not None), key=lambda head: head["baseline"] - head["fraction"]
+    )
 
 
 def shares(found: list[dict[str, Any]]) -> dict[str, float]:
     """Of all heads those cold and resolved at some beta; of those that do not rotate, what became of them."""
     fit = [head for head in found if head["factor"] is not None]
-    run = [head for head in fit if head["way"] is not None]
-    ways = sorted(head["way"] for head in run)
+    run = [head for head in fit if head["fraction"] is not None]
+    ways = sorted(head["fraction"] for head in run)
     best = next(iter(by_advance(found)), None)
     return {
         "heads": len(found),
         "resolved": len(fit) / len(found),
         "rotate": sum(head["rotates"] for head in fit) / max(1, len(fit)),
         "run": len(run),
-        "above nulls": sum(head["way"] > head["null"] for head in run) / max(1, len(run)),
-        "half way": sum(head["way"] > 0.5 * head["held"] for head in run) / max(1, len(run)),
-        "chance": sum(1 / (1 + head["nulls"]) for head in run) / max(1, len(run)),
+        "above baselines": sum(head["fraction"] > head["baseline"] for head in run) / max(1, len(run)),
+        "half way": sum(head["fraction"] > 0.5 * head["if_theory"] for head in run) / max(1, len(run)),
+        "chance": sum(1 / (1 + head["baselines"]) for head in run) / max(1, len(run)),
         "median": ways[len(ways) // 2] if ways else math.nan,
-        "median if held": sorted(head["held"] for head in run)[len(run) // 2] if run else math.nan,
+        "median if theory held": sorted(head["if_theory"] for head in run)[len(run) // 2] if run else math.nan,
         "dimension": sorted(head["dimension"] for head in found)[len(found) // 2],
-        "best": best["way"] if best else math.nan,
-        "best null": best["null"] if best else math.nan,
-        "best if held": best["held"] if best else math.nan,
+        "best": best["fraction"] if best else math.nan,
+        "best of baselines": best["baseline"] if best else math.nan,
+        "best if theory held": best["if_theory"] if best else math.nan,
     }
 
 
@@ -403,22 +405,22 @@ def slope(case: dict[str, Any]) -> float:
 
 
 def _claims(heads: dict[str, list[dict[str, Any]]], cold: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Shares over all heads; the chance beside the second is that of one axis among its nulls."""
+    """Shares over all heads; the chance beside the second is that of one axis among its baselines."""
     every = [head for found in heads.values() for head in found]
-    if not every or not any(head["way"] is not None for head in every):
+    if not every or not any(head["fraction"] is not None for head in every):
         return []
     found = shares(every)
     claims = [
         bound("share of heads cold and resolved at some beta", found["resolved"], at_least=0.5),
         bound(
-            f"of these, own projection nearer than every null (chance {found['chance']:.2f}), share",
-            found["above nulls"],
+            f"of these, own projection nearer than every baseline (chance {found['chance']:.2f}), share",
+            found["above baselines"],
             at_least=3 * found["chance"],
         ),
-        bound("most: own projection nearer than every null, share", found["above nulls"], at_least=0.5),
+        bound("most: own projection nearer than every baseline, share", found["above baselines"], at_least=0.5),
         bound(
             "best case: fraction of the way over that if theory held",
-            found["best"] / found["best if held"],
+            found["best"] / found["best if theory held"],
             at_least=0.5,
         ),
         bound("most: more than half of what theory gives, share", found["half way"], at_least=0.5),

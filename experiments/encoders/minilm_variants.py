@@ -1,4 +1,4 @@
-"""MiniLM, its untrained twin, texts for both, and the same encoder with parts of its blocks taken out."""
+"""MiniLM and its untrained copy, texts for both, and the same encoder with parts of its blocks removed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from attn_flow.hooks import Block, blocks
 from attn_flow.hooks.demo import minilm, topics
-from attn_flow.probe.nulls import untrained_twin
+from attn_flow.probe.untrained import untrained_copy
 
 
-def trained_and_twin(seed: int, dtype: torch.dtype = torch.float32) -> tuple[dict[str, nn.Module], Any] | None:
-    """{"trained": MiniLM, "untrained": its twin} and their tokenizer; None where its package is not installed."""
+def trained_and_untrained(seed: int, dtype: torch.dtype = torch.float32) -> tuple[dict[str, nn.Module], Any] | None:
+    """{"trained": MiniLM, "untrained": its copy} and their tokenizer; None if its package is not installed."""
     try:
         model, tokenizer = minilm()
     except ModuleNotFoundError:
         return None
-    return {"trained": model.to(dtype), "untrained": untrained_twin(model, seed).to(dtype)}, tokenizer
+    return {"trained": model.to(dtype), "untrained": untrained_copy(model, seed).to(dtype)}, tokenizer
 
 
 def token_ids(tokenizer: Any, texts: int, n: int) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def token_ids(tokenizer: Any, texts: int, n: int) -> dict[str, Tensor]:
 
 
 @contextmanager
-def taken_out(model: nn.Module, *parts: str) -> Iterator[None]:
+def remove_parts(model: nn.Module, *parts: str) -> Iterator[None]:
     """A post-norm encoder without its "ffn" (norms stay), or without its "residuals": norm(f(x)) for norm(x + f(x)).
 
     "shuffled ffn": what the feed-forward part adds is given to other tokens of the text, the same in every layer.
@@ -41,16 +41,18 @@ def taken_out(model: nn.Module, *parts: str) -> Iterator[None]:
             if block.norm_placement != "post":
                 raise ValueError(f"{block.architecture.name} is {block.norm_placement}-norm, expected a post-norm one.")
             for part in parts:
-                stack.callback(_without(block, part))
+                stack.callback(_remove_part(block, part))
         yield
 
 
-def _without(block: Block, part: str) -> Callable[[], None]:
+def _remove_part(block: Block, part: str) -> Callable[[], None]:
     arch = block.architecture
     if part == "ffn":
         return block[arch.ffn].register_forward_hook(lambda module, args, out: torch.zeros_like(out)).remove
     if part == "shuffled ffn":
-        return block[arch.ffn].register_forward_hook(lambda module, args, out: out[:, _turned(out.shape[1])]).remove
+        return (
+            block[arch.ffn].register_forward_hook(lambda module, args, out: out[:, _derangement(out.shape[1])]).remove
+        )
     if part != "residuals":
         raise ValueError(f"part {part!r}, expected 'ffn', 'shuffled ffn' or 'residuals'.")
     undo = ExitStack()
@@ -61,7 +63,7 @@ def _without(block: Block, part: str) -> Callable[[], None]:
     return undo.close
 
 
-def _turned(n: int) -> Tensor:
-    """For every token the place of another: one cycle through all of them."""
+def _derangement(n: int) -> Tensor:
+    """For every position another one: one cycle through all of them."""
     cycle = torch.randperm(n, generator=torch.Generator().manual_seed(n))
     return torch.empty_like(cycle).index_copy(0, cycle, cycle.roll(1))

@@ -1,17 +1,17 @@
-"""Propagation of chaos in an encoder of tables: tokens of one sample in the field of another of the same law.
+"""Propagation of chaos in an encoder of tables: tokens of one sample in the field of another sample.
 
 Two samples A, B of n rows. Tokens of A move by themselves, x -> Phi(x; A), or passively in the other field,
 p -> Phi(p; B). What separates p from x after a layer is what was there before, carried by the field, and what the
 field adds:
     Phi(p; B) - Phi(x; A) = [Phi(p; B) - Phi(x; B)] + [Phi(x; B) - Phi(x; A)].
-The second part is of order n^{-1/2} if the fields are those of one law; the first grows with the layers' exponents.
+The second part is of order n^{-1/2} if both samples have one distribution; the first grows from layer to layer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,15 +19,16 @@ from torch import Tensor
 
 from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
 from attn_flow.observe.quantities import attention_statistics, clusters, effective_rank
-from attn_flow.probe.clouds import directions
+from attn_flow.probe.recording import directions
+from attn_flow.probe.untrained import untrained_copy
 
 STEP = 1e-3  # of a tangent, in units of the cloud's spread
 CLUSTER = 0.5  # directions nearer than this (cosine .875) are one cluster
 
 
 @dataclass(frozen=True)
-class Law:
-    """A law of tables: rows of `classes` normal classes whose centres are `spread` apart in units of the noise."""
+class TableDistribution:
+    """Rows of `classes` normal classes whose centres are `spread` apart in units of the noise."""
 
     name: str
     spread: float
@@ -40,7 +41,11 @@ class Law:
         return draw_table(n, self.features, self.classes, self.spread, law=self.number, generator=generator)
 
 
-LAWS = (Law("overlapping", 0.5), Law("separated", 1.5), Law("eight classes", 0.5, 8))
+DISTRIBUTIONS = (
+    TableDistribution("overlapping", 0.5),
+    TableDistribution("separated", 1.5),
+    TableDistribution("eight classes", 0.5, 8),
+)
 
 
 def moved(layer: Any, x: Tensor, field: Tensor) -> Tensor:
@@ -66,16 +71,16 @@ def spread_of(x: Tensor) -> float:
 
 
 def two_samples(
-    model: TableEncoder, law: Law, n: int, generator: torch.Generator, null: str = ""
+    model: TableEncoder, rows: TableDistribution, n: int, generator: torch.Generator, baseline: str = ""
 ) -> tuple[Tensor, Tensor]:
     """Tokens of two samples of n rows, standardised together so that a row is the same token in both.
 
-    null: "other law" (other centres for the second), "shuffled labels" (its classes permuted), or none.
+    baseline: "other distribution" (other centres for the second), "shuffled labels" (its classes permuted), or "".
     """
-    x, y = law.draw(n, generator)
-    other = Law(law.name, law.spread, law.classes, law.features, law.number + 1) if null == "other law" else law
+    x, y = rows.draw(n, generator)
+    other = replace(rows, number=rows.number + 1) if baseline == "other distribution" else rows
     u, v = other.draw(n, generator)
-    if null == "shuffled labels":
+    if baseline == "shuffled labels":
         v = v[torch.randperm(n, generator=generator)]
     tokens = model.rows(torch.cat([x, u]), torch.cat([y, v]))
     return tokens[:n], tokens[n:]
@@ -129,8 +134,8 @@ def independent_sampling(model: TableEncoder, x: Tensor, n: int, generator: torc
     return found
 
 
-def cloud_words(model: TableEncoder, attentions: Sequence[Any], x: Tensor, y: Tensor) -> dict[str, list[float]]:
-    """The cloud x (n, d) of rows of classes y by level, in the theory's words.
+def cloud_statistics(model: TableEncoder, attentions: Sequence[Any], x: Tensor, y: Tensor) -> dict[str, list[float]]:
+    """Numbers of the cloud x (n, d) of rows of classes y, level by level.
 
     clusters: groups of directions nearer than CLUSTER that hold a hundredth of the tokens; rank: effective; between:
     share of variance between classes; beta: effective, mean over heads; entropy: of attention over log n.
@@ -165,10 +170,8 @@ def exponent(n: Sequence[int], error: Sequence[Sequence[float]]) -> tuple[float,
     return slope, typical / math.sqrt(float(centred.square().sum()))
 
 
-def twin(model: TableEncoder, seed: int) -> TableEncoder:
-    """The same encoder with random weights, its map from rows to tokens as trained."""
-    from attn_flow.probe.nulls import untrained_twin
-
-    found: Any = untrained_twin(model, seed)
-    found.encoder, found.y_encoder = model.encoder, model.y_encoder
-    return found
+def untrained_layers(model: TableEncoder, seed: int) -> TableEncoder:
+    """The same encoder with untrained layers; its map from rows to tokens stays as trained."""
+    untrained = untrained_copy(model, seed)
+    untrained.encoder, untrained.y_encoder = model.encoder, model.y_encoder
+    return untrained

@@ -1,0 +1,39 @@
+"""The untrained copy of a model: the same architecture with freshly drawn weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def untrained_copy(model: Model, seed: int = 0) -> Model:
+    """The same architecture with freshly drawn weights.
+
+    Args:
+        model: a model of HuggingFace, or one whose modules have `reset_parameters`.
+        seed: of the weights.
+
+    Example:
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> model, _ = tiny_bert()
+        >>> weights = [m.encoder.layer[0].attention.self.query.weight for m in (model, untrained_copy(model, seed=1))]
+        >>> weights[0].shape == weights[1].shape, torch.equal(*weights)
+        (True, False)
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = getattr(model, "config", None)
+        if config is not None:
+            return type(model)(config).to(next(model.parameters())).eval()
+        untrained = copy.deepcopy(model)
+        for module in untrained.modules():
+            for name in ("reset_parameters", "_reset_parameters"):
+                reset = getattr(module, name, None)
+                if callable(reset):
+                    reset()
+    return untrained.eval()

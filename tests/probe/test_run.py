@@ -1,0 +1,161 @@
+"""`probe` as a whole: stages that resume, keys, checks, and what users see of bad input."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from encoder_zoo import tiny
+
+from attn_flow.hooks.demo import tiny_bert
+from attn_flow.hooks.fingerprints import fingerprint
+from attn_flow.probe import ProbeResult, prepare, probe, untrained_copy
+from attn_flow.probe.recording import MIN_TOKENS
+from attn_flow.probe.result import RECORDS, tensors_of
+from attn_flow.probe.run import ProbeRun
+
+WORDS = ["a b c d e f g h i j " * 2, "j i h g f e d c b a " * 2, "a c e g i b d f h j " * 2]
+
+
+@pytest.fixture
+def small() -> ProbeRun:
+    return prepare(*tiny_bert(), WORDS)
+
+
+def tensors(result: ProbeResult) -> dict[str, torch.Tensor]:
+    return {f"{name}.{key}": z for name in RECORDS for key, z in tensors_of(getattr(result, name)).items()}
+
+
+def assert_equal(a: ProbeResult, b: ProbeResult) -> None:
+    first, second = tensors(a), tensors(b)
+    assert first.keys() == second.keys()
+    for name, z in first.items():
+        torch.testing.assert_close(second[name], z, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_a_probe_that_was_stopped_and_continued_equals_one_that_was_not(small, tmp_path, monkeypatch) -> None:
+    whole = small.run()
+    with monkeypatch.context() as patch:
+        patch.setattr("attn_flow.probe.run.measure_limit", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            small.run(tmp_path)
+    finished = {path.stem for path in tmp_path.iterdir()}
+    assert {"averaging", "temperature", "clusters"} <= finished
+    assert "limit" not in finished
+    with monkeypatch.context() as patch:  # what is finished is not measured again
+        patch.setattr("attn_flow.probe.run.measure_clusters", lambda *_, **__: 1 / 0)
+        assert_equal(small.run(tmp_path), whole)
+
+
+def test_a_stage_of_other_inputs_is_measured_again(small, tmp_path) -> None:
+    small.run(tmp_path)
+    other = prepare(*tiny_bert(), [*WORDS[:2], "b b c c d d e e f f g g h h i i j j"])
+    assert_equal(other.run(tmp_path), other.run())
+
+
+def test_the_key_changes_with_inputs_weights_and_options() -> None:
+    model, tokenizer = tiny_bert()
+    key = lambda texts=WORDS, **options: prepare(model, tokenizer, texts, **options).about.key
+    first = key()
+    assert key() == first
+    others = {key(WORDS[:2]), key(max_length=20), key(seed=1), key(beta_factor=2.0)}
+    weight = model.encoder.layer[1].output.dense.weight
+    with torch.no_grad():
+        before = float(weight[3, 4])
+        weight[3, 4] += 1e-3
+        others.add(key())
+        weight[3, 4] = before
+    assert key() == first
+    assert len({*others, first}) == 6
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, tokenizer = tiny_bert()
+    before, hooks = fingerprint(model), [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    probe(model, tokenizer, WORDS)
+    assert fingerprint(model) == before
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+
+def test_texts_that_are_too_short_are_named() -> None:
+    with pytest.warns(UserWarning, match=rf"2 of 5 texts are left out.*fewer than {MIN_TOKENS} tokens: numbers 0, 3"):
+        run = prepare(*tiny_bert(), ["a b", *WORDS[:2], "c d", WORDS[2]])
+    assert (run.about.skipped, run.about.texts) == ([0, 3], 3)
+    with pytest.raises(ValueError, match=f"no text has {MIN_TOKENS} tokens"):
+        probe(*tiny_bert(), ["a b"])
+
+
+def test_fewer_than_eight_texts_have_no_verdict(small) -> None:
+    assert {finding.verdict for finding in small.run().findings.values()} == {None}
+
+
+def test_weights_that_do_not_give_what_a_layer_computes_are_refused() -> None:
+    model, tokenizer = tiny_bert()
+    query = model.encoder.layer[1].attention.self.query
+    query.register_forward_hook(lambda module, args, output: 1.1 * output)  # as an adapter does
+    with pytest.raises(ValueError, match="layer 1"):
+        prepare(model, tokenizer, WORDS)
+
+
+def test_unknown_tokens_are_refused_unless_allowed() -> None:
+    texts = ["x y z " * 8, "u v w " * 8]
+    with pytest.raises(ValueError, match="tokens are unknown to"):
+        prepare(*tiny_bert(), texts)
+    assert prepare(*tiny_bert(), texts, max_unknown=1.0).about.unknown_share == 1
+
+
+def test_a_model_of_short_texts_keeps_as_many_tokens_as_it_takes() -> None:
+    with pytest.warns(UserWarning, match="truncated"):
+        run = prepare(*tiny_bert(), ["a b c d e f g h i j " * 4] * 2)  # 160 by default, and it takes 32
+    assert (run.about.max_length, run.about.tokens) == (32, 64)
+
+
+@pytest.mark.parametrize(("options", "message"), [({"beta_factor": 0.0}, "beta_factor"), ({"seed": -1}, "seed")])
+def test_wrong_options_are_named(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(*tiny_bert(), WORDS, **options)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "ModernBERT"])
+def test_a_model_whose_tokens_see_a_part_of_the_text_is_probed(name, tmp_path) -> None:
+    """Causal and local attention: what does not apply says so, and the report is written."""
+    ids = torch.randint(3, 60, (3, 40), generator=torch.Generator().manual_seed(0))
+    result = probe(tiny(name), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_length=None)
+    assert result.findings["clusters"].verdict is None
+    assert result.report(tmp_path).exists()
+
+
+def test_an_untrained_copy_has_the_same_shape_and_other_weights() -> None:
+    model, _ = tiny_bert()
+    own, other = (dict(m.named_parameters()) for m in (model, untrained_copy(model, seed=3)))
+    assert own.keys() == other.keys()
+    name = "encoder.layer.0.attention.self.query.weight"
+    assert own[name].shape == other[name].shape
+    assert not torch.allclose(own[name], other[name])
+
+
+def test_ctrl_c_ends_a_probe_at_once_and_the_next_one_continues(tmp_path: Path) -> None:
+    """The command is told to stop in the middle of its work: finished parts stay, the exit code is that of Ctrl-C."""
+    command = [sys.executable, "-m", "attn_flow", "probe", "minilm", "--demo", "--first", "4", "--max-length", "32"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    )
+    deadline = time.monotonic() + 200
+    while not list(tmp_path.glob("parts/*.safetensors")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "the same command continues" in " ".join(errors.split())
+    assert list(tmp_path.glob("parts/*.safetensors"))
+    assert not (tmp_path / "probe.json").exists()
