@@ -27,13 +27,12 @@ function attentionRow(query) {
 function showHeads() {
   const home = byId("heads"), columns = data.heads;
   home.style.gridTemplateColumns = `auto repeat(${columns}, auto)`;
-  const largest = Math.max(...data.map.map(cell => cell.sd ?? 0), 1e-9);
   const cells = [];
   for (const cell of data.map) {
     if (cell.head === 0) cells.push(element("span", `layer ${cell.layer}`));
     const button = element("button", cell.b === null ? "" : cell.b.toFixed(2).replace("0.", "."));
     button.type = "button";
-    button.style.background = heat((cell.sd ?? 0) / largest);
+    button.style.background = heat((Math.log2(cell.sd || 0.5) + 1) / 4);  // from 0.5 to 8
     button.title = `layer ${cell.layer}, head ${cell.head}: exponent b ${cell.b?.toFixed(2)}, ` +
       `standard deviation of logits ${cell.sd?.toFixed(2)}`;
     if (cell.layer === layer() && cell.head === head()) button.classList.add("chosen");
