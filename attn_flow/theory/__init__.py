@@ -12,9 +12,8 @@
 | `normalisation` | contraction under post-, pre-, peri-norm, nGPT, LN-scaling | 2510.22026 |
 | `long_context` | one layer on many keys: critical beta | 2510.05554, 2605.08505 |
 | `gap_counting` | the beta at which one key gets half of an attention row | 2605.12697 |
-| `random_energy` | three phases of Gaussian logits: how attention over m random keys errs | Derrida 1981 |
+| `random_energy` | three phases of Gaussian logits | Derrida 1981 |
 | `hardmax` | leaders, cells, Frank-Wolfe gap | 2407.01602, 2508.09628 |
-| `lipschitz` | how much attention amplifies a perturbation | 2312.14820 |
 | `gaussian` | mean and covariance of Gaussian tokens, blow-up time | 2501.18322 |
 
 Functions accept numbers or arrays, broadcast them, and return float64 numpy arrays; docstrings write (...) for a

@@ -4,14 +4,13 @@ softmax       rho' = 2 e^{beta rho} (1-rho) ((n-1) rho + 1) / (e^beta + (n-1) e^
 unnormalised  rho' = (2/n) e^{beta rho} (1-rho) ((n-1) rho + 1)
 
 Independent tokens in high dimension start at rho = O(d^{-1/2}) and follow this ODE with an error near sqrt(log d / d).
-The code works with the gap w = 1 - rho, so that it keeps its digits as rho tends to 1.
+`normalisation.solve("post", ...)` integrates it. Times are functions of the gap w = 1 - rho, which keeps its digits.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.integrate import solve_ivp
 from scipy.special import exp1, expi, roots_laguerre
 
 from attn_flow.base import checks
@@ -27,12 +26,8 @@ def velocity(rho: ArrayLike, beta: ArrayLike, n: ArrayLike, kind: str = "softmax
     >>> float(velocity(0.0, 0.0, 4))  # without temperature: 2 (1-rho) ((n-1) rho + 1) / n
     0.5
     """
-    return _closing_speed(1 - reals("rho", rho, -1, 1), reals("beta", beta), integers("n", n, 2), kind)
-
-
-def _closing_speed(w: Array, beta: Array, n: Array, kind: str) -> Array:
-    """-w' of the gap w = 1 - rho."""
     checks.require_choice("kind", kind, KINDS)
+    w, beta, n = 1 - reals("rho", rho, -1, 1), reals("beta", beta), integers("n", n, 2)
     shape = 2 * w * (n - (n - 1) * w)
     return shape * np.exp(beta * (1 - w)) / n if kind == "unnormalised" else shape / (np.exp(beta * w) + n - 1)
 
@@ -74,25 +69,3 @@ def _scaled_exp1(x: Array) -> Array:
     far = (WEIGHTS / (np.maximum(x, 20.0)[..., None] + NODES)).sum(-1)
     near = np.minimum(x, 20.0)
     return np.where(x < 20.0, np.exp(near) * exp1(near), far)
-
-
-def solve(t: ArrayLike, beta: float, n: int, rho0: float = 0.0, kind: str = "softmax") -> Array:
-    """1 - rho at the times t (T,), integrated numerically with a small relative error down to the smallest gaps.
-
-    Args:
-        t: increasing times (T,), at least 0.
-        rho0: cosine at time 0.
-
-    >>> 1 - solve([5.27], 1.0, 32).round(4)
-    array([0.999])
-    """
-    t, beta_, n_ = np.atleast_1d(reals("t", t, 0)), reals("beta", beta), integers("n", n, 2)
-    y0 = -np.log1p(-float(reals("rho0", rho0, -1, 1, is_open=True)))
-
-    def velocity_of_log(_: float, y: Array) -> Array:
-        w = np.exp(-y)
-        return _closing_speed(w, beta_, n_, kind) / w
-
-    span = (0.0, max(float(t[-1]), 1e-300))
-    path = solve_ivp(velocity_of_log, span, [y0], t_eval=t, method="DOP853", rtol=1e-11, atol=1e-12)
-    return np.exp(-path.y[0])

@@ -14,20 +14,11 @@ from scipy.linalg import eigh
 from attn_flow.theory.domain import Array, reals
 
 
-def _mean_and_covariance(m: ArrayLike, S: ArrayLike) -> tuple[Array, Array]:
-    m, S = reals("mean", m), reals("covariance", S)
-    if m.ndim != 1 or S.shape != (len(m), len(m)):
-        raise ValueError(f"mean has shape {m.shape} and covariance {S.shape}, expected (d,) and (d, d).")
+def _covariance(S: ArrayLike) -> Array:
+    S = reals("covariance", S)
     if not np.allclose(S, S.T) or np.linalg.eigvalsh(S).min() < -1e-12 * np.abs(S).max():
         raise ValueError("covariance is not symmetric or not nonnegative; expected a covariance matrix.")
-    return m, S
-
-
-def _matrix(name: str, value: ArrayLike, d: int) -> Array:
-    A = reals(name, value)
-    if A.shape != (d, d):
-        raise ValueError(f"{name} has shape {A.shape}, expected (d, d) = {(d, d)}.")
-    return A
+    return S
 
 
 def solve(
@@ -48,9 +39,8 @@ def solve(
     >>> t, S[-1].round(6)
     (array([0.  , 0.25]), array([[2.]]))
     """
-    m0, S0 = _mean_and_covariance(m0, S0)
+    m0, S0, V, G = reals("mean", m0), _covariance(S0), reals("V", V), reals("G", G)
     t, d = np.atleast_1d(reals("t", t, 0)), len(m0)
-    V, G = _matrix("V", V, d), _matrix("G", G, d)
 
     def velocity(_: float, y: Array) -> Array:
         m, S = y[:d], y[d:].reshape(d, d)
@@ -82,9 +72,7 @@ def blow_up_time(S0: ArrayLike, v: float, G: ArrayLike, beta: float) -> float:
     >>> round(blow_up_time([[0.5]], v=1.0, G=[[1.0]], beta=2.0), 6)
     0.5
     """
-    S0 = np.atleast_2d(reals("S0", S0))
-    S0 = _mean_and_covariance(np.zeros(len(S0)), S0)[1]
-    G = _matrix("G", G, len(S0))
+    S0, G = _covariance(S0), reals("G", G)
     A = beta * v * (G + G.T)
     top = float(eigh(A, np.linalg.inv(S0), eigvals_only=True)[-1])
     # Rounding must not turn a bounded covariance (top = 0) into a blow-up at a time near 1e16.
@@ -107,8 +95,8 @@ def solve_scalar_values(
     >>> S
     array([[[2.]]])
     """
-    m0, S0 = _mean_and_covariance(m0, S0)
-    t, G = np.atleast_1d(reals("t", t, 0)), _matrix("G", G, len(m0))
+    m0, S0, G = reals("mean", m0), _covariance(S0), reals("G", G)
+    t = np.atleast_1d(reals("t", t, 0))
     if not np.allclose(G, G.T):
         raise ValueError("G is not symmetric, as the closed form of the mean requires; use `solve` for a general G.")
     end = blow_up_time(S0, v, G, beta)

@@ -26,21 +26,18 @@ def argmax_matrix(x: ArrayLike, G: ArrayLike | None = None) -> NDArray[np.bool_]
     array([[False,  True],
            [False,  True]])
     """
-    x, g = _tokens_and_scores(x, G)
+    x, g = _directions(x, G)
     scores = g @ x.T
     scale = np.linalg.norm(g, axis=1, keepdims=True) * np.linalg.norm(x, axis=1).max()
     return scores >= scores.max(1, keepdims=True) - ROUNDING * scale
 
 
-def _tokens_and_scores(x: ArrayLike, G: ArrayLike | None) -> tuple[Array, Array]:
+def _directions(x: ArrayLike, G: ArrayLike | None) -> tuple[Array, Array]:
     """x (n, d) and G x (n, d)."""
     x = reals("x", x)
     if x.ndim != 2:
         raise ValueError(f"x has shape {x.shape}, expected (n, d): one cloud of n tokens.")
-    G = np.eye(x.shape[1]) if G is None else reals("G", G)
-    if G.shape != (x.shape[1], x.shape[1]):
-        raise ValueError(f"G has shape {G.shape}, expected (d, d) = {(x.shape[1], x.shape[1])} to match x.")
-    return x, x @ G.T
+    return x, x if G is None else x @ reals("G", G).T
 
 
 def leaders(x: ArrayLike, G: ArrayLike | None = None) -> NDArray[np.intp]:
@@ -87,22 +84,15 @@ def frank_wolfe_gap(x: ArrayLike, vertices: ArrayLike, G: ArrayLike | None = Non
     >>> frank_wolfe_gap([[0.5], [1.0]], [[-1.0], [1.0]])
     array([0.25, 0.  ])
     """
-    x, g = _tokens_and_scores(x, G)
-    vertices = reals("vertices", vertices)
-    if vertices.ndim != 2 or vertices.shape[1] != x.shape[1]:
-        raise ValueError(f"vertices have shape {vertices.shape}, expected (k, d) with d = {x.shape[1]} to match x.")
-    return (g @ vertices.T).max(1) - (g * x).sum(1)
+    x, g = _directions(x, G)
+    return (g @ reals("vertices", vertices).T).max(1) - (g * x).sum(1)
 
 
 def gap_bound(rise: ArrayLike, alpha: float, steps: ArrayLike) -> Array:
     """Bound rise (1+alpha) / (alpha K) (...) on the smallest Frank-Wolfe gap of the first K steps.
 
-    For positive semidefinite G, f is convex, so a step of size gamma = alpha/(1+alpha) gains at least gamma times the
-    gap, and no smoothness constant is needed. arXiv 2508.09628.
-
-    Args:
-        rise: max f - f(x_0) (...), at least 0.
-        steps: K (...), at least 1.
+    rise is max f - f(x_0) (...). For positive semidefinite G, f is convex, so a step of size gamma = alpha/(1+alpha)
+    gains at least gamma times the gap, and no smoothness constant is needed. arXiv 2508.09628.
 
     >>> gap_bound(1.0, alpha=1.0, steps=[1, 4])
     array([2. , 0.5])

@@ -42,11 +42,8 @@ def output_correlation(rho: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
 def output_correlation_limit(rho: ArrayLike, gamma: ArrayLike) -> Array:
     """Limit (...) of `output_correlation` at beta = gamma log n as n grows. arXiv 2510.05554.
 
-    1 for gamma < 1/(1-rho) (one layer collapses the tokens), 4 rho/(1+3 rho) at it, rho above (attention does nothing).
-
-    Args:
-        rho: cosine (...), 0 < rho < 1.
-        gamma: beta / log n (...).
+    1 for gamma < 1/(1-rho) (one layer collapses the tokens), 4 rho/(1+3 rho) at it, rho above (attention does nothing);
+    0 < rho < 1.
 
     >>> output_correlation_limit(0.5, [1.0, 2.0, 3.0])
     array([1. , 0.8, 0.5])
@@ -60,8 +57,7 @@ def output_correlation_limit(rho: ArrayLike, gamma: ArrayLike) -> Array:
 def critical_beta(n: ArrayLike, d: ArrayLike, b: ArrayLike = 1.0) -> Array:
     """beta = b n^{2/(d-1)} (...), at which a layer starts to resolve n uniform keys on S^{d-1}. arXiv 2605.08505.
 
-    Args:
-        b: constant (...); `critical_constant` is the one at which a token pays half of its attention to itself.
+    `critical_constant` is the b at which a token pays half of its attention to itself.
 
     >>> critical_beta([100, 10000], 3)
     array([  100., 10000.])
@@ -75,9 +71,6 @@ def self_weight(b: float, d: int) -> float:
     Sigma = sum_j e^{-b u_j^2/2} is the weight of the neighbours, and E 1/(1 + Sigma) = int_0^inf e^{-s} L(s) ds with
     its Laplace transform L(s) = exp(-nu F(s)), F(s) = -sum_{m>=1} (-s)^m / (m! m^{(d-1)/2}), where
     nu = (2 pi/b)^{(d-1)/2} / |S^{d-1}| is the mean of Sigma (Campbell's formula).
-
-    Args:
-        b: constant in beta, positive.
 
     >>> round(self_weight(0.4, 3), 3)
     0.501

@@ -22,9 +22,6 @@ Kernel = Callable[[Array], Array]
 def drift(rho: ArrayLike, kappa: Kernel, d: ArrayLike) -> Array:
     """Drift (d - 2 + rho^2) kappa(rho) - (d-1) kappa(1) rho of rho (...) under the noise. arXiv 2604.26898.
 
-    Args:
-        kappa: the kernel of the noise, a function of rho.
-
     >>> float(drift(0.5, lambda rho: rho**2, 3))
     -0.6875
     """
@@ -34,9 +31,6 @@ def drift(rho: ArrayLike, kappa: Kernel, d: ArrayLike) -> Array:
 
 def diffusion(rho: ArrayLike, kappa: Kernel) -> Array:
     """Coefficient sqrt(2 (1 - rho^2) (kappa(1) - rho kappa(rho))) of dB (...) of rho. arXiv 2604.26898.
-
-    Args:
-        kappa: the kernel of the noise, a function of rho.
 
     >>> float(diffusion(0.0, lambda rho: rho**2))
     1.4142135623730951

@@ -35,7 +35,7 @@ def solve(
 
     Args:
         t: increasing times (T,), at least 0.
-        beta, n: inverse temperature and number of tokens; for n = 2 any pair is equiangular.
+        n: number of tokens; for n = 2 any pair is equiangular.
         rho0, r0: cosine and norm at time 0.
         alpha: step size of nGPT.
 

@@ -18,7 +18,7 @@ def homogeneous_eigenvalues(lam: ArrayLike, p: int, n: int) -> Array:
     They are lambda_k - lambda_p for k != p, and -lambda_p with multiplicity n - 1 for each k. arXiv 2604.26085.
 
     Args:
-        lam: eigenvalues (d,) of V, or V itself (d, d), whose eigenvalues are then in increasing order.
+        lam: eigenvalues (d,) of V.
         p: index of the eigenvalue.
 
     >>> homogeneous_eigenvalues([2.0, 1.0], p=0, n=3)
@@ -57,10 +57,6 @@ def sign_split_eigenvalues(lam: ArrayLike, p: int, n_plus: int, n_minus: int, be
 def _split_off(lam: ArrayLike, p: int) -> tuple[float, Array]:
     """The eigenvalue lambda_p and the others."""
     lam = reals("lam", lam)
-    if lam.ndim == 2:
-        if not np.allclose(lam, lam.T):
-            raise ValueError("lam is not symmetric; expected a symmetric matrix (d, d) or its eigenvalues (d,).")
-        lam = np.linalg.eigvalsh(lam)
     if not 0 <= p < len(lam):
         raise ValueError(f"p = {p}, expected the index of one of {len(lam)} eigenvalues.")
     return float(lam[p]), np.delete(lam, p)

@@ -33,8 +33,6 @@ def test_homogeneous_jacobian(p):
     V = frame @ torch.diag(torch.tensor(lam)) @ frame.T
     formula = spectral_selection.homogeneous_eigenvalues(lam, p, 5)
     np.testing.assert_allclose(tangent_spectrum(frame[:, p].repeat(5, 1), V, 1.3), formula, atol=1e-8)
-    rank = int(np.argsort(lam).tolist().index(p))  # of the eigenvalue in increasing order
-    np.testing.assert_allclose(spectral_selection.homogeneous_eigenvalues(V.numpy(), rank, 5), formula, atol=1e-12)
 
 
 @pytest.mark.parametrize("p", [0, 3])
@@ -240,8 +238,6 @@ def test_mode_rates_are_fourier_coefficients():
     assert causal.mode_rates(beta)[n - 1] == pytest.approx(-(w_slope * n * np.sin(n * theta)).mean(), rel=1e-10)
 
 
-def test_spectrum_of_a_matrix_that_is_not_symmetric():
-    with pytest.raises(ValueError, match="not symmetric"):
-        spectral_selection.homogeneous_eigenvalues([[1.0, 2.0], [0, 1]], 0, 3)
+def test_the_index_of_an_eigenvalue_that_is_not_there():
     with pytest.raises(ValueError, match="p = 2, expected the index of one of 2"):
         spectral_selection.homogeneous_eigenvalues([1.0, 2.0], 2, 3)
