@@ -294,8 +294,8 @@ def size_for_w2(sizes: Tensor, curves: Tensor, goal: float = W2_GOAL) -> Tensor:
     The first and last pieces are continued to half of the smallest and twice the largest size; NaN beyond.
 
     Example:
-        >>> size_for_w2(torch.tensor([16, 64]), torch.tensor([0.4, 0.2]))
-        tensor(32., dtype=torch.float64)
+        >>> round(float(size_for_w2(torch.tensor([16, 64]), torch.tensor([0.4, 0.2]))), 3)
+        32.0
     """
     x, y = sizes.double().log(), curves.double()
     if len(x) < 2:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from attn_flow.base.figures import BASELINE, COLOURS, PREDICTION, caption, style
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound
@@ -16,6 +18,7 @@ from attn_flow.experiments.encoders import ZOO, fetched, load_fetched, own_input
 from attn_flow.experiments.parts import kept_part
 from attn_flow.hooks.fingerprints import fingerprint
 from attn_flow.probe import probe
+from attn_flow.probe.sampling import gaussian_exponent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -137,15 +140,12 @@ def plot(numbers: dict[str, Any]) -> Figure:
             drawn = {"color": colour, "marker": mark, "linestyle": "", "markersize": 3, "alpha": 0.7}
             a.plot([row["logit_sd"] for row in heads], [row["b"] for row in heads], label=name, **drawn)
             b.plot([row["logits_b"] for row in heads], [row["b"] for row in heads], **drawn)
-        curve = sorted(
-            (row["logit_sd"], row["predicted_b"])
-            for result in numbers["encoders"].values()
-            for row in heads_of(result)
-            if row["predicted_b"] is not None
-        )
-        if curve:
-            a.plot(*zip(*curve), color=PREDICTION, linewidth=1.5)
+        if numbers["encoders"]:
+            s = torch.logspace(-0.5, 1.3, 60, dtype=torch.float64)
+            a.plot(s, gaussian_exponent(s, numbers["length"]), color=PREDICTION, linewidth=1.5)
             a.legend(ncols=2)
+        a.set_xscale("log", base=2)
+        a.xaxis.set_major_formatter("{x:g}")
         a.axhline(0.5, color=BASELINE, linestyle="--", linewidth=1)
         a.set(xlabel="standard deviation of a head's logits", ylabel="exponent b", title="Line: theory, nothing fitted")
         b.axline((0, 0), slope=1, color=BASELINE, linestyle="--", linewidth=1)
