@@ -8,7 +8,7 @@ from attn_flow.prediction.phases import Phase, Phases, phases, split, w2_curve
 from attn_flow.prediction.rates import Rates
 from attn_flow.prediction.requirements import PredictionWarning, Requirement
 from attn_flow.prediction.spectrum import Spectrum, spectrum
-from attn_flow.prediction.statistics import OverSeeds, PhasesOverSeeds, over_seeds, phases_over_seeds
+from attn_flow.prediction.statistics import OverSeeds, PhasesOverSeeds, phases_over_seeds
 from attn_flow.prediction.sweep import Sweep, starting_cloud, sweep
 from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase
 from attn_flow.prediction.zero_temperature import zero_temperature_flow
@@ -32,7 +32,6 @@ __all__ = [
     "TerminalPhase",
     "fit_bound",
     "limit",
-    "over_seeds",
     "phases",
     "phases_over_seeds",
     "resolution",

@@ -41,9 +41,8 @@ def reason(spectrum: Spectrum, case: str, is_singular: bool, threshold: float) -
     if case == "undefined" and spectrum.case == "jordan":
         return "G is singular and a rotating Jordan block leads at 0: nothing is derived for it"
     if case == "undefined":
-        return (
-            f"G is singular and the leading real part {spectrum.leading:.3g} <= 0: tokens run into ker G in finite time"
-        )
+        words = f"the leading real part {spectrum.leading:.3g} <= 0"
+        return f"G is singular and {words}: tokens run into ker G in finite time"
     if spectrum.case == "jordan" and abs(spectrum.leading) <= threshold:
         words = f"Jordan block of index {spectrum.index} at 0: tokens approach ker G exponentially, or like 1/t off it"
     return f"G is singular: undefined on ker G; outside it, {words}"
@@ -51,14 +50,8 @@ def reason(spectrum: Spectrum, case: str, is_singular: bool, threshold: float) -
 
 def why_nonlinear(attention: Attention, support: Support) -> str:
     """Why the flow at zero temperature is not linear."""
-    reasons = {
-        "several heads": attention.heads > 1,
-        "a query bias": is_nonzero(attention.G_bias),
-        "a value bias": is_nonzero(attention.value_bias),
-    }
-    known = [words for words, applies in reasons.items() if applies]
-    if not known:
-        known = [
-            "tokens attend to the moving cloud" if isinstance(support, str) else "the support is no centred ellipsoid"
-        ]
-    return f"{' and '.join(known)}: the flow is not linear, and limits are certified token by token"
+    reasons = ["several heads"] if attention.heads > 1 else []
+    reasons += ["a query bias"] if is_nonzero(attention.G_bias) else []
+    reasons += ["a value bias"] if is_nonzero(attention.value_bias) else []
+    other = "tokens attend to the moving cloud" if isinstance(support, str) else "the support is no centred ellipsoid"
+    return f"{' and '.join(reasons) or other}: the flow is not linear, and limits are certified token by token"

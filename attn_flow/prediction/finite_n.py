@@ -81,9 +81,8 @@ def resolution(
     rounding = 16 * torch.finfo(tokens.dtype).eps * size * radius.amax(-1, keepdim=True)
     own = (g * tokens[..., None, :, :]).sum(-1) >= top - rounding
     mass = p[..., None, :]
-    cold = torch.as_tensor(beta, dtype=tokens.dtype, device=tokens.device) * torch.where(
-        mass > 0, mass * size * radius, 0.0
-    ).sum(-1)  # (..., heads)
+    mean_size = torch.where(mass > 0, mass * size * radius, 0.0).sum(-1)  # (..., heads)
+    cold = torch.as_tensor(beta, dtype=tokens.dtype, device=tokens.device) * mean_size
     number = cold * (n[..., None] ** (-2 / (d - 1)) if d > 1 else 0.0)
     noise = cold ** ((d + 1) / 2) / n[..., None]
     worst, chance = float(number.detach().max()), float(noise.detach().max())

@@ -157,9 +157,7 @@ def _elements(path: Trajectory) -> list[Trajectory]:
     count, x = math.prod(batch), path.x.flatten(1, -3)
     rows = lambda z: [None] * count if z is None else z.expand(*batch, z.shape[-1]).flatten(0, -2)
     about = path.about.get("field", {})
-    beta = torch.as_tensor(
-        float(about.get("beta", math.nan)) if not isinstance(about.get("beta"), list) else about["beta"]
-    )
+    beta = torch.as_tensor(np.asarray(about.get("beta", math.nan), dtype=np.float64))
     betas = (beta[..., 0] if beta.ndim else beta).expand(batch).flatten().tolist()
     return [
         replace(path, x=x[:, i], weights=w, mask=m, about=path.about | {"field": about | {"beta": b}})

@@ -24,7 +24,6 @@ from attn_flow.base.files import digest, lock_for_writing, to_plain, write_atomi
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.flow import flow
 from attn_flow.dynamics.noise import Noise
-from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.measures import Cloud, VonMisesFisher, as_cloud, quadrature
 from attn_flow.observe.quantities import clusters
 from attn_flow.prediction.limit_map import LimitMap, limit
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AXES = ("attention", "beta", "noise", "n", "seed")
+MEASURED = ("w2_min", "t_min", "w2_end", "phases", "exit_rate", "w2")
+PREDICTED = ("t_min_predicted", "exit_rate_predicted", "unmet")
 TOKENS_AT_ONCE = 2**16  # tokens of the clouds that run as one batch
 CLUSTER_DISTANCE = 0.05  # tokens that are nearer than this are one cluster
 
@@ -251,17 +252,17 @@ def _batches(
     n: Sequence[int],
     seeds: Sequence[int],
 ) -> list[list[dict[str, Any]]]:
-    """The grid as lists of runs that differ in beta and seed only."""
+    """The grid as lists of runs that differ in beta and seed only; hardmax (beta = inf) is a batch of its own."""
+    own: list[float | None] = [None] if betas is None else [float(beta) for beta in betas]
+    groups = [[beta for beta in own if beta != math.inf], [beta for beta in own if beta == math.inf]]
     batches = []
-    for name, sigma, count in itertools.product(named, noise, n):
-        own = [float(b) for b in betas] if betas is not None else [None]
-        for is_hardmax in (False, True):
-            runs = [
-                {"attention": name, "beta": beta, "noise": float(sigma), "n": int(count), "seed": int(seed)}
-                for beta, seed in itertools.product([b for b in own if (b == math.inf) == is_hardmax], seeds)
-            ]
-            size = max(1, TOKENS_AT_ONCE // count)
-            batches += [runs[i : i + size] for i in range(0, len(runs), size)]
+    for name, sigma, count, group in itertools.product(named, noise, n, groups):
+        runs = [
+            {"attention": name, "beta": beta, "noise": float(sigma), "n": int(count), "seed": int(seed)}
+            for beta, seed in itertools.product(group, seeds)
+        ]
+        size = max(1, TOKENS_AT_ONCE // count)
+        batches += [runs[i : i + size] for i in range(0, len(runs), size)]
     return batches
 
 
@@ -274,11 +275,8 @@ def _run(
 ) -> list[dict[str, Any]]:
     """The rows of one batch."""
     first = [as_cloud(make(run["n"], run["seed"])) for run in part]
-    is_weighted = first[0].weights is not None
-    cloud = Cloud(
-        torch.stack([each.x for each in first]),
-        torch.stack([each.probabilities for each in first]) if is_weighted else None,
-    )
+    weights = None if first[0].weights is None else torch.stack([each.probabilities for each in first])
+    cloud = Cloud(torch.stack([each.x for each in first]), weights)
     attention = attention.to(cloud.x.dtype)
     if part[0]["beta"] == math.inf:
         attention = replace(attention, beta=math.inf)
@@ -288,54 +286,35 @@ def _run(
     sigma = part[0]["noise"]
     noise = None if sigma == 0 else _noise_by_seed(sigma, [run["seed"] for run in part])
     path = flow(attention, cloud, times, h=h, noise=noise)
-    target, result = _compare(attention, path, part[0]["beta"])
-    counts = clusters(Cloud(path.x[-1], cloud.weights), tol=CLUSTER_DISTANCE).counts.tolist()
-    return [
-        _row(run, target, None if result is None else result[i], count, attention)
-        for i, (run, count) in enumerate(zip(part, counts))
+    counts = clusters(Cloud(path.x[-1], weights), tol=CLUSTER_DISTANCE).counts.tolist()
+    own_beta = float(torch.as_tensor(attention.beta).flatten()[0])
+    rows = [
+        run | {"beta": own_beta if run["beta"] is None else run["beta"], "clusters": count}
+        for run, count in zip(part, counts)
     ]
-
-
-def _compare(attention: Attention, path: Trajectory, beta: float | None) -> tuple[LimitMap | None, Phases | None]:
-    """The predicted limit and the phases of a batch; None where no limit is known."""
     try:
         target = limit(attention)
-        return target, phases(path, target, warn=False)
+        results = phases(path, target, warn=False)
     except ValueError:  # this kind of attention has no limit map, or a token has no certified limit
-        return None, None
+        return [row | dict.fromkeys(MEASURED + PREDICTED) for row in rows]
+    return [row | _comparison(row, target, result) for row, result in zip(rows, results)]
 
 
-def _row(
-    run: dict[str, Any], target: LimitMap | None, result: Phases | None, count: int, attention: Attention
-) -> dict[str, Any]:
-    """The numbers of one run."""
-    beta = run["beta"]
-    if beta is None:
-        beta = float(torch.as_tensor(attention.beta).flatten()[0])
-    row: dict[str, Any] = {**run, "beta": beta, "clusters": count}
-    names = (
-        "w2_min",
-        "t_min",
-        "t_min_predicted",
-        "w2_end",
-        "phases",
-        "exit_rate",
-        "exit_rate_predicted",
-        "unmet",
-        "w2",
-    )
-    row |= dict.fromkeys(names)
-    if target is None or result is None:
-        return row
-    leaving = next((phase for phase in result.intervals if phase.name == "terminal"), None)
-    row["w2_min"], row["t_min"] = float(result.min_w2), float(result.t_min)
-    row["t_min_predicted"] = target.t_min(beta) if 1 < beta < math.inf and not run["noise"] else None
-    row["w2_end"], row["w2"] = float(result.w2[-1]), result.w2.tolist()
-    row["phases"] = ", ".join(phase.name for phase in result.intervals)
-    row["exit_rate"] = None if leaving is None else leaving.rate
-    row["exit_rate_predicted"] = None if target.terminal is None else target.terminal.exit_rate
-    row["unmet"] = ", ".join(need.name for need in result.requires if need.met is False)
-    return row
+def _comparison(row: dict[str, Any], target: LimitMap, result: Phases) -> dict[str, Any]:
+    """The numbers of one run that need its limit."""
+    is_predicted = 1 < row["beta"] < math.inf and not row["noise"]
+    exit_rates = [phase.rate for phase in result.intervals if phase.name == "terminal"]
+    return {
+        "w2_min": float(result.min_w2),
+        "t_min": float(result.t_min),
+        "t_min_predicted": target.t_min(row["beta"]) if is_predicted else None,
+        "w2_end": float(result.w2[-1]),
+        "phases": ", ".join(phase.name for phase in result.intervals),
+        "exit_rate": exit_rates[0] if exit_rates else None,
+        "exit_rate_predicted": None if target.terminal is None else target.terminal.exit_rate,
+        "unmet": ", ".join(need.name for need in result.requires if need.met is False),
+        "w2": result.w2.tolist(),
+    }
 
 
 def _noise_by_seed(sigma: float, seeds: list[int]) -> Noise:

@@ -67,11 +67,8 @@ def zero_temperature_flow(
     if linear is not None and step is None:
         if max(A.ndim for A in linear) > 2:
             raise ValueError(f"the weights are a batch {tuple(linear[0].shape[:-2])}; give one attention at a time.")
-        about = {
-            "field": attention.with_beta(math.inf).summary(),
-            "geometry": "Sphere",
-            "step": "exact time change",
-        }
+        field = attention.with_beta(math.inf).summary()
+        about = {"field": field, "geometry": "Sphere", "step": "exact time change"}
         saved = torch.tensor(times, dtype=torch.float64)
         return Trajectory(saved, linear_flow(*linear, x, saved - saved[0]), cloud.weights, cloud.mask, about)
     if support == "tokens":
@@ -92,9 +89,7 @@ def integrate(
     norms = cloud.filled().detach().norm(dim=-1)
     least, most = float(norms.min()), float(norms.max())
     if most - least > 1e-4 * most:
-        raise ValueError(
-            f"tokens have norms from {least:.4g} to {most:.4g}, expected one sphere; normalise them first."
-        )
+        raise ValueError(f"tokens have norms from {least:.4g} to {most:.4g}, expected one sphere; normalise them.")
     # A hardmax over points jumps: error control would only shrink the steps at every jump.
     jumps = support == "tokens" or isinstance(support, Cloud)
     step = step or (rk4 if jumps else Adaptive(tol=1e-9))

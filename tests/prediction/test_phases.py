@@ -13,7 +13,6 @@ from attn_flow.measures.quadrature import circle
 from attn_flow.prediction import (
     PredictionWarning,
     fit_bound,
-    over_seeds,
     phases_over_seeds,
     split,
     w2_curve,
@@ -208,30 +207,17 @@ def test_the_error_from_zero_temperature_falls_faster_than_the_bound() -> None:
 # --- over seeds -------------------------------------------------------------------------------------------------
 
 
-def test_numbers_over_seeds() -> None:
-    values = [1.0, 2.5, 2.0, 7.0]
-    result = over_seeds(values)
-    assert result.mean == pytest.approx(3.125)
-    assert result.error == pytest.approx(np.std(values, ddof=1) / 2)
-    generator = np.random.default_rng(0)
-    samples = [over_seeds(generator.normal(1.0, 2.0, 40).tolist()) for _ in range(200)]
-    assert 180 <= sum(each.low <= 1.0 <= each.high for each in samples) <= 199  # 95% of 200 within 3 deviations
-    with pytest.raises(ValueError, match="two or more seeds"):
-        over_seeds([1.0])
-
-
 def test_phases_over_seeds_are_those_of_each_path() -> None:
     A = Attention.from_matrices(torch.eye(2, dtype=F64), diag(2, 1), beta=10.0)
     x0 = Sphere().uniform((4, 40), 2, generator=torch.Generator().manual_seed(0), dtype=F64)
     path = flow(A, x0, torch.linspace(0, 10, 21), h=0.25)
     result = phases_over_seeds(path, limit(A))
     alone = [phases(Trajectory(path.t, path.x[:, i], about=path.about), limit(A), warn=False) for i in range(4)]
-    assert result.t_min.values == tuple(float(each.t_min) for each in alone)
-    assert result.min_w2.mean == pytest.approx(np.mean([float(each.min_w2) for each in alone]))
-    counts = [name for each in alone for name in names(each.intervals)]
-    assert {name: share * 4 for name, share in result.share.items() if name != "settling"} == {
-        name: counts.count(name) for name in counts
-    }
+    assert result.t_min.mean == pytest.approx(np.mean([float(each.t_min) for each in alone]))
+    least = [float(each.min_w2) for each in alone]
+    assert result.min_w2 == pytest.approx((np.mean(least), np.std(least, ddof=1) / 2))
+    falls = [each.intervals[0].rate for each in alone if each.intervals[0].rate is not None]
+    assert result.rates["concentrating"].mean == pytest.approx(np.mean(falls))
     with pytest.raises(ValueError, match="two or more seeds"):
         phases_over_seeds(Trajectory(path.t, path.x[:, 0]), limit(A))
 
