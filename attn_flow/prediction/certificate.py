@@ -116,9 +116,8 @@ def settle(attention: Attention, x0: Tensor, support: Support = None, *, horizon
             if interacting:
                 x, speed = moved, velocity(moved).norm(dim=-1)
             else:
-                x[is_left], certified[is_left], speed[is_left], rate[is_left] = _certify(
-                    velocity, moved, geometry, size
-                )
+                parts = _certify(velocity, moved, geometry, size)
+                x[is_left], certified[is_left], speed[is_left], rate[is_left] = parts
             now, span = now + span, min(2 * span, horizon - now - span)
     certified, speed, rate = (z.reshape(x0.shape[:-1]) for z in (certified, speed, rate))
     return Settled(x.reshape(x0.shape).to(x0.dtype), certified, speed, rate, now)

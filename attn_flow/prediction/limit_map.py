@@ -87,11 +87,7 @@ class LimitMap:
     def __repr__(self) -> str:
         words = [self.case + " outside ker G" * (self.kernel is not None) + f" {self.shape}" * bool(self.elements)]
         if self.spectrum is not None:
-            words += [
-                f"dim E = {self.dimension}",
-                f"leading {self.spectrum.leading:.6g}",
-                f"gap {self.spectrum.gap:.6g}",
-            ]
+            words.append(f"dim E = {self.dimension}, leading {self.spectrum.leading:.6g}, gap {self.spectrum.gap:.6g}")
         if self.rates is not None:
             words.append(f"decay of W2 {self.rates.decay():.6g}")
         if self.terminal is not None and self.terminal.exit_rate:
@@ -195,9 +191,7 @@ class LimitMap:
         cloud = as_cloud(x)
         checks.require_shape("x", cloud.x, (self.attention.dim,))
         times = None if t is None else torch.as_tensor(t, dtype=torch.float64).reshape(-1).tolist()
-        if times is not None and not (
-            times and min(times) >= 0 and times == sorted(set(times)) and max(times) < math.inf
-        ):
+        if times is not None and not (times == sorted(set(times)) and times and 0 <= times[0] <= times[-1] < math.inf):
             raise ValueError(f"t = {t}, expected a finite time of at least 0, or increasing times.")
         y = self._push_forward(cloud.filled(), times)
         y = y[0] if times is not None and torch.as_tensor(t).ndim == 0 else y
@@ -242,11 +236,8 @@ class LimitMap:
     def as_dict(self) -> dict[str, Any]:
         """All numbers and words, ready for JSON; infinities are strings."""
         if self.elements:
-            return {
-                "case": self.case,
-                "shape": list(self.shape),
-                "elements": [each.as_dict() for each in self.elements],
-            }
+            each = [one.as_dict() for one in self.elements]
+            return {"case": self.case, "shape": list(self.shape), "elements": each}
         names = {
             "spectrum": ("leading", "gap", "gap_error", "index", "frequencies", "basis", "projector"),
             "rates": ("g", "kappa", "tail", "C"),
@@ -302,10 +293,8 @@ def limit(attention: Attention, support: Support = None, tol: float = 1e-6) -> L
     """
     check_support(attention, support)
     if attention.kind not in ("softmax", "hardmax") or attention.causal:
-        raise ValueError(
-            f"attention of kind {attention.kind!r}, causal={attention.causal}: the limit map is known for softmax "
-            "attention without a causal mask."
-        )
+        words = f"attention of kind {attention.kind!r}, causal={attention.causal}"
+        raise ValueError(f"{words}: the limit map is known for softmax attention without a causal mask.")
     if not 0 < tol < 1:
         raise ValueError(f"tol = {tol}, expected a relative tolerance between 0 and 1.")
     shape, attentions = elements(attention)

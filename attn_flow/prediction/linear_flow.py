@@ -42,9 +42,8 @@ def linear_flow(W: Tensor, N: Tensor, x0: Tensor, t: Tensor) -> Tensor:
         return x0.expand(len(t), *x0.shape)
     if can_read(y) and not bool(((y @ N.mT).norm(dim=-1) > 0).all()):
         raise ValueError("a token lies in ker G, where the zero-temperature drift G x/|G x| is undefined; remove it.")
-    turns = (
-        end_time / float(radius.detach().min()) / panels.reach * min(leading.frequencies, default=0.0) / (2 * math.pi)
-    )
+    tau = end_time / float(radius.detach().min()) / panels.reach
+    turns = tau * min(leading.frequencies, default=0.0) / (2 * math.pi)
     if turns > NODES / 6 * MAX_PANELS:  # consecutive nodes are at most 60 degrees apart
         raise ValueError(f"tokens turn {turns:.2g} times before t = {end_time:.3g}; ask for a shorter time.")
 

@@ -137,9 +137,7 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
         return torch.stack(each, dim=-1).unflatten(-1, batch)
     first = path.cloud(0)
     x0, cloud = Cloud(first.filled(), path.weights, path.mask), Cloud(path.x, path.weights, path.mask)
-    if limit.rotates:
-        return wasserstein(cloud, limit.push_forward(x0, path.t - path.t[0]))
-    target = limit.push_forward(x0)
+    target = limit.push_forward(x0, path.t - path.t[0] if limit.rotates else None)
     if limit.case == "fixed" and limit.basis is not None and limit.dimension == 1:
         # The limit has two atoms +-e: a small transport problem.
         side = (target.x @ limit.basis[:, 0].to(target.x)).sign()
@@ -193,9 +191,7 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
     curve = w2_curve(path, limit) if w2 is None else torch.as_tensor(np.asarray(w2))
     curve = curve.detach().cpu().double()
     if curve.shape != path.x.shape[:-2] or len(path) < 3:
-        raise ValueError(
-            f"w2 has shape {tuple(curve.shape)}, expected {tuple(path.x.shape[:-2])} with 3 times or more."
-        )
+        raise ValueError(f"w2 has shape {tuple(curve.shape)}, expected {tuple(path.x.shape[:-2])} and 3 or more times.")
     if curve.ndim == 1:
         return _phases_of_path(path, limit, curve, warn)
     paths, curves = _elements(path), curve.flatten(1).unbind(-1)

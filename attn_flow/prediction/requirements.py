@@ -79,9 +79,8 @@ def _requirements_of_t_min(spectrum: Spectrum, rates: Rates, terminal: TerminalP
         return needs
     rate = terminal.exit_rate
     text = f"t_min needs clusters that leave at a finite rate; here {terminal.reason}"
-    text += (
-        ", and they stay: W2 has no least value" if rate == 0 else "" if rate is None else f" (exit rate {rate:.4g})"
-    )
+    if rate is not None:
+        text += f" (exit rate {rate:.4g})" if rate else ", and they stay: W2 has no least value"
     needs.append(Requirement("clusters leave", text, None if rate is None else 0 < rate < math.inf))
     if rate:
         text = f"min W2 ~ beta^(-1/2) needs the tail to fall at 3 g or faster; here {rates.tail / rates.g:.3g} g"

@@ -254,9 +254,9 @@ def _batches(
 ) -> list[list[dict[str, Any]]]:
     """The grid as lists of runs that differ in beta and seed only; hardmax (beta = inf) is a batch of its own."""
     own: list[float | None] = [None] if betas is None else [float(beta) for beta in betas]
-    groups = [[beta for beta in own if beta != math.inf], [beta for beta in own if beta == math.inf]]
     batches = []
-    for name, sigma, count, group in itertools.product(named, noise, n, groups):
+    for name, sigma, count, is_hardmax in itertools.product(named, noise, n, (False, True)):
+        group = [beta for beta in own if (beta == math.inf) == is_hardmax]
         runs = [
             {"attention": name, "beta": beta, "noise": float(sigma), "n": int(count), "seed": int(seed)}
             for beta, seed in itertools.product(group, seeds)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_flow.theory import causal, equiangular, multi_head, noise, spectral_selection
+from attn_flow.theory import causal, multi_head, noise, spectral_selection
 
 RNG = np.random.default_rng(0)
 
@@ -75,8 +75,6 @@ def test_scalar_heads(rho):
     )
     v = F - (F * x).sum(1, keepdims=True) * x
     assert multi_head.velocity(rho, heads, beta, n) == pytest.approx(v[0] @ x[1] + x[0] @ v[1], rel=1e-12)
-    one = multi_head.velocity(rho, [1.0], beta, n)
-    assert one == pytest.approx(equiangular.velocity(rho, beta, n, "unnormalised"))
 
 
 def test_terminal_rate_is_superadditive():
