@@ -28,7 +28,7 @@ class Bound:
             are those of the fit, which takes the points of a path as independent: too small.
         cover: the factor by which K must be raised to lie above every point.
         residual: the root mean square of the residuals of log W2.
-        points, seeds: how many points, and paths for each beta, were fitted.
+        seeds: how many paths were fitted for each beta.
     """
 
     C: float
@@ -39,7 +39,6 @@ class Bound:
     K_error: float
     cover: float
     residual: float
-    points: int
     seeds: int = 1
 
     def __call__(self, t: ArrayLike, beta: ArrayLike) -> NDArray[np.float64]:
@@ -109,7 +108,7 @@ def fit_bound(
     K, (C, c) = math.exp(best[0]), best[1:].tolist()
     K_error, C_error, c_error = (errors * [K, 1, 1]).tolist()
     cover, residual = float(np.exp(-residuals.min())), float(np.sqrt(np.mean(residuals**2)))
-    return Bound(C, c, K, C_error, c_error, K_error, cover, residual, len(residuals), seeds)
+    return Bound(C, c, K, C_error, c_error, K_error, cover, residual, seeds)
 
 
 def _before_saturation(t: NDArray, beta: float, w: NDArray) -> Points:

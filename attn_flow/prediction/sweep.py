@@ -39,8 +39,8 @@ TOKENS_AT_ONCE = 2**16  # tokens of the clouds that run as one batch
 CLUSTER_DISTANCE = 0.05  # tokens that are nearer than this are one cluster
 
 
-def starting_cloud(d: int, n: int, seed: int = 0, *, random: bool | None = None, kappa: float = 1.0) -> Cloud:
-    """Tokens of the von Mises-Fisher distribution around (1, ..., d), which has no symmetry of diagonal matrices.
+def starting_cloud(d: int, n: int, seed: int = 0, *, random: bool | None = None) -> Cloud:
+    """Tokens of the von Mises-Fisher distribution (kappa = 1) around (1, ..., d), which no reflection of an axis keeps.
 
     Args:
         d: the dimension.
@@ -48,7 +48,6 @@ def starting_cloud(d: int, n: int, seed: int = 0, *, random: bool | None = None,
         seed: of random tokens.
         random: True: independent tokens. False: weighted nodes of a quadrature, without sampling noise, for d = 2, 3.
             None: nodes where they exist.
-        kappa: the concentration of the distribution; 0 is the uniform one.
 
     Returns:
         A `Cloud` (n, d) on the unit sphere, float64.
@@ -60,7 +59,7 @@ def starting_cloud(d: int, n: int, seed: int = 0, *, random: bool | None = None,
     checks.require_count(d=d, n=n)
     random = d not in (2, 3) if random is None else random
     direction = torch.arange(1, d + 1, dtype=torch.float64)
-    mu = VonMisesFisher(direction / direction.norm(), kappa)
+    mu = VonMisesFisher(direction / direction.norm(), 1.0)
     if random:
         return Cloud(mu.sample(n, generator=torch.Generator().manual_seed(seed)))
     if d == 3:

@@ -31,9 +31,6 @@ def zero_temperature_flow(
     x0: Tensor | Cloud,
     t: float | Sequence[float] | Tensor,
     support: Support = None,
-    *,
-    step: str | RungeKutta | Adaptive | None = None,
-    h: float = 0.05,
 ) -> Trajectory:
     """The flow on the sphere at beta = infinity, where every token moves by itself.
 
@@ -44,11 +41,9 @@ def zero_temperature_flow(
         support: what tokens attend to. None: the full sphere; a measure with a tilted mean at beta = infinity (an
             ellipsoid, a mixture, a fixed `Cloud`); "tokens": the moving cloud itself (hardmax attention).
 
-    Other arguments:
-        step, h: integrate with this step. By default the solution is exact where the flow is linear.
-
     Returns:
-        A `Trajectory`, differentiable in x0 and the weights where it is exact.
+        A `Trajectory`. Where the flow is linear it is exact, and differentiable in x0 and the weights; otherwise it is
+        integrated, as `flow` does at beta = infinity with the support as context.
 
     Example:
         >>> from attn_flow import Attention
@@ -60,11 +55,10 @@ def zero_temperature_flow(
     check_support(attention, support)
     cloud, times = as_cloud(x0), checks.time_grid(t)
     checks.require_shape("x0", cloud.x, (attention.dim,))
-    checks.require_positive(h=h)
     x = cloud.filled()
     checks.require(x.detach().norm(dim=-1) > 0, "a token is zero and has no direction; remove it or mask it.")
     linear = linear_part(attention, support)
-    if linear is not None and step is None:
+    if linear is not None:
         if max(A.ndim for A in linear) > 2:
             raise ValueError(f"the weights are a batch {tuple(linear[0].shape[:-2])}; give one attention at a time.")
         field = attention.with_beta(math.inf).summary()
@@ -72,8 +66,8 @@ def zero_temperature_flow(
         saved = torch.tensor(times, dtype=torch.float64)
         return Trajectory(saved, linear_flow(*linear, x, saved - saved[0]), cloud.weights, cloud.mask, about)
     if support == "tokens":
-        return integrate(attention, cloud, times, support, step, h)
-    path = integrate(attention, Cloud(x), times, support, step, h)  # tokens do not interact
+        return integrate(attention, cloud, times, support)
+    path = integrate(attention, Cloud(x), times, support)  # tokens do not interact
     return replace(path, weights=cloud.weights, mask=cloud.mask)
 
 
@@ -82,8 +76,7 @@ def integrate(
     cloud: Cloud,
     times: Sequence[float],
     support: Support,
-    step: str | RungeKutta | Adaptive | None = None,
-    h: float = 0.05,
+    step: RungeKutta | Adaptive | None = None,
 ) -> Trajectory:
     """The zero-temperature flow by the integrator, on the sphere through the tokens."""
     norms = cloud.filled().detach().norm(dim=-1)
@@ -95,7 +88,7 @@ def integrate(
     step = step or (rk4 if jumps else Adaptive(tol=1e-9))
     geometry, context = Sphere(float(norms.double().mean())), context_of(attention, support)
     cold = attention.with_beta(math.inf).with_context(context)
-    return flow(cold, cloud, times, geometry=geometry, step=step, h=h)
+    return flow(cold, cloud, times, geometry=geometry, step=step, h=0.05)
 
 
 def context_of(attention: Attention, support: Support) -> Measure | None:
