@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 
@@ -41,11 +40,13 @@ class Processes:
         """Whether this process writes files and shows progress."""
         return self.rank == 0
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """The module with gradients averaged over the processes."""
-        if self.count == 1:
-            return module
-        return DistributedDataParallel(module, device_ids=[self.device] if self.device.type == "cuda" else None)
+    def sum_gradients(self, module: nn.Module) -> None:
+        """Replace the gradients of a module, in every process, by their sums over the processes."""
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        if self.count > 1 and gradients:
+            total = self.sum(torch.cat([g.flatten() for g in gradients]))
+            for gradient, part in zip(gradients, total.split([g.numel() for g in gradients])):
+                gradient.copy_(part.view_as(gradient))
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over the processes; x itself is overwritten."""

@@ -78,7 +78,6 @@ def train_stack(
     folder = None if out is None else Path(out)
     is_writer = folder is not None and world.is_first
     stack = make_stack(recipe, task.stack_options).to(world.device)
-    model = world.wrap(stack)
     groups = [group for group in parameter_groups(stack, recipe.weight_decay) if group["params"]]
     optimiser = torch.optim.AdamW(groups, lr=recipe.lr)
 
@@ -99,7 +98,7 @@ def train_stack(
         completed, is_stepping = start, False
         try:
             for update in range(start, recipe.updates):
-                numbers = _compute_gradient(recipe, task, world, model, stack, optimiser, update)
+                numbers = _compute_gradient(recipe, task, world, stack, optimiser, update)
                 if not numbers["loss"] <= DIVERGED * math.log(max(2, task.outputs)):
                     raise _diverged(recipe, folder, update, f"loss {numbers['loss']:.4g}")
                 if not math.isfinite(numbers["gradient"]):
@@ -146,7 +145,6 @@ def _compute_gradient(
     recipe: Recipe,
     task: Task,
     world: Processes,
-    model: nn.Module,
     stack: DeepStack,
     optimiser: torch.optim.Optimizer,
     update: int,
@@ -161,9 +159,9 @@ def _compute_gradient(
     optimiser.zero_grad(set_to_none=True)
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         torch.manual_seed(seed_of(recipe.seed, "noise", update, world.rank))
-        loss, correct = _sums(model, share)
-    # Processes average their gradients: each contributes its share of the mean over all answers.
-    (loss * (world.count / count)).backward()
+        loss, correct = _sums(stack, share)
+    (loss / count).backward()  # this process's share of the mean over all answers
+    world.sum_gradients(stack)
     norm = float(nn.utils.clip_grad_norm_(stack.parameters(), recipe.clip))
     mean = (world.sum(torch.stack([loss.detach().double(), correct.double()])) / count).tolist()
     return {"loss": mean[0], "accuracy": mean[1], "gradient": norm, "lr": recipe.lr_at(update)}
