@@ -108,16 +108,6 @@ class LayerClock(BlockListener):
         self.layer = indices[0] if len(indices) == 1 else self._count
 
 
-def replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Give one module a `forward` of its own until the stack is closed."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
-    if before is None:
-        stack.callback(delattr, module, "forward")
-    else:
-        stack.callback(setattr, module, "forward", before)
-
-
 def keep_padding(stack: ExitStack, root: nn.Module) -> None:
     """Stop torch.nn.TransformerEncoder from packing padded batches into nested tensors."""
     if isinstance(root, nn.TransformerEncoder):

@@ -9,7 +9,6 @@ its own.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attn_flow.base import checks
-from attn_flow.base.files import lock_for_writing, versions, write_json, write_tensors
+from attn_flow.base.files import lock_for_writing, versions
 from attn_flow.base.processes import ALONE, processes
 from attn_flow.base.progress import progress_bar
 from attn_flow.hooks.attachment import evaluation_mode, with_depth
@@ -49,7 +48,6 @@ def record_corpus(
     reservoir: int = 1024,
     seed: int = 0,
     shard: tuple[int, int] | str | None = None,
-    states: bool = False,
     max_unknown: float = 0.1,
     check: bool = True,
     again: bool = False,
@@ -68,7 +66,6 @@ def record_corpus(
         reservoir, seed: how many tokens to sample, and which; the sample depends on seed, text and position alone.
         shard: (i, n) or "i/n", this part of the batches (see `merge_shards`). By default the rank under torchrun, whose
             ranks merge at the end.
-        states: also write all states to safetensors files, with a manifest.json.
         again: start over, whatever the folder holds of this run.
         every: seconds between two saves.
         progress: show a bar with rate and remaining time.
@@ -86,8 +83,6 @@ def record_corpus(
     checks.require_nonnegative(reservoir=reservoir, every=every, seed=seed)
     if folder is not None and not str(folder):
         raise ValueError('folder is an empty name, expected that of a folder; "." is this one.')
-    if states and folder is None:
-        raise ValueError("states=True needs a folder to write to.")
     model = encoder_inside(model)
     own_shard = None if shard is None else _parse_shard(shard)
     tokenizer = source if texts is not None else None
@@ -106,7 +101,6 @@ def record_corpus(
             "depth": depth,
             "reservoir": reservoir,
             "seed": seed,
-            "states": states,
             "versions": versions(),
             "shard": list(own_shard or (world.rank, world.count)),
         }
@@ -170,7 +164,6 @@ class _Run:
         self.cache, self.tokenizer, self.folder, self.about = cache, tokenizer, folder, about
         self.i, self.n = about["shard"]
         self.part = Statistics.empty(about, 0)  # the width is known after the first batch
-        self.buffer: list[dict[str, Tensor]] = []  # states that are not written yet
         self.suffix = "" if self.n == 1 else f"-{self.i}-of-{self.n}"
 
     @property
@@ -183,11 +176,9 @@ class _Run:
         """Take up what an earlier run of this shard left; returns its number of batches."""
         if self.folder is None:
             return 0
-        names = [self.path.name, f"states-{self.i}-of-{self.n}-", f"manifest{self.suffix}.json"]
-        for name in names:
-            unfinished = list(self.folder.glob(f".{name}*"))  # from a run that was killed
-            for file in unfinished + (list(self.folder.glob(f"{name}*")) if again else []):
-                file.unlink(missing_ok=True)
+        unfinished = list(self.folder.glob(f".{self.path.name}*"))  # from a run that was killed
+        for file in unfinished + ([self.path] if again else []):
+            file.unlink(missing_ok=True)
         if self.path.exists():
             before = Statistics.load(self.path)
             differences = list_differences(before.about, self.about)
@@ -199,23 +190,9 @@ class _Run:
         return self.part.batches
 
     def save(self) -> None:
-        """Write the states that are waiting, and then the state of the run."""
-        part = self.part
-        if self.folder is None or part.n == 0:
-            return
-        if self.buffer:
-            # Named by its first batch, so that what a killed run wrote beyond its saved state is overwritten.
-            name = f"states-{self.i}-of-{self.n}-{int(self.buffer[0]['batch']):08d}.safetensors"
-            axes = {"x": 1, "text": 0, "position": 0}
-            tensors = {key: torch.cat([entry[key] for entry in self.buffer], dim=axis) for key, axis in axes.items()}
-            write_tensors(tensors, self.folder / name, {"points": json.dumps(self.about["points"])})
-            texts = [int(tensors["text"][0]), int(tensors["text"][-1])]
-            part.files.append({"file": name, "tokens": tensors["x"].shape[1], "texts": texts})
-            self.buffer.clear()
-        part.save(self.path)
-        if part.files:
-            manifest = {"points": self.about["points"], "files": part.files, "about": self.about}
-            write_json(manifest, self.folder / f"manifest{self.suffix}.json")
+        """Write the state of the run."""
+        if self.folder is not None and self.part.n:
+            self.part.save(self.path)
 
     def add(self, batch: TokenBatch, texts: int) -> None:
         """Add the tokens of a batch that has just run."""
@@ -235,9 +212,6 @@ class _Run:
             strings = cache.strings(batch, self.tokenizer)
             token = [strings[row][column] for row, column in where[chosen].tolist()]
             part.sample.add(torch.stack([x[chosen] for x in states]), key, text[chosen], position[chosen], token)
-        if self.about["states"]:
-            number = torch.tensor(part.batches)
-            self.buffer.append({"batch": number, "x": torch.stack(states), "text": text, "position": position})
         part.texts, part.truncated = part.texts + texts, part.truncated + batch.truncated
         part.unknown, part.content = part.unknown + batch.unknown, part.content + batch.content
 

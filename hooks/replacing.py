@@ -37,7 +37,7 @@ class ReplacedAttention(AttentionFlow):
     """A wrapped attention whose options are those of its child module, looked up whenever the layer runs."""
 
     def __init__(self, block: Block) -> None:
-        super().__init__(block, block.attn)
+        super().__init__(block)
         self.was_nested = getattr(block.root, "use_nested_tensor", None)
 
     @property

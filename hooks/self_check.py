@@ -107,11 +107,8 @@ def _largest_logit(block: Block, z: Tensor) -> float:
 
 def describe_changes(block: Block) -> list[str]:
     """What `wrap`, `replace_attention` and `scale_beta` have changed in a block, in words."""
-    changes = []
-    for module in {id(m): m for m in (block.module, block.attn)}.values():
-        forward = find_wrapped_forward(module)[1]
-        if forward is not None:
-            changes.append(forward.describe(block.index))
+    forward = find_wrapped_forward(block.attn)[1]
+    changes = [] if forward is None else [forward.describe(block.index)]
     changes += [scaling.describe(block.index) for scaling in query_scalings(block.attn)]
     return [change for change in changes if change]
 

@@ -22,7 +22,7 @@ from attn_flow.hooks.recorder import depth_of
 
 FORMAT = "attn_flow.Statistics"
 AT_ONCE = 1024  # tokens whose products are summed in float32 before they are added in float64
-COUNTS = ("done", "batches", "texts", "truncated", "unknown", "content", "digest", "files")
+COUNTS = ("done", "batches", "texts", "truncated", "unknown", "content", "digest")
 # What two runs must share to be parts of one, with a name for people.
 SHARED = {
     "model": "the weights",
@@ -31,7 +31,7 @@ SHARED = {
     "tokenizer": "the tokenizer",
     "limit": "the length limit",
     "versions": "the versions of packages or of this one's source",
-    **{name: name for name in ("points", "special", "batch", "max_length", "depth", "reservoir", "seed", "states")},
+    **{name: name for name in ("points", "special", "batch", "max_length", "depth", "reservoir", "seed")},
 }
 
 
@@ -148,7 +148,7 @@ class Statistics:
         done: whether the run is complete.
         batches, texts, truncated: how many batches and texts were read, and how many texts were truncated.
         unknown, content: how many tokens the tokenizer did not know, of how many.
-        digest, files: a digest of the texts, and the files of all states.
+        digest: a digest of the texts.
 
     Example:
         >>> from attn_flow.hooks import record_corpus
@@ -169,7 +169,6 @@ class Statistics:
     unknown: int = 0
     content: int = 0
     digest: str = field(default_factory=lambda: hashlib.sha256(b"").hexdigest())
-    files: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def empty(cls, about: dict[str, Any], d: int) -> Statistics:
@@ -243,8 +242,8 @@ class Statistics:
         """The statistics of the tokens of both."""
         sample = Sample(**vars(self.sample))
         sample.add(other.sample.x, other.sample.key, other.sample.text, other.sample.position, other.sample.token)
-        counts = {name: getattr(self, name) + getattr(other, name) for name in ("texts", "truncated", "unknown")}
-        counts |= {"content": self.content + other.content, "files": self.files + other.files}
+        names = ("texts", "truncated", "unknown", "content")
+        counts = {name: getattr(self, name) + getattr(other, name) for name in names}
         moments = self.moments + other.moments
         return Statistics(self.about, moments, sample, self.done, self.batches, digest=self.digest, **counts)
 

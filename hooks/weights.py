@@ -9,7 +9,7 @@ which is Attention(Q, K, V, O, beta, b, value_bias = sum_h O_h c_h + o). A bias 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from attn_flow.attention import Attention
-from attn_flow.geometry import Ellipsoid, Euclidean, Geometry, Sphere
+from attn_flow.geometry import Ellipsoid, Euclidean, Geometry
 from attn_flow.hooks.architectures import has
 from attn_flow.hooks.attachment import evaluation_mode
 from attn_flow.hooks.layout import Block, blocks
@@ -163,7 +163,7 @@ def projections(block: Block) -> dict[str, tuple[Tensor, Tensor | None]]:
     return weights
 
 
-def read_attention(block: Block, fold: bool = False) -> Attention:
+def read_attention(block: Block) -> Attention:
     """The Attention of one block; see `attentions`."""
     if block.architecture.attention is not None:
         return block.architecture.attention(block.module)
@@ -179,29 +179,10 @@ def read_attention(block: Block, fold: bool = False) -> Attention:
     if block.architecture.layer_scale:
         scale = _float(next(block[block.architecture.layer_scale].parameters()))
         O, value_bias = scale[:, None] * O, scale * value_bias
-    attention = Attention(Q, K, V, O, beta=block.beta, query_bias=b, value_bias=value_bias, causal=block.causal)
-    norm = block.norm_in if fold else None
-    return attention if norm is None else fold_norm(attention, read_norm(norm))
+    return Attention(Q, K, V, O, beta=block.beta, query_bias=b, value_bias=value_bias, causal=block.causal)
 
 
-def fold_norm(attention: Attention, norm: Norm) -> Attention:
-    """The attention that acts on tokens u before gain g and bias c of their norm.
-
-    Q(g u + c) + b = (Q diag g) u + (Q c + b), and K c cancels in the softmax.
-    """
-    weights = attention.tensors
-    Q, K, V = (weights[name] * norm.gain for name in ("Q", "K", "V"))
-    if norm.bias is None:
-        return replace(attention, Q=Q, K=K, V=V)
-    b, drift = weights["Q"] @ norm.bias, (attention.OV @ norm.bias).sum(0)
-    if attention.query_bias is not None:
-        b = b + attention.query_bias
-    if attention.value_bias is not None:
-        drift = drift + attention.value_bias
-    return replace(attention, Q=Q, K=K, V=V, query_bias=b, value_bias=drift)
-
-
-def attentions(model: nn.Module, fold: bool = False) -> list[Attention]:
+def attentions(model: nn.Module) -> list[Attention]:
     """One Attention per layer, from the live weights of a known encoder.
 
     They act on what the attention of the layer sees: the residual stream after the last norm in post-norm models, the
@@ -210,7 +191,6 @@ def attentions(model: nn.Module, fold: bool = False) -> list[Attention]:
 
     Args:
         model: a known encoder, or something that holds one, or a DeepStack. LoRA adapters are merged in what is read.
-        fold: absorb gain and bias of the norm; tokens are then x -> (x - mean)/std, see `geometries`.
 
     Returns:
         A list of Attention in float32 or float64.
@@ -221,7 +201,7 @@ def attentions(model: nn.Module, fold: bool = False) -> list[Attention]:
         >>> attentions(model)[0]
         Attention(heads=2, dim=16, beta=0.353553, softmax)
     """
-    return [read_attention(block, fold) for block in blocks(model)]
+    return [read_attention(block) for block in blocks(model)]
 
 
 def norms(model: nn.Module) -> list[Norm | None]:
@@ -242,33 +222,29 @@ def norms(model: nn.Module) -> list[Norm | None]:
     return [None if module is None else read_norm(module) for module in modules]
 
 
-def geometries(model: nn.Module, fold: bool = False) -> list[Geometry]:
+def geometries(model: nn.Module) -> list[Geometry]:
     """The set that the tokens of each layer live on.
 
     Args:
         model: a known encoder, or something that holds one, or a DeepStack.
-        fold: as in `attentions`.
 
     Returns:
-        A geometry per layer: the ellipsoid of its norm, with `fold` the sphere of radius sqrt(d), and flat space where
-        nothing normalises.
+        A geometry per layer: the ellipsoid of its norm, and flat space where nothing normalises.
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
-        >>> [geometry.radius for geometry in geometries(tiny_bert()[0], fold=True)]
-        [4.0, 4.0]
+        >>> [type(geometry).__name__ for geometry in geometries(tiny_bert()[0])]
+        ['Ellipsoid', 'Ellipsoid']
     """
-    return [_read_geometry(block, fold) for block in blocks(model)]
+    return [_read_geometry(block) for block in blocks(model)]
 
 
-def _read_geometry(block: Block, fold: bool) -> Geometry:
+def _read_geometry(block: Block) -> Geometry:
     if block.architecture.geometry is not None:
         return block.architecture.geometry(block.module)
     if block.norm_in is None:
         return Euclidean()
     norm = read_norm(block.norm_in)
-    if fold:
-        return Sphere(norm.gain.shape[0] ** 0.5)
     return Ellipsoid.from_layer_norm(norm.gain, norm.bias, centred=norm.centred)
 
 

@@ -8,7 +8,7 @@ the pretrained layer.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,7 +24,6 @@ from attn_flow.hooks.attachment import (
     hidden_states,
     input_states,
     keep_padding,
-    replace_forward,
     replace_states,
     with_hidden_states,
 )
@@ -53,7 +52,6 @@ def wrap(
     horizon: float = 1.0,
     step: Step = euler,
     geometry: Geometry | None = None,
-    block: bool = False,
 ) -> Attachment:
     """Run the attention of some layers as the flow of their own weights: `with wrap(model, [3], steps=32): ...`.
 
@@ -67,7 +65,6 @@ def wrap(
         steps, horizon: the flow runs to time `horizon` in this many equal steps.
         step: "euler", "rk4", "dopri5", or another step function.
         geometry: a set to stay on, such as geometries(model)[layer]; by default tokens move freely.
-        block: flow the whole block instead, x' = f(x) - x, with its feed-forward part and norms.
 
     Returns:
         An attachment for a `with` block, after which the model is as it was before. Gradients flow through it, also in
@@ -101,7 +98,7 @@ def wrap(
         clock = LayerClock(all_blocks)
         clock.attach(stack)
         for one in {id(all_blocks[i].module): all_blocks[i] for i in chosen}.values():
-            flow = BlockFlow(one, one.module) if block else AttentionFlow(one, one.attn)
+            flow = AttentionFlow(one)
             flow.options, flow.factor = options, FactorByLayer(clock, factors, other) if factors else None
             if layers is not None:
                 flow.clock, flow.indices = clock, set(chosen)
@@ -110,29 +107,39 @@ def wrap(
     return Attachment(model, attach)
 
 
-class WrappedForward:
-    """The `forward` of a wrapped module, which calls the original one several times.
+class AttentionFlow(BlockListener):
+    """The `forward` of a wrapped attention module: x' = A(x) in place of one residual attention step.
 
-    It has plain attributes only, so that a copied or pickled model carries its own flow along.
-
-    Args:
-        block, module: the block, and the module of it whose forward pass is replaced.
+    It returns the displacement x(horizon) - x(0), which the block adds. It has plain attributes only, so that a copied
+    or pickled model carries its own flow along.
     """
 
     options: FlowOptions
     factor: Factor | None = None  # of the inverse temperature; None for the trained one
     clock: LayerClock | None = None
     indices: set[int] | None = None  # the layers to wrap, where a block is shared; None for all of them
+    x0: Tensor | None = None  # the residual stream before the block, while the block runs
 
-    def __init__(self, block: Block, module: nn.Module) -> None:
-        self.block, self.module, self.before = block, module, module.__dict__.get("forward")
+    def __init__(self, block: Block) -> None:
+        self.block, self.module = block, block.attn
+        self.before = self.module.__dict__.get("forward")
 
     def attach(self, stack: ExitStack) -> None:
         if find_wrapped_forward(self.module)[1] is not None:
             raise ValueError(
                 f"{self.block.path} is wrapped already; remove that wrap first, or give all options to one wrap."
             )
-        replace_forward(stack, self.module, self)
+        self.module.forward = self  # type: ignore[assignment]
+        if self.before is None:
+            stack.callback(delattr, self.module, "forward")
+        else:
+            stack.callback(setattr, self.module, "forward", self.before)
+        stack.callback(self.block.module.register_forward_pre_hook(self.listen, with_kwargs=True).remove)
+        if isinstance(self.module, nn.MultiheadAttention):  # torch's fused path skips `forward` unless there is a hook
+            stack.callback(self.module.register_forward_hook(do_nothing).remove)
+
+    def enter_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.x0 = input_states(args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.indices is not None and self.clock is not None and self.clock.layer not in self.indices:
@@ -154,86 +161,11 @@ class WrappedForward:
         """The factor (heads,) of the layer that runs; None for the trained temperature."""
         return None if self.factor is None else self.factor.at()
 
-    def flow(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass before it was replaced. No bound method is kept, so that a copied model calls its own."""
         if self.before is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.before(*args, **kwargs)
-
-    def displacement(self, velocity: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """x(horizon) - x of x' = velocity(x), on the geometry."""
-        geometry = self.options.geometry
-        return self.options.displacement(lambda t, y: geometry.tangent(y, velocity(y)), x)
-
-    def describe(self, layer: int) -> str:
-        """What is changed in a layer, in words."""
-        factor = "" if self.factor is None else describe_factor(self.factor.at(layer))
-        return "; ".join(filter(None, [f"a flow with {self.options}", factor]))
-
-
-def find_wrapped_forward(module: nn.Module) -> tuple[str, WrappedForward | None]:
-    """The wrapped forward of a module and the attribute that holds it. accelerate keeps it under another name."""
-    for name in ("forward", "_old_forward"):
-        forward = module.__dict__.get(name)
-        if isinstance(forward, WrappedForward):
-            return name, forward
-    return "", None
-
-
-def active_factor(block: Block, layer: int) -> Tensor | None:
-    """The multiple (heads,) of the trained inverse temperature that `scale_beta` and flows ask for; None for none."""
-    forward = find_wrapped_forward(block.attn)[1]
-    sources = [scaling.factor for scaling in query_scalings(block.attn)]
-    sources += [] if forward is None or forward.factor is None else [forward.factor]
-    factors = [factor for source in sources if (factor := source.at(layer)) is not None]
-    return torch.stack(factors).prod(0) if factors else None
-
-
-class BlockFlow(WrappedForward):
-    """x' = f(x) - x for the whole block f."""
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Without gradient checkpointing, which would compute the block again without its changed temperature."""
-        block: Any = self.module
-        if not getattr(block, "gradient_checkpointing", False):
-            return super().original(*args, **kwargs)
-        block.gradient_checkpointing = False
-        try:
-            return super().original(*args, **kwargs)
-        finally:
-            block.gradient_checkpointing = True
-
-    def flow(self, *args: Any, **kwargs: Any) -> Any:
-        x0, output = input_states(args, kwargs), [None]
-        # x + (f(x) - x) is rounded; computed in float64 it rounds back to f(x). A geometry keeps its own precision.
-        is_wide = isinstance(self.options.geometry, Euclidean) and x0.device.type != "mps"
-        wide = x0.double() if is_wide else x0
-
-        def velocity(x: Tensor) -> Tensor:
-            new_args, new_kwargs = replace_states(args, kwargs, x.to(x0.dtype))
-            output[:] = [self.original(*new_args, **new_kwargs)]
-            return hidden_states(output[0]).to(x.dtype) - x
-
-        u = self.displacement(velocity, wide)
-        return with_hidden_states(output[0], (wide + u).to(x0.dtype))
-
-
-class AttentionFlow(WrappedForward, BlockListener):
-    """x' = A(x) in place of one residual attention step. The block adds the displacement x(horizon) - x(0)."""
-
-    x0: Tensor | None = None  # the residual stream before the block, while the block runs
-
-    def attach(self, stack: ExitStack) -> None:
-        super().attach(stack)
-        stack.callback(self.block.module.register_forward_pre_hook(self.listen, with_kwargs=True).remove)
-        if isinstance(self.module, nn.MultiheadAttention):  # torch's fused path skips `forward` unless there is a hook
-            stack.callback(self.module.register_forward_hook(do_nothing).remove)
-
-    def enter_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.x0 = input_states(args, kwargs)
 
     def flow(self, *args: Any, **kwargs: Any) -> Any:
         block, x0, self.x0 = self.block, self.x0, None
@@ -255,7 +187,8 @@ class AttentionFlow(WrappedForward, BlockListener):
         if emit is not None and is_inside:
             emit.install()
         try:
-            u = self.displacement(velocity, x0)
+            geometry = self.options.geometry
+            u = self.options.displacement(lambda t, x: geometry.tangent(x, velocity(x)), x0)
             if emit is None:
                 return with_hidden_states(output[0], u)
             emit.displacement = u
@@ -267,6 +200,29 @@ class AttentionFlow(WrappedForward, BlockListener):
         finally:
             if emit is not None and is_inside:
                 emit.remove()
+
+    def describe(self, layer: int) -> str:
+        """What is changed in a layer, in words."""
+        factor = "" if self.factor is None else describe_factor(self.factor.at(layer))
+        return "; ".join(filter(None, [f"a flow with {self.options}", factor]))
+
+
+def find_wrapped_forward(module: nn.Module) -> tuple[str, AttentionFlow | None]:
+    """The wrapped forward of a module and the attribute that holds it. accelerate keeps it under another name."""
+    for name in ("forward", "_old_forward"):
+        forward = module.__dict__.get(name)
+        if isinstance(forward, AttentionFlow):
+            return name, forward
+    return "", None
+
+
+def active_factor(block: Block, layer: int) -> Tensor | None:
+    """The multiple (heads,) of the trained inverse temperature that `scale_beta` and flows ask for; None for none."""
+    forward = find_wrapped_forward(block.attn)[1]
+    sources = [scaling.factor for scaling in query_scalings(block.attn)]
+    sources += [] if forward is None or forward.factor is None else [forward.factor]
+    factors = [factor for source in sources if (factor := source.at(layer)) is not None]
+    return torch.stack(factors).prod(0) if factors else None
 
 
 class OutputModule(nn.Module):

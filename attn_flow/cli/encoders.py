@@ -285,7 +285,6 @@ def record(
     field: Field = "text",
     out: Annotated[Path, typer.Option(help="Folder of the run; a killed run continues there.")] = Path("runs/record"),
     shard: Annotated[str | None, typer.Option(help="i/n: the i-th of n shares of the texts (array jobs).")] = None,
-    states: Annotated[bool, typer.Option(help="Also write all states as safetensors shards.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 16,
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens kept of each text; all by default.")] = None,
     tokenizer: Tokenizer = None,
@@ -327,7 +326,6 @@ def record(
             max_length=max_length,
             max_unknown=max_unknown,
             shard=shard,
-            states=states,
             again=again,
             progress=not (quiet or as_json),
         )

@@ -17,7 +17,7 @@ from attn_flow.base import checks
 from attn_flow.geometry import Euclidean, Sphere, place
 from attn_flow.nn.masks import choose_mask, fill_padding, token_mask
 from attn_flow.nn.module import FlowModule, default_beta
-from attn_flow.nn.options import BetaKeywords, FlowKeywords
+from attn_flow.nn.options import FlowKeywords
 
 Norm = Literal["post", "pre", "peri"]
 NORMS: dict[str, Callable[[Field], Field]] = {"post": lambda field: field, "pre": pre_norm, "peri": peri_norm}
@@ -115,51 +115,6 @@ class ContinuousAttentionLayer(FlowModule):
             if bias is not None:
                 nn.init.zeros_(bias)
         self.beta = self._initial_beta
-
-    @classmethod
-    def from_attention(cls, attention: Attention, **options: Unpack[BetaKeywords]) -> ContinuousAttentionLayer:
-        """The layer with the weights of an `Attention`, and with its beta unless another one is passed.
-
-        Args:
-            attention: one attention to its own cloud, without batch axes.
-            options: beta, learn_beta, validate and the fields of `FlowOptions`.
-
-        Returns:
-            A layer of the same heads, kind, mask and biases.
-
-        Example:
-            >>> ContinuousAttentionLayer.from_attention(Attention.identity(3, beta=2.0), steps=4).beta
-            tensor([2.])
-        """
-        if not isinstance(attention, Attention) or attention.context is not None or attention.batch_shape:
-            raise ValueError(f"a layer takes one Attention without context and batch axes, got {attention!r}.")
-        weights = {name: z for name, z in attention.tensors.items() if name != "beta"}
-        like = next(iter(weights.values()), torch.empty(0))
-        eye = torch.eye(attention.dim, dtype=like.dtype, device=like.device).expand(attention.heads, -1, -1)
-        weights = dict.fromkeys("QKVO", eye) | weights
-        Q, V = (weights[name] for name in "QV")
-        if Q.shape[-2] != V.shape[-2] or len({z.shape[0] for name, z in weights.items() if name in "QKVO"}) > 1:
-            shapes = {name: tuple(weights[name].shape) for name in "QKVO"}
-            raise ValueError(f"weights have shapes {shapes}, expected one number of heads and one width of them.")
-        if options.get("beta") is None:
-            options["beta"] = attention.beta
-        has_bias = attention.query_bias is not None or attention.value_bias is not None
-        layer = cls(
-            attention.dim,
-            attention.heads,
-            Q.shape[-2],
-            kind=attention.kind,
-            causal=attention.causal,
-            self_attention=attention.self_attention,
-            bias=has_bias,
-            device=like.device,
-            dtype=like.dtype,
-            **options,
-        )
-        with torch.no_grad():
-            for name, weight in weights.items():
-                getattr(layer, name).copy_(weight)
-        return layer
 
     def attention(self) -> Attention:
         """The attention with the weights of the layer, without the checks of a new `Attention`."""

@@ -10,6 +10,7 @@ they are too few for their dimension, which `resolution` says beforehand, and a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,8 @@ from attn_flow.observe.quantities import clusters
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from attn_flow.hooks import Norm
 
 TOKENS = 64
 APART = 0.1  # tokens closer than this on the unit sphere are one cluster
@@ -56,6 +59,23 @@ def encoder(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model.double(), dict(tokenizer([text], **options))
 
 
+def fold_norm(attention: Attention, norm: Norm) -> Attention:
+    """The attention that acts on tokens u before gain g and bias c of their norm.
+
+    Q(g u + c) + b = (Q diag g) u + (Q c + b), and K c cancels in the softmax.
+    """
+    weights = attention.tensors
+    Q, K, V = (weights[name] * norm.gain for name in ("Q", "K", "V"))
+    if norm.bias is None:
+        return replace(attention, Q=Q, K=K, V=V)
+    b, drift = weights["Q"] @ norm.bias, (attention.OV @ norm.bias).sum(0)
+    if attention.query_bias is not None:
+        b = b + attention.query_bias
+    if attention.value_bias is not None:
+        drift = drift + attention.value_bias
+    return replace(attention, Q=Q, K=K, V=V, query_bias=b, value_bias=drift)
+
+
 def one_layer(
     name: str, model: nn.Module, inputs: dict[str, Tensor], layer: int, colder: tuple[float, ...], horizon: float
 ) -> dict[str, Any]:
@@ -64,7 +84,7 @@ def one_layer(
     norm = norms(model)[layer]
     if norm is None:
         raise ValueError(f"layer {layer} of {name} has no norm before it; expected tokens on a sphere.")
-    attention = attentions(model, fold=True)[layer]
+    attention = fold_norm(attentions(model)[layer], norm)
     z = record(model, inputs, points=f"blocks.{layer}.attn.hook_in").x[0, 0]
     sphere = Sphere(attention.dim**0.5)
     x0 = sphere.retract(z / norm.gain if norm.bias is None else (z - norm.bias) / norm.gain)

@@ -69,7 +69,6 @@ RECORDS = {
     "--max-length=5": "max_length (None there, 5 now)",
     "--batch=3": "batch (2 there, 3 now)",
     "--dtype=float64": "the dtype ('float32' there",
-    "--states": "states (False there, True now)",
     "@beta_factor=2": "what is wrapped or scaled",
     "@random": "the weights",
 }

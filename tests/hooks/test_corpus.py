@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from encoder_zoo import inputs, tiny, tokenizer, words
-from safetensors import safe_open
 from torch import nn
 
 from attn_flow.hooks import Statistics, merge_shards, record, record_corpus, scale_beta
@@ -132,11 +131,11 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path, stop: int) 
         assert_equal(Statistics.load(tmp_path), whole)
 
 
-def launch(folder: Path, pause: float, states: bool, *launcher: str, every: float = 0.0) -> subprocess.Popen:
+def launch(folder: Path, pause: float, *launcher: str, every: float = 0.0) -> subprocess.Popen:
     """corpus(...) in another process, which waits `pause` seconds in each forward pass."""
     here = Path(__file__).parent
     arguments = {"folder": str(folder), "pause": pause, "texts": TEXTS, "threads": torch.get_num_threads()}
-    arguments["options"] = {**OPTIONS, "states": states, "every": every}
+    arguments["options"] = {**OPTIONS, "every": every}
     path = os.pathsep.join([str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     command = [sys.executable, *launcher, str(here / "worker.py"), json.dumps(arguments)]
@@ -152,32 +151,23 @@ def wait_for(process: subprocess.Popen, is_there: Any) -> None:
 
 def test_a_second_writer_is_refused_and_sigkill_loses_nothing(tmp_path: Path) -> None:
     whole, folder = corpus(), tmp_path / "run"
-    process = launch(folder, 0.1, True)
+    process = launch(folder, 0.1)
     wait_for(process, lambda: list(folder.glob("statistics.safetensors")))
     with pytest.raises(ValueError, match="another run is writing"):
-        corpus(folder, states=True)
+        corpus(folder)
     corpus(folder, shard="0/2")  # another shard is another run
     (folder / "statistics-0-of-2.safetensors").unlink()
     process.send_signal(signal.SIGKILL)
     process.wait()
     (folder / ".statistics.safetensors.half").write_bytes(b"what a kill in the middle of a write leaves")
     assert not Statistics.load(folder).done
-    assert_equal(corpus(folder, every=0, states=True), whole)
-    # The states on disk are complete, each token once.
-    manifest = json.loads((folder / "manifest.json").read_text())
-    positions, x = [], []
-    for entry in manifest["files"]:
-        with safe_open(folder / entry["file"], "pt") as file:
-            positions += list(zip(file.get_tensor("text").tolist(), file.get_tensor("position").tolist()))
-            x.append(file.get_tensor("x"))
-    assert len(positions) == len(set(positions)) == whole.n
-    torch.testing.assert_close(torch.cat(x, 1).double().mean(1), whole.mean, rtol=0, atol=1e-13)
+    assert_equal(corpus(folder, every=0), whole)
     assert not list(folder.glob(".*"))
 
 
 def test_ctrl_c_keeps_the_finished_batches(tmp_path: Path) -> None:
     """In the third forward pass, long before the next save; the run ends before the pass would have ended."""
-    process = launch(tmp_path, 600.0, False, every=1e9)
+    process = launch(tmp_path, 600.0, every=1e9)
     for _ in range(3):
         assert process.stdout.readline() == "pass\n"
     process.send_signal(signal.SIGINT)
@@ -211,7 +201,7 @@ def test_shards_merge_to_the_whole(tmp_path: Path) -> None:
 def test_two_processes_under_torchrun(tmp_path: Path) -> None:
     whole, folder = corpus(), tmp_path / "run"
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
-    process = launch(folder, 0.0, False, *launcher, "--rdzv-endpoint=localhost:0")
+    process = launch(folder, 0.0, *launcher, "--rdzv-endpoint=localhost:0")
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
     assert out.count(f"n {whole.n}") == 2, out  # every rank has the whole
@@ -270,9 +260,7 @@ def test_a_run_of_another_model_or_tokenizer_is_refused_with_what_differs(tmp_pa
 
 
 def test_starting_over_leaves_nothing_stale(tmp_path: Path) -> None:
-    assert_equal(corpus(tmp_path, states=True), corpus())
-    files = json.loads((tmp_path / "manifest.json").read_text())["files"]
-    assert sum(entry["tokens"] for entry in files) == corpus().n
+    assert_equal(corpus(tmp_path), corpus())
     corpus(tmp_path, again=True)
     assert [p.name for p in tmp_path.iterdir()] == ["statistics.safetensors"]
 

@@ -11,7 +11,7 @@ from encoder_zoo import CAUSAL, every_architecture, fingerprint, inputs, mask, o
 from tolerances import rounding
 from torch import Tensor, nn
 
-from attn_flow import Sphere, dopri5, euler, rk4
+from attn_flow import dopri5, euler, rk4
 from attn_flow.hooks import attentions, blocks, geometries, record, scale_beta, wrap
 from attn_flow.hooks.demo import minilm, topics
 from attn_flow.measures import Cloud
@@ -79,8 +79,6 @@ def test_a_scaled_beta_is_scaled_query_weights(name: str, factor: float | Tensor
         assert_same(name, run(model, x), expected)
     with wrap(model, beta=torch.as_tensor(factor) * blocks(model)[0].beta):
         assert_same(name, run(model, x), expected)
-    with wrap(model, beta_factor=factor, block=True):
-        assert_same(name, run(model, x), expected)
     assert fingerprint(model) == before
 
 
@@ -115,25 +113,6 @@ def test_steps_are_a_literal_loop(name: str) -> None:
     torch.testing.assert_close(added[plain.mask], (state - plain.x[0])[plain.mask], rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["DistilBERT", "Llama", "T5 encoder"])
-def test_a_whole_block_is_a_literal_loop(name: str) -> None:
-    model = tiny(name, torch.float64)
-    x = {"input_ids": inputs(name)["input_ids"][:1]}  # without padding the block needs no mask
-    state, module = record(model, x, points="blocks.2.hook_in").x[0], blocks(model)[2].module
-    calls: list[tuple] = []
-    handle = module.register_forward_pre_hook(lambda m, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
-    run(model, x)
-    handle.remove()
-    args, kwargs = calls[0]
-    for _ in range(4):
-        with torch.no_grad():
-            result = module(state, *args[1:], **kwargs)
-        state = state + 0.25 * ((result[0] if isinstance(result, tuple) else result) - state)
-    with wrap(model, 2, steps=4, block=True):
-        end = record(model, x, points="blocks.2.hook_out").x[0]
-    torch.testing.assert_close(end, state, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("stepper", [euler, rk4], ids=lambda s: s.name)
 def test_order_of_convergence(stepper) -> None:
     model, x = tiny("ViT", torch.float64), inputs("ViT", torch.float64)
@@ -158,9 +137,6 @@ def test_a_geometry_holds_the_tokens() -> None:
         middle = record(model, x, points="blocks.1.hook_resid_mid").x[0]
     expected = model.encoder.layer[1].attention.output.LayerNorm(state)
     torch.testing.assert_close(middle, expected, rtol=0, atol=1e-11)
-    with wrap(model, [1], steps=3, geometry=Sphere(2.0), block=True):
-        end = record(model, x, points="blocks.1.hook_out").x[0]
-    torch.testing.assert_close(end.norm(dim=-1), torch.full((1, 7), 2.0).double())
 
 
 def test_one_layer_of_a_shared_block() -> None:

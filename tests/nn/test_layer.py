@@ -24,6 +24,21 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+def layer_of(attention: Attention, **options) -> Layer:
+    """The layer with the weights of an attention."""
+    weights = {name: z for name, z in attention.tensors.items() if name != "beta"}
+    eye = torch.eye(attention.dim, dtype=next(iter(weights.values()), torch.empty(0)).dtype)
+    weights = dict.fromkeys("QKVO", eye.expand(attention.heads, -1, -1)) | weights
+    options |= {"kind": attention.kind, "causal": attention.causal, "self_attention": attention.self_attention}
+    bias = "value_bias" in weights
+    k, beta = weights["Q"].shape[-2], attention.beta
+    layer = Layer(attention.dim, attention.heads, k, beta=beta, bias=bias, dtype=eye.dtype, **options)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            getattr(layer, name).copy_(weight)
+    return layer
+
+
 def make(dim: int = 4, heads: int = 2, seed: int = 0, **options) -> Layer:
     torch.manual_seed(seed)
     return Layer(dim, heads, **{"dtype": F64, "steps": 3, **options})
@@ -154,18 +169,16 @@ def test_weight_decay_spares_beta_in_its_parameter_group() -> None:
         assert beta == pytest.approx(9.0) if expected else beta < 8.2  # decay pulls beta to 1
 
 
-def test_from_attention() -> None:
+def test_layer_is_the_flow_of_its_attention() -> None:
     for attention in (
         Attention.identity(4, 2.0),
         Attention(draw(3, 2, 4), draw(3, 2, 4, seed=1), draw(3, 2, 4), draw(3, 4, 2), 1.5, draw(3, 2), draw(4)),
         Attention(draw(4, 4), V=draw(4, 4, seed=1), kind="hardmax", causal=True, value_bias=draw(4)),
         Attention(draw(4, 4), V=draw(4, 4, seed=1), beta=torch.tensor([0.5], dtype=F64), self_attention=False),
     ):
-        layer = Layer.from_attention(attention, steps=4)
+        layer = layer_of(attention, steps=4)
         x = draw(5, 4).to(layer.Q.dtype)
         torch.testing.assert_close(layer(x), flow(attention, x, [0.0, 1.0], h=0.25).x[-1])
-    with pytest.raises(ValueError, match="without context and batch axes"):
-        Layer.from_attention(Attention(draw(2, 1, 4, 4)))
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -235,7 +248,7 @@ def test_the_continuous_adjoint_is_wrong_here() -> None:
     x0 = Sphere().uniform(100, 8, generator=torch.Generator().manual_seed(0), dtype=F64)
     weight, direction = draw(100, 8, seed=1), draw(100, 8, seed=2)
     attention = Attention.identity(8, 10.0)
-    layer = Layer.from_attention(attention, horizon=5.0, steps=50).double()
+    layer = layer_of(attention, horizon=5.0, steps=50).double()
     x, e = x0.clone().requires_grad_(), 1e-5
     (ours,) = torch.autograd.grad((weight * layer(x)).sum(), x)
     with torch.no_grad():
@@ -327,7 +340,7 @@ def test_dtypes_and_autocast(dtype: torch.dtype, error: float, geometry: Sphere)
 
 def test_logits_that_float32_cannot_resolve_are_computed_in_float64() -> None:
     """Logits of 1e5 that differ by about one, because the tokens are close together."""
-    layer = Layer.from_attention(Attention.identity(3, beta=1e5))
+    layer = layer_of(Attention.identity(3, beta=1e5))
     x = Sphere().retract(torch.tensor([1.0, 2.0, 3.0]) + 1e-2 * draw(16, 3).float())
     exact = copy.deepcopy(layer).double()(x.double())
     rounding = 4 * torch.finfo(x.dtype).eps
