@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.hooks.layout import Block, blocks, encoder_inside
+from attn_flow.hooks.layout import Block, blocks
 
 
 def hidden_states(output: Any) -> Tensor:
@@ -154,53 +153,9 @@ def with_depth(model: nn.Module, depth: int | None) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-class Attachment:
-    """A change of a model during a `with` block. The same one may be used again later."""
-
-    def __init__(self, model: nn.Module, attach: Callable[[ExitStack], None]) -> None:
-        self.model, self._attach = model, attach
-        self._stack: ExitStack | None = None
-
-    def __enter__(self) -> nn.Module:
-        if self._stack is not None:
-            raise ValueError("already attached to the model; use it in one `with` at a time.")
-        with ExitStack() as stack:
-            self._attach(stack)
-            for module in encoder_inside(self.model).modules():
-                function = module.__dict__.get("_gradient_checkpointing_func")
-                if function is not None:
-                    stack.callback(setattr, module, "_gradient_checkpointing_func", function)
-                    module._gradient_checkpointing_func = AttachedCheckpoint(function, self)  # type: ignore[assignment]
-            self._stack = stack.pop_all()
-        return self.model
-
-    def __exit__(self, *_: Any) -> None:
-        assert self._stack is not None
-        self._stack.close()
-        self._stack = None
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Attached during a `with` block, if it is not attached anyway."""
-        with ExitStack() as stack:
-            if self._stack is None:
-                self._attach(stack)
-            yield
-
-
-class AttachedCheckpoint:
-    """A checkpointing function that attaches the change again if the backward pass recomputes a layer later."""
-
-    def __init__(self, checkpoint: Callable[..., Any], attachment: Attachment) -> None:
-        self.checkpoint, self.attachment = checkpoint, attachment
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        def attached(*args: Any) -> Any:
-            with self.attachment.again():
-                return function(*args)
-
-        return self.checkpoint(attached, *args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """A copy of the model has the original checkpointing function."""
-        return copy.deepcopy(self.checkpoint, memo)
+@contextmanager
+def attached(model: nn.Module, attach: Callable[[ExitStack], None]) -> Iterator[nn.Module]:
+    """A change of a model during a `with` block. `attach` registers on the stack what undoes it."""
+    with ExitStack() as stack:
+        attach(stack)
+        yield model

@@ -8,14 +8,14 @@ the trained projection, a LoRA adapter around it, or a quantised one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from attn_flow.hooks.architectures import at
-from attn_flow.hooks.attachment import Attachment, LayerClock, keep_padding
+from attn_flow.hooks.attachment import LayerClock, attached, keep_padding
 from attn_flow.hooks.layout import Block, blocks_to_change, choose_layers
 
 Exchange = tuple[dict[str, Any], str, Any]  # a dictionary of modules or parameters, a name in it, and its own entry
@@ -25,7 +25,7 @@ def scale_beta(
     model: nn.Module,
     beta_factor: float | Tensor | Sequence[Any],
     layers: int | Iterable[int] | None = None,
-) -> Attachment:
+) -> AbstractContextManager[nn.Module]:
     """Multiply the inverse temperature of some layers: `with scale_beta(model, 4.0): ...`.
 
     Position terms that are computed from queries are scaled too (rotary positions, DeBERTa's). A position bias that is
@@ -37,8 +37,8 @@ def scale_beta(
         layers: indices of layers; all by default.
 
     Returns:
-        An attachment for a `with` block, after which the model is as it was before. `replace_attention(model,
-        beta_factor=4.0)` changes it for good.
+        A context manager for one `with` block, after which the model is as it was before. Run the backward pass inside
+        it if the model uses gradient checkpointing. `replace_attention(model, beta_factor=4.0)` changes it for good.
 
     Example:
         >>> from attn_flow.hooks import record
@@ -73,7 +73,7 @@ def scale_beta(
             handle = block.attn.register_forward_hook(scaling.leave, always_call=True, prepend=True)
             stack.callback(handle.remove)
 
-    return Attachment(model, attach)
+    return attached(model, attach)
 
 
 def _as_tensor(name: str, value: float | Tensor | Sequence[Any]) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from attn_flow.dynamics.steppers import euler
 from attn_flow.geometry import Euclidean, Geometry
 from attn_flow.hooks.attachment import (
-    Attachment,
     BlockListener,
     LayerClock,
+    attached,
     hidden_states,
     input_states,
     keep_padding,
@@ -52,7 +52,7 @@ def wrap(
     horizon: float = 1.0,
     step: Step = euler,
     geometry: Geometry | None = None,
-) -> Attachment:
+) -> AbstractContextManager[nn.Module]:
     """Run the attention of some layers as the flow of their own weights: `with wrap(model, [3], steps=32): ...`.
 
     To train, save and load a model of flows, use `replace_attention`.
@@ -67,9 +67,9 @@ def wrap(
         geometry: a set to stay on, such as geometries(model)[layer]; by default tokens move freely.
 
     Returns:
-        An attachment for a `with` block, after which the model is as it was before. Gradients flow through it, also in
-        a backward pass after the `with` block. Causal models run without a cache of keys and values where attention is
-        evaluated several times.
+        A context manager for one `with` block, after which the model is as it was before. Gradients flow through it;
+        run the backward pass inside it if the model uses gradient checkpointing. Causal models run without a cache of
+        keys and values where attention is evaluated several times.
 
     Example:
         >>> from attn_flow.hooks import record
@@ -94,7 +94,7 @@ def wrap(
     def attach(stack: ExitStack) -> None:
         keep_padding(stack, all_blocks[0].root)
         if options.evaluations > 1:
-            stop_caching(stack, model, all_blocks[0], stacklevel=5)
+            stop_caching(stack, model, all_blocks[0], stacklevel=6)
         clock = LayerClock(all_blocks)
         clock.attach(stack)
         for one in {id(all_blocks[i].module): all_blocks[i] for i in chosen}.values():
@@ -104,7 +104,7 @@ def wrap(
                 flow.clock, flow.indices = clock, set(chosen)
             flow.attach(stack)
 
-    return Attachment(model, attach)
+    return attached(model, attach)
 
 
 class AttentionFlow(BlockListener):
