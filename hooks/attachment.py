@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.hooks.layout import Block, blocks
+from attn_flow.hooks.layout import Block
 
 
 def hidden_states(output: Any) -> Tensor:
@@ -125,32 +125,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-@contextmanager
-def with_depth(model: nn.Module, depth: int | None) -> Iterator[None]:
-    """Run a model of one shared block `depth` times instead of its trained number of times."""
-    if depth is None:
-        yield
-        return
-    layers = blocks(model)
-    count = len({id(b.module) for b in layers})
-    root: Any = layers[0].root
-    is_tied = isinstance(root, nn.TransformerEncoder) and len(layers) > 1
-    if not (layers[0].architecture.shared or is_tied) or count > 1:
-        raise ValueError(
-            f"depth = {depth}: this {layers[0].architecture.name} has {count} different blocks; only a model of one "
-            "shared block (ALBERT) can be run beyond its trained depth."
-        )
-    if depth < 1:
-        raise ValueError(f"depth = {depth}, expected at least one layer.")
-    owner, name = (root, "layers") if is_tied else (root.config, "num_hidden_layers")
-    before = getattr(owner, name)
-    setattr(owner, name, nn.ModuleList([layers[0].module] * depth) if is_tied else depth)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 @contextmanager

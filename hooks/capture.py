@@ -11,7 +11,7 @@ from torch import nn
 
 from attn_flow.base.processes import ALONE, Processes
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.hooks.attachment import evaluation_mode, with_depth
+from attn_flow.hooks.attachment import evaluation_mode
 from attn_flow.hooks.inputs import pieces, refuse_unknown, warn_of_truncation
 from attn_flow.hooks.layout import blocks, encoder_inside
 from attn_flow.hooks.recorder import recording, run_batch
@@ -27,7 +27,6 @@ def record(
     special: bool = True,
     batch: int = 16,
     max_length: int | None = None,
-    depth: int | None = None,
     dtype: torch.dtype | None = None,
     max_unknown: float = 0.1,
     check: bool = True,
@@ -48,7 +47,6 @@ def record(
         special: keep [CLS], [SEP], class tokens. Padding is always left out.
         batch: texts at a time.
         max_length: tokens kept of each text; by default as many as the model takes.
-        depth: run a model of one shared block (ALBERT) this many times instead of its trained number.
         dtype: of the states; by default the model's, but float32 for half precision.
         max_unknown: share of unknown tokens above which the texts are refused (see `unknown_share`).
         check: first compare the weights as read with what the layers compute, on a few tokens (see `self_check`).
@@ -73,7 +71,7 @@ def record(
     tokenizer = source if texts is not None else None
     paths: list[Trajectory] = []
     truncated, limit, unknown, content = 0, None, 0, 0
-    with with_depth(model, depth), recording(model, points) as cache, evaluation_mode(model):
+    with recording(model, points) as cache, evaluation_mode(model):
         for b, piece in enumerate(pieces(model, source, texts, batch, max_length)):
             if b % world.count != world.rank:
                 continue
@@ -93,7 +91,7 @@ def record(
     if world.is_first:
         warn_of_truncation(truncated, limit)
     share = {} if tokenizer is None else {"unknown_share": unknown / max(1, content)}
-    return _join(paths, {"truncated": truncated, "special": special, "depth": depth, **share})
+    return _join(paths, {"truncated": truncated, "special": special, **share})
 
 
 def _gather(

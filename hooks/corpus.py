@@ -23,7 +23,7 @@ from attn_flow.base import checks
 from attn_flow.base.files import lock_for_writing, versions
 from attn_flow.base.processes import ALONE, processes
 from attn_flow.base.progress import progress_bar
-from attn_flow.hooks.attachment import evaluation_mode, with_depth
+from attn_flow.hooks.attachment import evaluation_mode
 from attn_flow.hooks.fingerprints import fingerprint, tokenizer_fingerprint
 from attn_flow.hooks.inputs import TokenBatch, pieces, refuse_unknown, text_limit, warn_of_truncation
 from attn_flow.hooks.layout import encoder_inside
@@ -44,7 +44,6 @@ def record_corpus(
     special: bool = True,
     batch: int = 16,
     max_length: int | None = None,
-    depth: int | None = None,
     reservoir: int = 1024,
     seed: int = 0,
     shard: tuple[int, int] | str | None = None,
@@ -62,7 +61,7 @@ def record_corpus(
             folder that holds a run of other weights, texts or options is refused, with what differs.
 
     Other arguments:
-        points, special, batch, max_length, depth, max_unknown, check: as in `record`.
+        points, special, batch, max_length, max_unknown, check: as in `record`.
         reservoir, seed: how many tokens to sample, and which; the sample depends on seed, text and position alone.
         shard: (i, n) or "i/n", this part of the batches (see `merge_shards`). By default the rank under torchrun, whose
             ranks merge at the end.
@@ -86,7 +85,7 @@ def record_corpus(
     model = encoder_inside(model)
     own_shard = None if shard is None else _parse_shard(shard)
     tokenizer = source if texts is not None else None
-    with with_depth(model, depth), recording(model, points) as cache, evaluation_mode(model):
+    with recording(model, points) as cache, evaluation_mode(model):
         stream = pieces(model, source, texts, batch, max_length)
         world = processes() if own_shard is None else ALONE
         about = {
@@ -98,7 +97,6 @@ def record_corpus(
             "batch": batch,
             "max_length": max_length,
             "limit": None if tokenizer is None else text_limit(tokenizer, model, max_length),
-            "depth": depth,
             "reservoir": reservoir,
             "seed": seed,
             "versions": versions(),

@@ -19,7 +19,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from attn_flow.base.files import write_json
@@ -124,28 +123,20 @@ def _new_card(model: Any) -> str:
 
 def _card_section(model: Any) -> str:
     """What was replaced and how to load it, for the model card."""
-    lines = [HEADING, "", "attn_flow replaced the attention of these layers by the flow x' = A(x) of its own weights."]
-    lines += [
-        "",
-        "| layers | time | steps | evaluations | beta | multiple of the trained beta |",
-        "|---|---|---|---|---|---|",
-    ]
-    by_layer = flows(model)
-    for entry in describe_flows(model):
-        chosen = [by_layer[i] for i in entry["layers"]]
-        factors = torch.cat([flow.beta_factor.detach().float().cpu() for flow in chosen])
-        low, high = float(factors.min()), float(factors.max())
-        multiple = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-        learned = "learned" if entry["learn_beta"] else "fixed"
-        layers = ", ".join(map(str, entry["layers"]))
-        steps, evaluations = f"{entry['steps']} ({entry['step']})", chosen[0].options.evaluations
-        lines.append(f"| {layers} | {entry['horizon']:g} | {steps} | {evaluations} | {learned} | {multiple} |")
-    lines += [
-        "",
-        "All other weights keep their names and places. To load it (`pip install attn-flow`):",
-        "",
-        "```python",
-    ]
-    lines += ["from attn_flow.hooks import load", "", "model = load(folder)  # a folder or a name of the hub"]
-    lines += ["# or AutoModel.from_pretrained(folder, trust_remote_code=True)", "```", ""]
-    return "\n".join(lines)
+    return f"""{HEADING}
+
+attn_flow replaced the attention of these layers by the flow x' = A(x) of its own weights, from time 0 to `horizon`:
+
+```json
+{json.dumps(describe_flows(model), indent=1)}
+```
+
+All other weights keep their names and places. To load it (`pip install attn-flow`):
+
+```python
+from attn_flow.hooks import load
+
+model = load(folder)  # a folder or a name of the hub
+# or AutoModel.from_pretrained(folder, trust_remote_code=True)
+```
+"""

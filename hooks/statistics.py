@@ -31,7 +31,7 @@ SHARED = {
     "tokenizer": "the tokenizer",
     "limit": "the length limit",
     "versions": "the versions of packages or of this one's source",
-    **{name: name for name in ("points", "special", "batch", "max_length", "depth", "reservoir", "seed")},
+    **{name: name for name in ("points", "special", "batch", "max_length", "reservoir", "seed")},
 }
 
 

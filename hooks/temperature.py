@@ -60,14 +60,13 @@ def scale_beta(
         )
     rows = [table] * len(chosen) if table.ndim < 2 else list(table)
     factors = {i: per_head("beta_factor", row, all_blocks[i]) for i, row in zip(chosen, rows)}
-    other = factors[0] if layers is None and table.ndim < 2 else None  # a shared block may run beyond its depth
 
     def attach(stack: ExitStack) -> None:
         keep_padding(stack, all_blocks[0].root)
         clock = LayerClock(all_blocks)
         clock.attach(stack)
         for block in {id(all_blocks[i].module): all_blocks[i] for i in chosen}.values():
-            scaling = QueryScaling(block, FactorByLayer(clock, factors, other))
+            scaling = QueryScaling(block, FactorByLayer(clock, factors))
             stack.callback(block.attn.register_forward_pre_hook(scaling.enter).remove)
             # The last one to enter is the first to leave.
             handle = block.attn.register_forward_hook(scaling.leave, always_call=True, prepend=True)
@@ -113,13 +112,13 @@ class Factor(Protocol):
 
 
 class FactorByLayer:
-    """The factors of layers that share a block, and that of all its other layers."""
+    """The factors of layers that may share a block; the other layers keep their temperature."""
 
-    def __init__(self, clock: LayerClock, factors: dict[int, Tensor], other: Tensor | None = None) -> None:
-        self.clock, self.factors, self.other = clock, factors, other
+    def __init__(self, clock: LayerClock, factors: dict[int, Tensor]) -> None:
+        self.clock, self.factors = clock, factors
 
     def at(self, layer: int | None = None) -> Tensor | None:
-        return self.factors.get(self.clock.layer if layer is None else layer, self.other)
+        return self.factors.get(self.clock.layer if layer is None else layer)
 
 
 class QueryScaling:

@@ -89,7 +89,6 @@ def wrap(
     if beta is not None and beta_factor is not None:
         raise ValueError(f"beta = {beta} and beta_factor = {beta_factor}: expected one of them at most.")
     factors = {i: f for i in chosen if (f := resolve_factor(all_blocks[i], beta, beta_factor)) is not None}
-    other = factors.get(0) if layers is None else None  # a shared block may run beyond its depth
 
     def attach(stack: ExitStack) -> None:
         keep_padding(stack, all_blocks[0].root)
@@ -99,7 +98,7 @@ def wrap(
         clock.attach(stack)
         for one in {id(all_blocks[i].module): all_blocks[i] for i in chosen}.values():
             flow = AttentionFlow(one)
-            flow.options, flow.factor = options, FactorByLayer(clock, factors, other) if factors else None
+            flow.options, flow.factor = options, FactorByLayer(clock, factors) if factors else None
             if layers is not None:
                 flow.clock, flow.indices = clock, set(chosen)
             flow.attach(stack)

@@ -16,7 +16,7 @@ from attn_flow.geometry import Euclidean, place
 from attn_flow.kernels import dense
 from attn_flow.nn.masks import Masks, torch_masks
 from attn_flow.nn.module import FlowModule, default_beta
-from attn_flow.nn.options import BetaKeywords, FlowKeywords
+from attn_flow.nn.options import FlowKeywords
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # in the order of nn.MultiheadAttention's in_proj_weight
 
@@ -109,13 +109,13 @@ class ContinuousMultiheadAttention(FlowModule):
 
     @classmethod
     def from_multihead(
-        cls, multihead: nn.MultiheadAttention, **options: Unpack[BetaKeywords]
+        cls, multihead: nn.MultiheadAttention, *, beta: float | Tensor | None = None, **options: Unpack[FlowKeywords]
     ) -> ContinuousMultiheadAttention:
         """With the weights of an nn.MultiheadAttention; by default one Euler step of size one, which equals it.
 
         Args:
             multihead: frozen weights stay frozen. Attention dropout is left out, with a warning.
-            options: keyword arguments of the constructor. beta is 1 / sqrt(head width) by default.
+            beta, options: keyword arguments of the constructor. beta is 1 / sqrt(head width) by default.
 
         Example:
             >>> multihead = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -129,8 +129,6 @@ class ContinuousMultiheadAttention(FlowModule):
         if multihead.dropout:
             message = f"attention dropout {multihead.dropout} is left out: a flow is deterministic."
             warnings.warn(message, stacklevel=2)
-        if options.get("beta") is None:
-            options["beta"] = 1 / math.sqrt(multihead.embed_dim // multihead.num_heads)
         options.setdefault("step", "euler")
         module = cls(
             multihead.embed_dim,
@@ -139,6 +137,7 @@ class ContinuousMultiheadAttention(FlowModule):
             batch_first=multihead.batch_first,
             device=multihead.in_proj_weight.device,
             dtype=multihead.in_proj_weight.dtype,
+            beta=1 / math.sqrt(multihead.embed_dim // multihead.num_heads) if beta is None else beta,
             **options,
         )
         module.load_state_dict(multihead.state_dict())

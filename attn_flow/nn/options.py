@@ -32,12 +32,6 @@ class FlowKeywords(TypedDict, total=False):
     validate: bool
 
 
-class BetaKeywords(FlowKeywords, total=False):
-    """The same with beta, for modules that take their weights from elsewhere."""
-
-    beta: float | Tensor | None
-
-
 @dataclass(frozen=True)
 class FlowOptions:
     """A flow to time `horizon` in `steps` equal steps.

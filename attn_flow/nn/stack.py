@@ -13,7 +13,6 @@ from typing_extensions import Unpack
 
 from attn_flow.attention import Attention
 from attn_flow.base import checks
-from attn_flow.dynamics.steppers import euler
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Geometry
 from attn_flow.nn.layer import ContinuousAttentionLayer, Norm
@@ -239,10 +238,6 @@ class DeepStack(nn.Module):
             layer.options = replace(layer.options, **changes)  # type: ignore[arg-type]
             layer.beta = layer.beta.detach() * beta_factor
         return stack
-
-    def discretised(self) -> DeepStack:
-        """The ordinary residual stack with these weights: a layer is one Euler step, retract(x + T P_x A(x))."""
-        return self.rerun(step=euler, steps=1)
 
 
 def waves(length: int, dim: int) -> Tensor:

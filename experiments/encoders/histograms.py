@@ -66,13 +66,15 @@ def cosines(name: str, depth: int, texts: int, seed: int) -> dict[str, Any] | No
         model, tokenizer = load_rxnmapper()
         if name == "untrained":
             model = untrained(model.config, seed)
-        path = record(model, tokenizer, textbook_reactions()[:texts], depth=depth)
+        model.config.num_hidden_layers = depth  # one shared block, run so many times
+        path = record(model, tokenizer, textbook_reactions()[:texts])
     except ModuleNotFoundError:
         if name == "trained":
             return None
         model = untrained(None, seed)
+        model.config.num_hidden_layers = depth
         generator = torch.Generator().manual_seed(seed)
-        path = record(model, {"input_ids": torch.randint(10, 200, (texts, 64), generator=generator)}, depth=depth)
+        path = record(model, {"input_ids": torch.randint(10, 200, (texts, 64), generator=generator)})
     histograms, mean, close, tight = [], [], [], []
     for x in path.x:
         cloud = Cloud(x, mask=path.mask)

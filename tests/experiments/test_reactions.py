@@ -5,7 +5,6 @@ import torch
 
 from attn_flow.experiments.encoders.reactions import FARTHEST, ReactionEncoder, molecule, of_one_size
 from attn_flow.hooks import attentions, merge_shards, record, record_corpus, self_check
-from attn_flow.hooks.attachment import with_depth
 from attn_flow.hooks.inputs import pieces
 
 REACTION = "OC(=O)C(=C)C=C.C=CC#N>>OC(=O)C1=CCCC(C1)C#N"
@@ -106,10 +105,8 @@ def test_one_block_fired_again_and_again(model: ReactionEncoder) -> None:
     x = src
     for _ in range(5):
         x = model.layers[0](x)
-    with with_depth(model, 5):
-        deeper = record(model, {"src": src})
-    torch.testing.assert_close(deeper.x[-1], x, rtol=0, atol=1e-12)
-    assert len(model.layers) == 3
+    model.layers = torch.nn.ModuleList([model.layers[0]] * 5)
+    torch.testing.assert_close(record(model, {"src": src}).x[-1], x, rtol=0, atol=1e-12)
 
 
 def test_an_encoder_with_the_batch_first_is_read_in_pieces(model: ReactionEncoder) -> None:

@@ -71,7 +71,7 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
     assert flows(load(tmp_path))[0].steps == 3
     card = (tmp_path / "README.md").read_text()
     assert card.count("## Attention as a flow") == 1
-    assert "| 2 | 1.5 | 2 (rk4) | 8 | learned | 0.5 to 3 |" in card
+    assert json.loads(card.split("```json")[1].split("```")[0]) == config["attn_flow"]
     assert model.config.model_type == "bert"  # in memory the model is what it was
 
 

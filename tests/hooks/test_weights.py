@@ -216,6 +216,7 @@ def test_real_albert() -> None:
     assert max(check.error for check in self_check(model, x)) < drift_rounding(read[0].dim, torch.float32)
     assert len(read) == 12
     assert torch.equal(read[0].Q, read[11].Q)
-    path = record(model, tokenizer, textbook_reactions()[:3], depth=48)
+    model.config.num_hidden_layers = 48
+    path = record(model, tokenizer, textbook_reactions()[:3])
     assert len(path) == 49
     assert bool(torch.isfinite(path.x).all())

@@ -48,8 +48,8 @@ def literal(stack: DeepStack, tokens: list[int], hidden: set[int], h: float) -> 
 
 
 @pytest.mark.parametrize("ffn", [0, 8])
-def test_the_discretised_stack_is_the_literal_loop(ffn: int) -> None:
-    stack = make(ffn=ffn, horizon=0.7, steps=3).discretised()
+def test_a_stack_of_euler_steps_is_the_literal_loop(ffn: int) -> None:
+    stack = make(ffn=ffn, horizon=0.7, steps=3).rerun(step="euler", steps=1)
     x = ids(2, 5)
     mask = torch.tensor([[True] * 5, [True, True, False, True, False]])
     with torch.no_grad():
