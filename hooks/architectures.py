@@ -52,9 +52,6 @@ class Architecture:
         causal: whether a token attends only to itself and earlier ones.
         shared: whether one block is run several times.
         refuse: submodules that make a model another architecture.
-        parameters: names of parameters that a block must have.
-        attention, geometry, trajectory: for layers that are flows already: functions of the block, the block, and of
-            the encoder and its inputs.
 
     Example:
         >>> Architecture(
@@ -90,10 +87,6 @@ class Architecture:
     causal: bool | Callable[[nn.Module], bool] = False
     shared: bool = False
     refuse: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    attention: Callable[[Any], Any] | None = None
-    geometry: Callable[[Any], Any] | None = None
-    trajectory: Callable[[Any, Any], Any] | None = None
 
     @property
     def q(self) -> str:
@@ -215,25 +208,6 @@ def _is_clip_text(block: Any) -> bool:
 
 def _unscaled(core: nn.Module, k: int) -> float:
     return 1.0
-
-
-def _stack_layers(root: Any) -> list[tuple[str, nn.Module]]:
-    """A DeepStack runs one shared layer `depth` times, or `depth` layers."""
-    if not isinstance(at(root, "layers"), nn.ModuleList) or not hasattr(root, "depth"):
-        return []
-    return [(f"layers.{i % len(root.layers)}", root.layers[i % len(root.layers)]) for i in range(root.depth)]
-
-
-def _stack_attention(layer: Any) -> Any:
-    return layer.detached_attention()
-
-
-def _stack_geometry(layer: Any) -> Any:
-    return layer.geometry
-
-
-def _stack_trajectory(stack: Any, inputs: Any) -> Any:
-    return stack.trajectory(inputs)
 
 
 # Named functions rather than lambdas: a wrapped model is pickled with its architecture.
@@ -453,21 +427,6 @@ ARCHITECTURES: list[Architecture] = [
         norm2="norm2",
         ffn="linear2",
         norm_placement=_torch_norm_placement,
-    ),
-    Architecture(
-        name="DeepStack",
-        blocks=_stack_layers,
-        attn="",
-        qkv="",
-        o="",
-        norm1="",
-        norm2="",
-        ffn="",
-        norm_placement="post",
-        parameters=("Q", "K", "V", "O", "log_beta"),
-        attention=_stack_attention,
-        geometry=_stack_geometry,
-        trajectory=_stack_trajectory,
     ),
 ]
 

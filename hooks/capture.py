@@ -13,7 +13,7 @@ from attn_flow.base.processes import ALONE, Processes
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.attachment import evaluation_mode
 from attn_flow.hooks.inputs import pieces, refuse_unknown, warn_of_truncation
-from attn_flow.hooks.layout import blocks, encoder_inside
+from attn_flow.hooks.layout import encoder_inside
 from attn_flow.hooks.recorder import recording, run_batch
 from attn_flow.hooks.self_check import check_few_tokens
 
@@ -38,8 +38,7 @@ def record(
     that is too large for memory to files.
 
     Args:
-        model: a known encoder, or something that holds one (a SentenceTransformer, a pipeline, a compiled model), or a
-            DeepStack.
+        model: a known encoder, or something that holds one (a SentenceTransformer, a pipeline, a compiled model).
         source, texts: a tokenizer and strings; or the model's own inputs: token ids, pixel values, embeddings.
 
     Other arguments:
@@ -63,11 +62,6 @@ def record(
         (torch.Size([3, 2, 5, 16]), [0.0, 1.0, 2.0], ['[CLS]', 'b', 'd', '[SEP]'])
     """
     model = encoder_inside(model)
-    trajectory = blocks(model)[0].architecture.trajectory
-    if trajectory is not None:
-        if texts is not None or points != "resid":
-            raise ValueError(f"a {type(model).__name__} takes inputs, not texts, and has the points 'resid' only.")
-        return trajectory(model, source)
     tokenizer = source if texts is not None else None
     paths: list[Trajectory] = []
     truncated, limit, unknown, content = 0, None, 0, 0

@@ -180,10 +180,7 @@ def blocks_to_change(model: Any) -> list[Block]:
         if isinstance(outer, nn.Module) and "_orig_mod" in outer._modules:
             raise ValueError("model is compiled and may ignore the change; change model._orig_mod, compile it after.")
         outer = inside(outer)
-    all_blocks = blocks(model)
-    if all_blocks[0].architecture.attention is not None:
-        raise ValueError(f"the layers of a {type(model).__name__} are flows already; use model.rerun(steps=...).")
-    return all_blocks
+    return blocks(model)
 
 
 def encoder_inside(model: Any) -> nn.Module:
@@ -239,7 +236,7 @@ def _missing(block: nn.Module, arch: Architecture) -> list[str]:
     """Paths of the architecture that a block lacks, and modules that it should not have; empty if it matches."""
     paths = {arch.attn, arch.q, arch.k, arch.v, arch.o, arch.norm1, arch.norm2, arch.ffn, arch.emit, arch.layer_scale}
     missing = [path for path in sorted(paths - {""}) if not has(block, path)]
-    for path in filter(None, (arch.q_bias, arch.v_bias, *arch.parameters)):
+    for path in filter(None, (arch.q_bias, arch.v_bias)):
         owner, _, name = path.rpartition(".")
         if not isinstance(getattr(at(block, owner), name, None), Tensor):
             missing.append(path)
@@ -269,7 +266,7 @@ def _describe_unknown(model: nn.Module) -> str:
         return f"{type(model).__name__} has no list of blocks; expected an encoder with one of: {known}."
     path, modules = max(lists, key=lambda item: sum(1 for _ in item[1].modules()))
     children = sorted({p for p, _ in modules[0].named_modules() if p and p.count(".") < 2})
-    similar = min((arch for arch in ARCHITECTURES if arch.attn), key=lambda arch: len(_missing(modules[0], arch)))
+    similar = min(ARCHITECTURES, key=lambda arch: len(_missing(modules[0], arch)))
     return (
         f"{type(model).__name__} is of no known architecture. Its largest list of blocks is {path!r} with submodules "
         f"{', '.join(children)}. The most similar, {similar.name}, misses {', '.join(_missing(modules[0], similar))}. "

@@ -123,8 +123,6 @@ class ActivationCache(Mapping[str, Tensor]):
 
     def _listen(self, block: Block, point: str, layers: set[int]) -> Any:
         arch, placement = block.architecture, block.norm_placement
-        if arch.attention is not None:
-            raise ValueError(f"the layers of a {arch.name} have no points to record; use record(model, inputs).")
         if point == "hook_resid_mid" and placement == "parallel":
             raise ValueError(f"{point}: attention and feed-forward part run in parallel here; there is no middle.")
         if point == "mlp.hook_out" and getattr(getattr(block.root, "config", None), "chunk_size_feed_forward", None):

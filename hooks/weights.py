@@ -165,8 +165,6 @@ def projections(block: Block) -> dict[str, tuple[Tensor, Tensor | None]]:
 
 def read_attention(block: Block) -> Attention:
     """The Attention of one block; see `attentions`."""
-    if block.architecture.attention is not None:
-        return block.architecture.attention(block.module)
     weights = projections(block)
     (Q, b), (K, _), (V, c) = weights["q"], weights["k"], weights["v"]
     W, o = _linear(block, block.architecture.o)
@@ -190,7 +188,7 @@ def attentions(model: nn.Module) -> list[Attention]:
     part), and `self_check` measures it.
 
     Args:
-        model: a known encoder, or something that holds one, or a DeepStack. LoRA adapters are merged in what is read.
+        model: a known encoder, or something that holds one. LoRA adapters are merged in what is read.
 
     Returns:
         A list of Attention in float32 or float64.
@@ -211,7 +209,7 @@ def norms(model: nn.Module) -> list[Norm | None]:
         model: a known encoder, or something that holds one.
 
     Returns:
-        A Norm per layer; None where nothing normalises (ALBERT's first layer, a DeepStack).
+        A Norm per layer; None where nothing normalises (ALBERT's first layer).
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
@@ -226,7 +224,7 @@ def geometries(model: nn.Module) -> list[Geometry]:
     """The set that the tokens of each layer live on.
 
     Args:
-        model: a known encoder, or something that holds one, or a DeepStack.
+        model: a known encoder, or something that holds one.
 
     Returns:
         A geometry per layer: the ellipsoid of its norm, and flat space where nothing normalises.
@@ -236,16 +234,10 @@ def geometries(model: nn.Module) -> list[Geometry]:
         >>> [type(geometry).__name__ for geometry in geometries(tiny_bert()[0])]
         ['Ellipsoid', 'Ellipsoid']
     """
-    return [_read_geometry(block) for block in blocks(model)]
-
-
-def _read_geometry(block: Block) -> Geometry:
-    if block.architecture.geometry is not None:
-        return block.architecture.geometry(block.module)
-    if block.norm_in is None:
-        return Euclidean()
-    norm = read_norm(block.norm_in)
-    return Ellipsoid.from_layer_norm(norm.gain, norm.bias, centred=norm.centred)
+    return [
+        Euclidean() if norm is None else Ellipsoid.from_layer_norm(norm.gain, norm.bias, centred=norm.centred)
+        for norm in norms(model)
+    ]
 
 
 def encoder_facts(model: nn.Module) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def test_bad_arguments() -> None:
         replace_attention(tiny("ALBERT"), [1])
     with pytest.raises(ValueError, match=r"is a flow already; undo that by restore_attention"):
         replace_attention(replace_attention(tiny("BERT"), [1]))
-    with pytest.raises(ValueError, match=r"are flows already; use model.rerun"):
+    with pytest.raises(ValueError, match="DeepStack is of no known architecture"):
         replace_attention(DeepStack(inputs=7, outputs=2, depth=2))
 
 

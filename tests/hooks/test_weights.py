@@ -27,7 +27,6 @@ from attn_flow.hooks import (
 )
 from attn_flow.hooks.architectures import ARCHITECTURES
 from attn_flow.hooks.demo import minilm, topics
-from attn_flow.nn import DeepStack
 
 
 def drift_rounding(d: int, dtype: torch.dtype) -> float:
@@ -130,19 +129,6 @@ def test_half_precision_is_read_as_float32() -> None:
     Q = attentions(model)[0].Q
     assert Q.dtype == torch.float32
     assert torch.equal(Q.flatten(0, 1), model.encoder.layer[0].attention.self.query.weight.float())
-
-
-def test_a_deep_stack_is_an_encoder() -> None:
-    torch.manual_seed(0)
-    for shared in (False, True):
-        stack = DeepStack(inputs=7, outputs=2, length=5, dim=6, depth=3, shared=shared, beta=3.0).eval()
-        ids = torch.randint(7, (4, 5))
-        assert len(blocks(stack)) == len(attentions(stack)) == 3
-        assert not attentions(stack)[0].Q.requires_grad
-        assert geometries(stack) == [stack.geometry] * 3
-        assert norms(stack) == [None] * 3
-        assert encoder_facts(stack)["architecture"] == "DeepStack"
-        assert torch.equal(record(stack, ids).x, stack.trajectory(ids).x)
 
 
 class OwnBlock(nn.Module):
