@@ -15,7 +15,7 @@ from attn_flow.hooks.attachment import evaluation_mode
 from attn_flow.hooks.inputs import pieces, refuse_unknown, warn_of_truncation
 from attn_flow.hooks.layout import encoder_inside
 from attn_flow.hooks.recorder import recording, run_batch
-from attn_flow.hooks.self_check import check_few_tokens
+from attn_flow.hooks.self_check import first_tokens, self_check
 
 
 def record(
@@ -73,7 +73,7 @@ def record(
             unknown, content = unknown + part.unknown, content + part.content
             refuse_unknown(tokenizer, unknown, content, max_unknown, last=False)
             if check and not paths:
-                check_few_tokens(model, part)
+                self_check(model, first_tokens(part.inputs))
             run_batch(model, cache, part)
             path = cache.trajectory(part, special=special, tokenizer=tokenizer)
             is_half = path.x.dtype in (torch.float16, torch.bfloat16)

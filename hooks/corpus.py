@@ -28,7 +28,7 @@ from attn_flow.hooks.fingerprints import fingerprint, tokenizer_fingerprint
 from attn_flow.hooks.inputs import TokenBatch, pieces, refuse_unknown, text_limit, warn_of_truncation
 from attn_flow.hooks.layout import encoder_inside
 from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
-from attn_flow.hooks.self_check import check_few_tokens, list_changes
+from attn_flow.hooks.self_check import first_tokens, list_changes, self_check
 from attn_flow.hooks.statistics import Statistics, list_differences, merge_shards
 
 REMEDY = "use another folder, or start over (again=True, --again)"
@@ -125,7 +125,7 @@ def record_corpus(
                 if b % run.n == run.i:
                     tokens = piece.make()
                     if check:
-                        check_few_tokens(model, tokens)
+                        self_check(model, first_tokens(tokens.inputs))
                         check = False
                     try:
                         run_batch(model, cache, tokens)

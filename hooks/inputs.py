@@ -173,11 +173,6 @@ def tokenise(
                 f"texts[{i}] has token id {max(row)} but the model embeds {vocabulary} ids: tokenizer "
                 f"{type(tokenizer).__name__} does not belong to this model. Load both from the same name."
             )
-        if limit is not None and len(row) > limit:
-            raise ValueError(
-                f"texts[{i}] has {len(row)} tokens, and {type(tokenizer).__name__} did not truncate it to {limit}; "
-                "truncate it yourself."
-            )
     special = [[bool(s) for s in row] for row in rows.pop("special_tokens_mask")]
     n, pad = max(map(len, ids)), getattr(tokenizer, "pad_token_id", None)
     fill = lambda name: pad if name == "input_ids" and pad is not None else 0

@@ -21,13 +21,7 @@ from attn_flow.hooks.layer_flow import ENTRY, LayerFlow, StepName
 from attn_flow.hooks.layout import Block, blocks, blocks_to_change, choose_layers
 from attn_flow.hooks.saving import update_config
 from attn_flow.hooks.temperature import resolve_factor
-from attn_flow.hooks.wrapping import (
-    AttentionFlow,
-    CacheSwitch,
-    do_nothing,
-    find_wrapped_forward,
-    stop_caching,
-)
+from attn_flow.hooks.wrapping import AttentionFlow, CacheSwitch, do_nothing, find_wrapped_forward, stop_caching
 from attn_flow.nn.options import FlowOptions
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -74,10 +68,8 @@ def replace_attention(
         model: a known encoder, or something that holds one, such as a BertForSequenceClassification or a
             SentenceTransformer. It is changed in place. LoRA adapters may come before or after.
         layers: indices of layers; all by default. A shared block (ALBERT) has one flow for all its layers.
-        beta: inverse temperature of the scores, a number or one per head.
-        beta_factor: the same as a multiple of the trained one, which is the default.
-        horizon, steps, step: the layer is x(horizon) of x' = A(x), in this many steps of "euler", "rk4" or "dopri5"
-            (1, 4 or 7 attentions each). The default, one Euler step of size one, is the pretrained layer.
+        beta, beta_factor, horizon, steps, step: as in `wrap`, with the name of a step. The default, one Euler step of
+            size one at the trained temperature, is the pretrained layer.
         learn_beta: make beta a parameter: its logarithm, one per head. Under PEFT it is trained as well with
             LoraConfig(modules_to_save=["attn_flow"]).
 
@@ -98,8 +90,6 @@ def replace_attention(
     """
     all_blocks = blocks_to_change(model)
     chosen = choose_layers(len(all_blocks), layers)
-    if beta is not None and beta_factor is not None:
-        raise ValueError(f"beta = {beta} and beta_factor = {beta_factor}: expected one of them at most.")
     for block in (all_blocks[i] for i in chosen):
         shared = [b.index for b in all_blocks if b.module is block.module]
         if not set(shared) <= set(chosen):

@@ -118,11 +118,6 @@ def list_changes(model: nn.Module) -> list[str]:
     return [f"layer {block.index}: {change}" for block in blocks(model) for change in describe_changes(block)]
 
 
-def check_few_tokens(model: nn.Module, batch: TokenBatch) -> None:
-    """`self_check` on a few tokens of a batch, which every recording does first."""
-    self_check(model, first_tokens(batch.inputs))
-
-
 def first_tokens(inputs: Mapping[str, Tensor], tokens: int = 8) -> dict[str, Tensor]:
     """The first tokens of the first text, or the first image; everything if it is neither."""
     mask = inputs.get("attention_mask")

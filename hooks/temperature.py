@@ -99,6 +99,8 @@ def per_head(name: str, values: float | Tensor | Sequence[Any], block: Block) ->
 
 def resolve_factor(block: Block, beta: float | Tensor | None, beta_factor: float | Tensor | None) -> Tensor | None:
     """The multiple (heads,) of the trained inverse temperature that either argument asks for; None for neither."""
+    if beta is not None and beta_factor is not None:
+        raise ValueError(f"beta = {beta} and beta_factor = {beta_factor}: expected one of them at most.")
     if beta is not None:
         return per_head("beta", beta, block) / block.beta
     return None if beta_factor is None else per_head("beta_factor", beta_factor, block)

@@ -86,8 +86,6 @@ def wrap(
     all_blocks = blocks_to_change(model)
     options = FlowOptions(horizon, steps, step, Euclidean() if geometry is None else geometry)
     chosen = choose_layers(len(all_blocks), layers)
-    if beta is not None and beta_factor is not None:
-        raise ValueError(f"beta = {beta} and beta_factor = {beta_factor}: expected one of them at most.")
     factors = {i: f for i in chosen if (f := resolve_factor(all_blocks[i], beta, beta_factor)) is not None}
 
     def attach(stack: ExitStack) -> None:

@@ -142,15 +142,6 @@ class DeepStack(nn.Module):
         expected = "(batch, n, inputs) real vectors" if self.points else "(batch, n) or (batch, n, fields) ids"
         if inputs.is_floating_point() != self.points or inputs.ndim not in ((3,) if self.points else (2, 3)):
             raise ValueError(f"inputs have shape {tuple(inputs.shape)} and dtype {inputs.dtype}, expected {expected}.")
-        checks.require_same_device("inputs", inputs, "the stack", self.head.weight)
-        if isinstance(self.embedding, nn.Embedding):
-            if inputs.dtype not in (torch.int32, torch.int64):
-                raise TypeError(f"inputs have dtype {inputs.dtype}, expected ids; use inputs.long().")
-            if inputs.device.type == "cpu":  # where reading values does not wait for a device
-                size = self.embedding.num_embeddings
-                checks.require((inputs >= 0) & (inputs < size), f"inputs have ids outside of 0 to {size - 1}.")
-        elif isinstance(self.embedding, nn.Linear):
-            checks.require_shape("inputs", inputs, (self.embedding.in_features,))
 
     def _normalise(self, x: Tensor) -> Tensor:
         """The tokens as FFN and head see them: of length one with pre- and peri-norm."""

@@ -94,7 +94,7 @@ def run_stack(stack: DeepStack, ids: Tensor, drift: Callable[[int, int, Tensor],
 def check_stack(stack: DeepStack, inputs: Any) -> list[LayerCheck]:
     """Compare one Euler step of every layer, in float64, with the attention as read; ValueError where they differ."""
     ids = stack_inputs(inputs)[:1]
-    copy = stack.discretised().double()
+    copy = stack.rerun(step="euler", steps=1).double()
     paths, horizon = copy.paths(ids.double() if ids.is_floating_point() else ids), copy.options.horizon
     checks = []
     for layer, (attention, (path, _)) in enumerate(zip(copy.attentions(), paths)):

@@ -62,6 +62,7 @@ def cosines(name: str, depth: int, texts: int, seed: int) -> dict[str, Any] | No
     from attn_flow.experiments.encoders import load_rxnmapper, textbook_reactions
     from attn_flow.hooks import record
 
+    model: Any
     try:
         model, tokenizer = load_rxnmapper()
         if name == "untrained":

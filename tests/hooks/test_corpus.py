@@ -218,7 +218,6 @@ def test_another_run_in_the_same_folder_is_refused_with_what_differs(tmp_path: P
     cases: list[tuple[dict[str, Any], list[str], str]] = [
         ({"batch": 5}, TEXTS, r"what differs: batch \(4 there, 5 now\)\. Use another"),
         ({"reservoir": 41}, TEXTS, r"reservoir \(40 there, 41 now\)"),
-        ({"states": True}, TEXTS, r"states \(False there, True now\)"),
         ({"special": False}, TEXTS, r"special \(True there, False now\)"),
         ({"points": "resid"}, TEXTS, "points"),
         ({}, TEXTS[1:], "over other texts"),
@@ -268,7 +267,6 @@ def test_starting_over_leaves_nothing_stale(tmp_path: Path) -> None:
 def test_bad_arguments(tmp_path: Path) -> None:
     for options, message in (
         ({"reservoir": -1}, "reservoir = -1"),
-        ({"states": True}, "needs a folder"),
         ({"shard": "3/3"}, "counted from 0"),
         ({"shard": "a"}, "expected 'i/n'"),
         ({"texts": TEXTS[:8], "shard": "5/99"}, "got no batch"),
