@@ -127,7 +127,7 @@ class Block:
     def norm_in(self) -> nn.Module | None:
         """The norm whose output attention sees: the block's own or the last one before it; None if there is none."""
         arch = self.architecture
-        own = at(self.module, arch.norm1) if arch.norm1 else None
+        own = at(self.module, arch.norm1)
         if self.norm_placement != "post" and not isinstance(own, nn.Identity):
             return own
         if self.index == 0:

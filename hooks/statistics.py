@@ -149,14 +149,6 @@ class Statistics:
         batches, texts, truncated: how many batches and texts were read, and how many texts were truncated.
         unknown, content: how many tokens the tokenizer did not know, of how many.
         digest: a digest of the texts.
-
-    Example:
-        >>> from attn_flow.hooks import record_corpus
-        >>> from attn_flow.hooks.demo import tiny_bert
-        >>> model, tokenizer = tiny_bert()  # or from_pretrained("bert-base-uncased")
-        >>> statistics = record_corpus(model, tokenizer, ["a b c", "b d"])
-        >>> statistics.n, statistics.mean.shape, statistics.covariance.shape
-        (9, torch.Size([3, 16]), torch.Size([3, 16, 16]))
     """
 
     about: dict[str, Any]

@@ -46,13 +46,9 @@ class Norm:
     eps: float
     centred: bool
 
-    def unit(self, x: Tensor) -> Tensor:
-        """The token before gain and bias: on the sphere of radius sqrt(d), up to eps."""
-        x = x - x.mean(-1, keepdim=True) if self.centred else x
-        return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt()
-
     def __call__(self, x: Tensor) -> Tensor:
-        z = self.gain * self.unit(x)
+        x = x - x.mean(-1, keepdim=True) if self.centred else x
+        z = self.gain * x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt()
         return z if self.bias is None else z + self.bias
 
 
@@ -70,7 +66,7 @@ def read_norm(module: nn.Module) -> Norm:
         output, expected = _float(module(x)), norm(_float(x))
     rounding = max(torch.finfo(dtype).eps for dtype in (gain.dtype, torch.float32))  # many norms work in float32
     if float((output - expected).abs().max()) > 16 * rounding * float(1 + expected.abs().max()):
-        raise ValueError(f"{name} does not compute gain * normalised + bias from its weight and bias; cannot fold it.")
+        raise ValueError(f"{name} does not compute gain * normalised + bias; expected a LayerNorm or RMSNorm.")
     return norm
 
 
