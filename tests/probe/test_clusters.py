@@ -201,7 +201,9 @@ def test_unknown_numbers_are_none():
     assert far.numbers["share_of_tokens_interval"] is None
     assert "W2 1.20" in far.text
     unknown = replace(measured, w2=torch.full_like(measured.w2, torch.nan)[..., :1]).finding()
-    assert unknown.numbers["curve"]["keys"]["16"]["w2"] is None
+    assert unknown.verdict is None
+    assert unknown.text.startswith("Not measured")
+    assert not unknown.numbers
 
 
 def test_sizes_for_a_distance():
