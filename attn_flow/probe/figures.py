@@ -24,7 +24,7 @@ PIXELS_PER_INCH = 74.8  # where the style's font is 12 pixels high
 HEAD_GROUPS = 6  # of heads from warm to cold, whose medians are drawn
 CLUSTER_METHODS = {  # how the lines of the clusters' figure are labelled and drawn
     "foreign_queries": ("other texts' queries", TRUTH, "-"),
-    "own_attention": ("own attention (bound)", PREDICTION, "--"),
+    "own_attention": ("own attention (reference)", PREDICTION, "--"),
     "keys": ("keys alone", COLOURS[2], "-"),
     "top_tokens": ("most attended tokens", COLOURS[3], "-"),
     "random_clusters": ("random clusters", COLOURS[4], ":"),

@@ -36,8 +36,8 @@ METHODS = {
     "clusters": (
         "The encoder runs with attention replaced in every layer: each head keeps K weighted clusters of keys and "
         "values. They are found with queries of other texts, so that the text's own attention is not used. The "
-        "dashed line, which does use it, is a bound. Distances are between clouds of tokens at the output, in units of "
-        "the distance between two different texts."
+        "dashed line, which does use it, is a reference. Distances are between clouds of tokens at the output, in "
+        "units of the distance between two different texts."
     ),
     "temperature": (
         "The more a head's logits vary, the colder it is. Dots are heads; lines are medians of neighbours. Left of the "

@@ -1,7 +1,7 @@
 """The four questions of the probe on every packaged encoder: what holds in all, in most, in few.
 
-Every encoder of `attn-flow encoders` that was fetched is probed on inputs of its own kind, and its untrained copy on
-the first question. Encoders that were not fetched are named and left out.
+Every encoder of `attn-flow encoders` that was fetched is probed on inputs of its own kind. Encoders that were not
+fetched are named and left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attn_flow.base.figures import BASELINE, COLOURS, PREDICTION, caption, style
+from attn_flow.base.figures import BASELINE, COLOURS, caption, style
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import bound
 from attn_flow.experiments.encoders import ZOO, fetched, load_fetched, own_inputs
@@ -134,20 +134,20 @@ def _correlation(heads: list[dict[str, Any]]) -> float:
 def plot(numbers: dict[str, Any]) -> Figure:
     """Every head's exponent b against the temperature of its logits, and against what its logits predict."""
     with style() as pyplot:
-        figure, (a, b) = pyplot.subplots(1, 2, figsize=(10, 4.8))
+        figure, (a, b) = pyplot.subplots(1, 2, figsize=(10, 4.4))
         for i, (name, result) in enumerate(numbers["encoders"].items()):
             heads, colour, mark = heads_of(result), COLOURS[i % 6], "osv^"[i // 6 % 4]
             drawn = {"color": colour, "marker": mark, "linestyle": "", "markersize": 3, "alpha": 0.7}
             a.plot([row["logit_sd"] for row in heads], [row["b"] for row in heads], label=name, **drawn)
             b.plot([row["logits_b"] for row in heads], [row["b"] for row in heads], **drawn)
         if numbers["encoders"]:
-            s = torch.logspace(-0.5, 1.3, 60, dtype=torch.float64)
-            a.plot(s, gaussian_exponent(s, numbers["length"]), color=PREDICTION, linewidth=1.5)
-            a.legend(ncols=2)
+            s = torch.logspace(-1, 1.45, 100, dtype=torch.float64)
+            a.plot(s, gaussian_exponent(s, numbers["length"]), color="black", linewidth=2)
+            figure.legend(loc="outside right upper", markerscale=2)
         a.set_xscale("log", base=2)
         a.xaxis.set_major_formatter("{x:g}")
         a.axhline(0.5, color=BASELINE, linestyle="--", linewidth=1)
-        a.set(xlabel="standard deviation of a head's logits", ylabel="exponent b", title="Line: theory, nothing fitted")
+        a.set(xlabel="standard deviation of a head's logits", ylabel="exponent b", title="Black line: theory, no fit")
         b.axline((0, 0), slope=1, color=BASELINE, linestyle="--", linewidth=1)
         b.set(xlabel="b from the head's logits alone", ylabel="exponent b", title="One mark per head")
         missing = f" Not fetched: {', '.join(numbers['missing'])}." if numbers["missing"] else ""

@@ -351,7 +351,7 @@ def own_inputs(name: str, tokenizer: Any, model: Any, number: int, length: int) 
         return tokenizer, sorted(sample_inputs(name)[:100], key=len, reverse=True)[:number]
     with torch.no_grad():
         if isinstance(model, ReactionEncoder):
-            chosen = of_one_size(sample_inputs(name), number, length)
+            chosen = of_one_size(sample_inputs(name), min(number, 8), length)
             return {"src": torch.stack([model.atoms(reaction) for reaction in chosen])}, None
         tables = [draw_table(length, law=i, generator=torch.Generator().manual_seed(i)) for i in range(number)]
         return {"src": torch.stack([model.rows(x, y) for x, y in tables])}, None
