@@ -37,6 +37,7 @@ ENCODERS = (
     "affine_rank",
     "energy_by_layer",
     "wrapped_layer",
+    "temperature_and_length",
     "fine_tuning",
     "questions",
     "mean_field",

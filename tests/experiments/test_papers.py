@@ -13,7 +13,15 @@ from attn_flow.experiments.claims import bound, chance, claim
 
 README = Path(__file__).parents[2] / "experiments" / "README.md"
 SLOW = {"layer_jacobians", "gap_counting", "hardmax", "gaussian"}
-OWN_TESTS = {"wrapped_layer", "mean_field", "questions", "cold_heads", "fine_tuning", "trained_limit"}
+OWN_TESTS = {
+    "wrapped_layer",
+    "temperature_and_length",
+    "mean_field",
+    "questions",
+    "cold_heads",
+    "fine_tuning",
+    "trained_limit",
+}
 
 
 @functools.cache
