@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel
 from attn_flow import Attention, ContinuousAttentionLayer, Sphere, flow, limit, wasserstein
 from attn_flow.hooks import wrap
 
-OPTIONAL = ("ot", "matplotlib", "plotly", "pandas", "pytest")  # newer transformers bring typer and rich themselves
+OPTIONAL = ("ot", "matplotlib", "pandas", "pytest")  # newer transformers bring typer and rich themselves
 
 
 def main() -> None:

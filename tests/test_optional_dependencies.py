@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-OPTIONAL = ("ot", "matplotlib", "plotly", "typer", "rich", "pandas")
+OPTIONAL = ("ot", "matplotlib", "typer", "rich", "pandas")
 BLOCK = f"""
 import sys
 for name in {OPTIONAL}:

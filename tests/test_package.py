@@ -20,7 +20,7 @@ SOURCES = {"attn_flow": "attn_flow", "hooks": "attn_flow/hooks", "experiments": 
 
 
 def test_import_is_light():
-    heavy = ("torch", "transformers", "matplotlib", "plotly", "typer")
+    heavy = ("torch", "transformers", "matplotlib", "typer")
     code = f"import sys, attn_flow; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
