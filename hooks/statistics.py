@@ -149,6 +149,13 @@ class Statistics:
         batches, texts, truncated: how many batches and texts were read, and how many texts were truncated.
         unknown, content: how many tokens the tokenizer did not know, of how many.
         digest: a digest of the texts.
+
+    Example:
+        >>> from attn_flow.hooks import record_corpus
+        >>> from attn_flow.hooks.demo import tiny_bert
+        >>> statistics = record_corpus(*tiny_bert(), ["a b c", "b d"], reservoir=4)
+        >>> statistics.texts, statistics.covariance.shape  # at three levels
+        (2, torch.Size([3, 16, 16]))
     """
 
     about: dict[str, Any]
