@@ -1,11 +1,11 @@
 """The suite as other machines would run it: instruction sets, threads, order and random numbers changed.
 
     anywhere.py             every instruction set torch has here, with one and two threads, shuffled, new random numbers
-    anywhere.py --foreign   one instruction set that is not this machine's, numerical rooms, the laws' usual examples
+    anywhere.py --foreign   one instruction set that is not this machine's, numerical packages, the laws' usual examples
     anywhere.py --seed 7    the order of an earlier run, and the numbers of its `generator`
 
-Each configuration runs all numerical rooms, one of each instruction set the whole suite. It prints a table and ends
-with 1 if any failed. torch's kernels, MKL, oneDNN and OpenBLAS are all held to the instruction set.
+Each configuration runs all numerical packages, one of each instruction set the whole suite. It prints a table and ends
+with 1 if any failed. torch's kernels, MKL, oneDNN and OpenBLAS all use the instruction set.
 """
 
 import argparse
@@ -31,14 +31,14 @@ SETS = {
 
 def run(name: str, threads: int, whole: bool, seed: int, explore: bool) -> tuple[int, str]:
     """pytest's exit code and its last line."""
-    held = {} if name == own() else {"ATEN_CPU_CAPABILITY": name, **SETS[name]}
+    instructions = {} if name == own() else {"ATEN_CPU_CAPABILITY": name, **SETS[name]}
     varied = {"ATTN_FLOW_TEST_THREADS": str(threads), "ATTN_FLOW_TEST_SEED": str(seed)}
     varied |= {"HYPOTHESIS_RANDOM": "1"} if explore else {}
-    paths = ["tests"] if whole else [f"tests/{room}" for room in NUMERICAL]
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-m", "not slow and not bench and not docs", *paths]
+    paths = ["tests"] if whole else [f"tests/{package}" for package in NUMERICAL]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-m", "not slow and not docs", *paths]
     print(f"\n== {name}, {threads} thread(s), seed {seed}: {' '.join(paths)}", flush=True)
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **held, **varied}, stdout=subprocess.PIPE, text=True
+        command, cwd=ROOT, env={**os.environ, **instructions, **varied}, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     last = ""
@@ -56,10 +56,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--foreign", action="store_true")
     parser.add_argument("--seed", type=int, default=random.randrange(1, 10**6))
-    asked = parser.parse_args()
+    options = parser.parse_args()
     known = list(SETS)
     here = [*known[: known.index(own())], own()] if own() in SETS else [own()]
-    if asked.foreign:
+    if options.foreign:
         if len(here) == 1:
             print(f"torch has no instruction set but {own()} here: nothing foreign to run.")
             return 0
@@ -70,9 +70,9 @@ def main() -> int:
     rows = []
     for k, (name, threads, whole) in enumerate(plans):
         start = time.monotonic()
-        code, last = run(name, threads, whole, asked.seed + k, explore=not asked.foreign)
+        code, last = run(name, threads, whole, options.seed + k, explore=not options.foreign)
         minutes = (time.monotonic() - start) / 60
-        rows.append((code, f"{name:8} {threads:7} {asked.seed + k:7} {minutes:8.1f}  {last}"))
+        rows.append((code, f"{name:8} {threads:7} {options.seed + k:7} {minutes:8.1f}  {last}"))
     print(f"\n{'set':8} threads    seed  minutes  result")
     for code, row in rows:
         print(row if code == 0 else f"{row}  <- FAILED")
