@@ -7,11 +7,21 @@ HYPOTHESIS_RANDOM=1        new examples for the laws, else the same in every run
 
 import os
 import random
+import tempfile
+from importlib.metadata import version
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # One thread for numpy's BLAS as for torch: on a busy machine its threads wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# torch.compile keeps its kernels in one folder for all instruction sets, and a kernel of another set may give NaN.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(
+        tempfile.gettempdir(),
+        f"attn-flow-tests-{os.getuid()}-torch-{version('torch')}-{os.environ.get('ATEN_CPU_CAPABILITY', 'own')}",
+    ),
+)
 
 import pytest
 import torch
