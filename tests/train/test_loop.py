@@ -239,7 +239,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
         assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
 
 
-# --- data of one's own --------------------------------------------------------------------------------
+# --- a user's own data ---------------------------------------------------------------------------------
 
 
 def test_data_of_your_own() -> None:
