@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from attn_flow.transport.coupling import Array, GroundCost, Plan
+from attn_flow.transport.ground_cost import GroundCost
+from attn_flow.transport.plan import Array, Plan
 
 
 def is_uniform(a: Array, b: Array) -> bool:

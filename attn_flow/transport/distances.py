@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.measures.cloud import Cloud, as_cloud
-from attn_flow.transport.coupling import GroundCost
-from attn_flow.transport.pairs import SOLVERS, CertificateError, Pair, Solution, solve_pair
+from attn_flow.transport.exact import SOLVERS, CertificateError, Pair, Solution, solve_pair
+from attn_flow.transport.ground_cost import GroundCost
 from attn_flow.transport.sinkhorn import Sinkhorn, sinkhorn_distance
 from attn_flow.transport.sliced import Sliced, sliced_distance
 
@@ -160,28 +160,26 @@ def solve(
     if x.shape[-1] != y.shape[-1]:
         raise ValueError(f"tokens have shapes {tuple(x.shape)} and {tuple(y.shape)}, expected the same dimension d.")
     checks.require_same_device("b", y, "a", x)
-    shapes = _batch_shape(first), _batch_shape(second)
     try:
-        batch = torch.broadcast_shapes(*shapes)
+        batch = torch.broadcast_shapes(_batch_shape(first), _batch_shape(second))
     except RuntimeError:
-        raise ValueError(
-            f"a has batch shape {tuple(shapes[0])} and b {tuple(shapes[1])}, expected shapes that broadcast."
-        ) from None
+        shapes = tuple(_batch_shape(first)), tuple(_batch_shape(second))
+        raise ValueError(f"a has batch shape {shapes[0]} and b {shapes[1]}, expected shapes that broadcast.") from None
     ground_cost = GroundCost(float(p), cost)
-    device, dtype = x.device, torch.promote_types(x.dtype, y.dtype)
+    dtype = torch.promote_types(x.dtype, y.dtype)
     measures: tuple[Tensor, ...] = (*_measure(first, batch), *_measure(second, batch))
     if isinstance(method, Sinkhorn):
         result = _solve_batch(measures, ground_cost, method, rtol, torch.promote_types(dtype, torch.float32))
     else:
         measures = tuple(z.cpu() for z in measures)
         result = _solve_pairs(measures, batch, ground_cost, method, rtol, merge_tol, with_plan)
-    to_batch = lambda z: z.reshape((*batch, *z.shape[1:])).to(device, dtype)
+    to_batch = lambda z: z.reshape((*batch, *z.shape[1:])).to(x.device, dtype)
     plan, potentials = result.plan, result.potentials
     return replace(
         result,
         value=to_batch(result.value),
         error=to_batch(result.error),
-        plan=None if plan is None else plan.coalesce().to(device, dtype),
+        plan=None if plan is None else plan.coalesce().to(x.device, dtype),
         potentials=None if potentials is None else (to_batch(potentials[0]), to_batch(potentials[1])),
     )
 

@@ -17,7 +17,8 @@ import numpy as np
 import scipy.sparse
 from scipy.optimize import linprog
 
-from attn_flow.transport.coupling import Array, GroundCost, Plan, north_west_corner
+from attn_flow.transport.ground_cost import GroundCost
+from attn_flow.transport.plan import Array, Plan, north_west_corner
 
 # Pivots after which the network simplex stops; its error bound then shows what is missing.
 MAX_PIVOTS = 10_000_000

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from attn_flow.transport.coupling import Array, GroundCost, Index, Plan, north_west_corner
+from attn_flow.transport.ground_cost import GroundCost
+from attn_flow.transport.plan import Array, Index, Plan, north_west_corner
 
 
 def line(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:

@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from attn_flow.transport.coupling import Array, GroundCost, Index, Plan, refine
+from attn_flow.transport.ground_cost import GroundCost, c_transform, smallest_reduced_costs
+from attn_flow.transport.merging import refine
 from attn_flow.transport.network_simplex import MAX_PIVOTS, import_pot, simplex
-from attn_flow.transport.reduced_costs import c_transform, smallest_reduced_costs
+from attn_flow.transport.plan import Array, Index, Plan
 
 # Up to this many points in each cloud the dense program is solved.
 DENSE_POINTS = 800
@@ -38,7 +39,8 @@ def shortlist(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:
         plan = replace(plan, v=plan.potential - 2 * (y - mean_y) @ shift)
     else:
         plan = _solve(x, a, y, b, cost, RTOL, 0.0)
-    return replace(plan, gap=plan.gap + plan.mass_error(a, b) * cost.bound(x, y))
+    diameter = np.pi if cost.name == "geodesic" else float(np.linalg.norm(np.ptp(np.r_[x, y], axis=0)))  # or more
+    return replace(plan, gap=plan.gap + plan.mass_error(a, b) * diameter**cost.p)
 
 
 def _solve(x: Array, a: Array, y: Array, b: Array, cost: GroundCost, rtol: float, constant: float) -> Plan:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.kernels import dense
-from attn_flow.transport.coupling import MAX_ENTRIES, require_matrix
+from attn_flow.transport.ground_cost import MAX_ENTRIES, require_matrix
 
 # Blurs that are tried in turn if none is given, as parts of the diameter.
 BLURS = (0.1, 0.05, 0.02, 0.01, 0.005)
@@ -54,21 +55,14 @@ class Sinkhorn:
             raise ValueError(f"scaling = {self.scaling}, expected a number between 0 and 1.")
 
 
-@dataclass(frozen=True, eq=False)
-class Bounds:
-    """Estimates of W_2 of a batch of pairs, with proved bounds.
+class Bounds(NamedTuple):
+    """Estimates of W_2 of a batch of pairs, low <= W_2 <= high, and potentials that prove the lower bound."""
 
-    Args:
-        value: the estimates (B,), differentiable.
-        low, high: proved bounds, low <= W_2 <= high, (B,).
-        u, v: potentials with u_i + v_j <= |x_i - y_j|^2 that prove the lower bound, (B, n) and (B, m).
-    """
-
-    value: Tensor
-    low: Tensor
-    high: Tensor
-    u: Tensor
-    v: Tensor
+    value: Tensor  # (B,), differentiable
+    low: Tensor  # (B,)
+    high: Tensor  # (B,)
+    u: Tensor  # (B, n), with u_i + v_j <= |x_i - y_j|^2
+    v: Tensor  # (B, m)
 
     @property
     def error(self) -> Tensor:
@@ -94,7 +88,7 @@ def sinkhorn_distance(
     pairs = max(1, MAX_ENTRIES // n**2)
     batches = zip(x.split(pairs), a.split(pairs), y.split(pairs), b.split(pairs))
     parts = [_solve(*part, options, rtol, dtype) for part in batches]
-    return Bounds(*(torch.cat(z) for z in zip(*(vars(part).values() for part in parts))))
+    return Bounds(*(torch.cat(z) for z in zip(*parts)))
 
 
 def _solve(x: Tensor, a: Tensor, y: Tensor, b: Tensor, options: Sinkhorn, rtol: float, dtype: torch.dtype) -> Bounds:
@@ -117,7 +111,7 @@ def _solve(x: Tensor, a: Tensor, y: Tensor, b: Tensor, options: Sinkhorn, rtol: 
     for blur in blurs:
         part = x[remaining], a[remaining], y[remaining], b[remaining]
         new = _at_blur(*part, blur, options.scaling, rtol, dtype)
-        results = [old.index_copy(0, remaining, z) for old, z in zip(results, vars(new).values())]
+        results = [old.index_copy(0, remaining, z) for old, z in zip(results, new)]
         remaining = remaining[new.error > rtol * new.value.detach()]
         if len(remaining) == 0:
             break

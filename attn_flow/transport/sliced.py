@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attn_flow.transport.pairs import Pair, exact_plan, plan_cost
+from attn_flow.transport.exact import Pair, exact_plan, plan_cost
 
 
 @dataclass(frozen=True)

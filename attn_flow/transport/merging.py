@@ -1,44 +1,16 @@
-"""What happens to two clouds before a solver sees them: units, shared outliers and coincident points."""
+"""Shared outliers and coincident points, which a solver does not see, and the plan between all points after it."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow.transport.coupling import GroundCost, Index
+from attn_flow.transport.ground_cost import GroundCost
+from attn_flow.transport.plan import Array, Index, Plan, north_west_corner
 
-# The lengths of points may differ by this much, relative to their mean, on what is called a sphere.
-SPHERE_RTOL = 1e-4
-# Leaders that are tried before the remaining points count as distinct.
-MIN_LEADERS = 64
-
-
-def length_unit(points: Tensor) -> float:
-    """A power of two of the order of the extent of points (n, d).
-
-    The division by it is exact, and p-th powers of distances in this unit neither overflow nor vanish.
-    """
-    unit = 1.0
-    for size in (points.abs().max(), (points.amax(0) - points.amin(0)).max()):
-        if 0 < float(size) < math.inf:  # the difference of huge coordinates may overflow
-            unit = math.ldexp(1.0, math.frexp(float(size))[1] - 1)
-    return unit
-
-
-def sphere_radius(points: Tensor) -> float:
-    """The mean length of points (n, d); ValueError if they do not lie on one sphere around the origin."""
-    norm = points.norm(dim=-1)
-    radius = float(norm.mean())
-    if radius == 0 or float((norm - radius).abs().max()) > SPHERE_RTOL * radius:
-        raise ValueError(
-            "cost 'geodesic' needs points on one sphere around the origin, but the longest point is "
-            f"{float(norm.max() / norm.min()):.6g} times as long as the shortest; use Sphere(radius).retract on the "
-            "points, or cost='euclidean'."
-        )
-    return radius
+# Groups that are searched for before the remaining points count as distinct.
+MIN_GROUPS = 64
 
 
 def extent(x: Tensor, mass: Tensor, part: float) -> float:
@@ -93,7 +65,7 @@ def coincident_groups(x: Tensor, tol: float) -> Index:
         label[free[is_near]] = count
         free = free[~is_near]
         count += 1
-        if count >= MIN_LEADERS and n - len(free) < 4 * count:  # each leader costs a pass and gains little
+        if count >= MIN_GROUPS and n - len(free) < 4 * count:  # each group costs a pass and gains little
             label[free] = count + np.arange(len(free))
             break
     return label
@@ -115,3 +87,25 @@ def merge(x: Tensor, a: Tensor, group: Index, cost: GroundCost) -> tuple[Tensor,
     largest = float(distance.max()) or 1.0
     moved = largest * float((a.detach() * (distance / largest) ** cost.p).sum()) ** (1 / cost.p)
     return first + moving, mass, moved
+
+
+def refine(coarse: Plan, a: Array, group_x: Index, b: Array, group_y: Index) -> tuple[Index, Index, Array]:
+    """A plan between points of masses a (n,), b (m,) that moves every group of points as the coarse plan does.
+
+    Args:
+        coarse: a plan between the groups.
+        group_x, group_y: the group of every point, (n,) and (m,).
+
+    Returns:
+        i, j and mass, (k,) each.
+    """
+    order = np.lexsort((coarse.j, coarse.i))
+    target, mass = coarse.j[order], coarse.mass[order]
+    # Sorted by group of x, the points of x share out the mass of the moves; sorted by group of y, those of y do.
+    order_x, order_y, by_target = (np.argsort(z, kind="stable") for z in (group_x, group_y, target))
+    i, _, mass_x = north_west_corner(a[order_x], mass)
+    j, move, mass_y = north_west_corner(b[order_y], mass[by_target])
+    by_move = np.argsort(by_target[move], kind="stable")
+    # Within each move, the points of x meet those of y in any order.
+    s, t, mass = north_west_corner(mass_x, mass_y[by_move])
+    return order_x[i[s]], order_y[j[by_move[t]]], mass

@@ -1,21 +1,71 @@
-"""The smallest reduced costs c_ij - v_j of every point, in memory linear in the number of points.
+"""The ground cost c(x, y)^p: of pairs, as a matrix, and its c-transform in memory linear in the number of points.
 
-Their minimum over all j is the c-transform of v: the largest u with u_i + v_j <= c_ij. Such a pair (u, v) proves the
+The c-transform of v is u_i = min_j c_ij - v_j, the largest u with u_i + v_j <= c_ij. Such a pair (u, v) proves the
 lower bound <a, u> + <b, v> of the optimal cost.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from scipy.spatial import cKDTree
+from torch import Tensor
 
-from attn_flow.transport.coupling import Array, GroundCost, Index
+from attn_flow.geometry import angle
+from attn_flow.transport.plan import Array, Index
 
+# The most entries of an n x m matrix that a solver may build: n = m = 5,000. The matrix takes 0.2 GB in float64, and
+# solvers hold up to seven of them.
+MAX_ENTRIES = 25_000_000
 # The largest dimension where a k-d tree is faster than rows of the cost matrix.
 MAX_TREE_DIMENSION = 6
-# Entries of the cost matrix in memory at a time: 8 MB.
+# Entries of the cost matrix in memory at a time while rows are searched: 8 MB.
 BLOCK_ENTRIES = 2**20
+
+
+def require_matrix(n: int, m: int) -> None:
+    """Raise ValueError if an n x m matrix has more than `MAX_ENTRIES` entries."""
+    if n * m > MAX_ENTRIES:
+        raise ValueError(
+            f"a {n:,} x {m:,} cost matrix has more than {MAX_ENTRIES:,} entries; use method='shortlist', whose memory "
+            "is linear in the number of points, method='sliced', or merge_tol for clustered points."
+        )
+
+
+@dataclass(frozen=True)
+class GroundCost:
+    """c(x, y)^p, where c is the Euclidean distance or, if the name is "geodesic", the angle between unit vectors."""
+
+    p: float
+    name: str
+
+    @property
+    def is_squared_euclidean(self) -> bool:
+        return self.p == 2 and self.name == "euclidean"
+
+    def distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """c(x_i, y_i), from (..., d) and (..., d) to (...)."""
+        return angle(x, y) if self.name == "geodesic" else (x - y).norm(dim=-1)
+
+    def of_pairs(self, x: Array, y: Array) -> Array:
+        """c(x_i, y_i)^p, from (n, d) and (n, d) to (n,)."""
+        return self.distance(torch.from_numpy(x), torch.from_numpy(y)).numpy() ** self.p
+
+    def matrix(self, x: Array, y: Array) -> Array:
+        """c(x_i, y_j)^p, (n, m), from differences: the Gram matrix would lose half of the digits near zero."""
+        require_matrix(len(x), len(y))
+        c = _distances(x, y)
+        if self.name == "geodesic":
+            c = 2 * np.arctan2(c, _distances(x, -y))
+        return c if self.p == 1 else c**self.p
+
+
+def _distances(x: Array, y: Array) -> Array:
+    """|x_i - y_j|, (n, m)."""
+    mode = "donot_use_mm_for_euclid_dist"
+    return torch.cdist(torch.from_numpy(x), torch.from_numpy(y), compute_mode=mode).numpy()
 
 
 def c_transform(x: Array, y: Array, v: Array, cost: GroundCost) -> Array:

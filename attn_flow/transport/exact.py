@@ -1,7 +1,9 @@
-"""W_p of one pair of clouds by an exact solver: preparation, choice of the solver, plan, value and error bound.
+"""W_p of one pair of clouds by an exact solver: units, merging, choice of the solver, value and error bound.
 
-Solvers find the plan without gradients. The distance is the cost of that fixed plan, whose gradient in x and y is the
-gradient of W_p by the envelope theorem; the gradient in the masses is given by the dual potentials.
+A solver takes points x (n, d), y (m, d) with positive probabilities a (n,), b (m,) and a `GroundCost`, and returns a
+`Plan`. The distance is the cost of that fixed plan, whose gradient in x and y is the gradient of W_p by the envelope
+theorem; the gradient in the masses is given by the dual potentials. A new solver is a function in a file of its own, a
+row in `SOLVERS` and a line in the docstring of `solve`.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow.transport import preprocessing
+from attn_flow.transport import merging
 from attn_flow.transport.assignment import assignment, dual_potential, is_uniform
-from attn_flow.transport.coupling import MAX_ENTRIES, Array, GroundCost, Index, Plan, north_west_corner, refine
+from attn_flow.transport.ground_cost import MAX_ENTRIES, GroundCost, c_transform
 from attn_flow.transport.network_simplex import MAX_LINPROG_ENTRIES, has_pot, simplex
 from attn_flow.transport.one_dimension import circle, line
-from attn_flow.transport.reduced_costs import c_transform
+from attn_flow.transport.plan import Array, Index, Plan, north_west_corner
 from attn_flow.transport.shortlist import shortlist
 
 SOLVERS: dict[str, Callable[[Array, Array, Array, Array, GroundCost], Plan]] = {
@@ -37,6 +39,8 @@ MAX_POINTS = 100_000
 COINCIDENT = 1e-10
 # Errors below RESOLUTION and below ROUNDING^{1/p}, as parts of the extent, are rounding errors of the costs.
 RESOLUTION, ROUNDING = 1e-6, 1e-13
+# The lengths of points may differ by this much, relative to their mean, on what is called a sphere.
+SPHERE_RTOL = 1e-4
 
 
 class CertificateError(ValueError):
@@ -66,29 +70,40 @@ class Pair:
     def has_mass_gradient(self) -> bool:
         return self.a.requires_grad or self.b.requires_grad
 
-    @property
-    def points(self) -> Tensor:
-        """All points that have mass, without gradients."""
-        return torch.cat([self.x[self.a > 0], self.y[self.b > 0]]).detach()
-
     def arrays(self) -> tuple[Array, Array, Array, Array]:
         """x, a, y and b as numpy arrays."""
         x, a, y, b = (z.detach().numpy() for z in (self.x, self.a, self.y, self.b))
         return x, a, y, b
 
     def scaled(self) -> tuple[Pair, float]:
-        """The pair with coordinates of order one, and the unit that its distances were divided by."""
-        unit = preprocessing.length_unit(self.points)
-        pair = replace(self, x=self.x / unit, y=self.y / unit)
+        """The pair with coordinates of order one, and the unit that its distances were divided by.
+
+        The unit is a power of two, so the division is exact, and p-th powers of distances neither overflow nor vanish.
+        With cost "geodesic" the points become unit vectors.
+        """
+        points = torch.cat([self.x[self.a > 0], self.y[self.b > 0]]).detach()
+        unit = 1.0
+        for size in (points.abs().max(), (points.amax(0) - points.amin(0)).max()):
+            if 0 < float(size) < math.inf:  # the difference of huge coordinates may overflow
+                unit = math.ldexp(1.0, math.frexp(float(size))[1] - 1)
+        x, y = self.x / unit, self.y / unit
         if self.cost.name == "euclidean":
-            return pair, unit
-        x, y = (z / z.norm(dim=-1, keepdim=True) for z in (pair.x, pair.y))
-        return replace(pair, x=x, y=y), unit * preprocessing.sphere_radius(pair.points)
+            return replace(self, x=x, y=y), unit
+        norms = (points / unit).norm(dim=-1)
+        radius = float(norms.mean())
+        if radius == 0 or float((norms - radius).abs().max()) > SPHERE_RTOL * radius:
+            raise ValueError(
+                "cost 'geodesic' needs points on one sphere around the origin, but the longest point is "
+                f"{float(norms.max() / norms.min()):.6g} times as long as the shortest; use Sphere(radius).retract on "
+                "the points, or cost='euclidean'."
+            )
+        x, y = (z / z.norm(dim=-1, keepdim=True) for z in (x, y))
+        return replace(self, x=x, y=y), unit * radius
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """The distance of a pair with its error bound, the name of the method, and what else the method has."""
+    """The distance of a pair with its error bound, the name of the method, the plan and the potentials."""
 
     value: Tensor
     error: float
@@ -98,12 +113,12 @@ class Solution:
 
 
 def solve_pair(pair: Pair, method: str, rtol: float, merge_tol: float | None, with_potentials: bool) -> Solution:
-    """W_p of a pair within the relative error rtol; `CertificateError` if that was not proved.
+    """W_p of a pair within the relative error rtol, or up to rounding; `CertificateError` if that was not proved.
 
     Args:
         pair: the two clouds.
         method: "auto" or a name in `SOLVERS`.
-        rtol: the largest relative error. An error that is a rounding error of the costs is accepted too.
+        rtol: the largest relative error.
         merge_tol: points closer than this are merged. With None, the methods "auto" and "shortlist" merge coincident
             points, unless the gradient in the masses is needed.
         with_potentials: whether to compute dual potentials.
@@ -113,14 +128,14 @@ def solve_pair(pair: Pair, method: str, rtol: float, merge_tol: float | None, wi
     if method == "auto" and pair.cost.name == "euclidean" and not pair.has_mass_gradient:
         pair, outliers, share = _drop_shared_outliers(pair)
     pair, unit = pair.scaled()
-    size = preprocessing.extent(torch.cat([pair.x, pair.y]).detach(), torch.cat([pair.a, pair.b]).detach(), 0.9)
+    size = merging.extent(torch.cat([pair.x, pair.y]).detach(), torch.cat([pair.a, pair.b]).detach(), 0.9)
     if merge_tol is not None:
         merge_tol = merge_tol / unit
     elif method in ("auto", "shortlist") and not pair.has_mass_gradient:
         merge_tol = COINCIDENT * size
     solution = None if merge_tol is None else _solve_merged(pair, method, merge_tol, with_potentials)
     if solution is None:
-        solution = _solve(pair, _choose(pair) if method == "auto" else method, with_potentials)
+        solution = _solve(pair, method, with_potentials)
     value, error, name, plan = solution
     if error > max(rtol * value.item(), RESOLUTION * size, ROUNDING ** (1 / p) * size):
         raise CertificateError(
@@ -147,7 +162,7 @@ def _drop_shared_outliers(pair: Pair) -> tuple[Pair, list[tuple[Index, Index, Ar
     outliers = []
     a, b = pair.a.numpy(), pair.b.numpy()
     rest_a, rest_b = a.copy(), b.copy()
-    for rows, columns in preprocessing.shared_outliers(pair.x.detach(), pair.a, pair.y.detach(), pair.b, pair.cost.p):
+    for rows, columns in merging.shared_outliers(pair.x.detach(), pair.a, pair.y.detach(), pair.b, pair.cost.p):
         i, j, mass = north_west_corner(a[rows], b[columns])
         outliers.append((rows[i], columns[j], mass * a[rows].sum()))
         rest_a[rows] = rest_b[columns] = 0.0
@@ -162,7 +177,7 @@ def _solve_merged(
     pair: Pair, method: str, merge_tol: float, with_potentials: bool
 ) -> tuple[Tensor, float, str, Plan] | None:
     """Merge points within merge_tol and solve, where that saves time; otherwise None."""
-    group_x, group_y = (preprocessing.coincident_groups(z, merge_tol) for z in (pair.x, pair.y))
+    group_x, group_y = (merging.coincident_groups(z, merge_tol) for z in (pair.x, pair.y))
     pairs = (1 + int(group_x.max())) * (1 + int(group_y.max()))
     all_pairs = len(pair.x) * len(pair.y)
     # Small clouds of equal masses lose the fast assignment solver when points are merged, so more has to be saved.
@@ -170,15 +185,22 @@ def _solve_merged(
         return None
     if pairs > MAX_LINPROG_ENTRIES and not has_pot():
         return None
-    x, a, moved_x = preprocessing.merge(pair.x, pair.a, group_x, pair.cost)
-    y, b, moved_y = preprocessing.merge(pair.y, pair.b, group_y, pair.cost)
-    merged = Pair(x, a, y, b, pair.cost)
-    name = _choose(merged) if method == "auto" else method
-    value, error, _, plan = _solve(merged, name, with_potentials)
+    x, a, moved_x = merging.merge(pair.x, pair.a, group_x, pair.cost)
+    y, b, moved_y = merging.merge(pair.y, pair.b, group_y, pair.cost)
+    value, error, name, plan = _solve(Pair(x, a, y, b, pair.cost), method, with_potentials)
     _, masses_x, _, masses_y = pair.arrays()
-    i, j, mass = refine(plan, masses_x, group_x, masses_y, group_y)
+    i, j, mass = merging.refine(plan, masses_x, group_x, masses_y, group_y)
     plan = Plan(i, j, mass, v=None if plan.v is None else plan.v[group_y])
     return value, error + moved_x + moved_y, f"merged {name}", plan
+
+
+def _solve(pair: Pair, method: str, with_potentials: bool) -> tuple[Tensor, float, str, Plan]:
+    """The distance of a pair as it is, its error, the name of the solver and the plan."""
+    if method == "auto":
+        method = _choose(pair)
+    plan = exact_plan(pair, method, with_potentials or pair.has_mass_gradient)
+    value = plan_cost(pair, plan)
+    return value, _distance_error(value.item(), plan.gap, pair.cost.p), method, plan
 
 
 def _choose(pair: Pair) -> str:
@@ -196,13 +218,6 @@ def _choose(pair: Pair) -> str:
         )
     is_dense = n * m <= (DENSE_POINTS**2 if has_pot() else MAX_ENTRIES)  # the shortlist needs POT
     return "shortlist" if not is_dense else "assignment" if is_uniform(a, b) else "simplex"
-
-
-def _solve(pair: Pair, method: str, with_potentials: bool) -> tuple[Tensor, float, str, Plan]:
-    """The distance by the named solver without any preparation, its error, the name and the plan."""
-    plan = exact_plan(pair, method, with_potentials or pair.has_mass_gradient)
-    value = plan_cost(pair, plan)
-    return value, _distance_error(value.item(), plan.gap, pair.cost.p), method, plan
 
 
 def exact_plan(pair: Pair, method: str, with_potentials: bool = False) -> Plan:
