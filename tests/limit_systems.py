@@ -38,7 +38,8 @@ def theorem_system(seed: int, d: int, horizon: float, n: int = 400) -> Recording
     attention = Attention.from_matrices(G, V, beta=beta)
     x = torch.randn(8, n, d, generator=g, dtype=torch.float64)
     path = flow(attention, x, t=horizon * torch.arange(depth + 1))
-    return recording_of([attention] * depth, [list(level) for level in path.x])
+    recording = recording_of([attention] * depth, [list(level) for level in path.x])
+    return replace(recording, horizon=horizon, steps=8)
 
 
 def compressed_minilm(dimension: int = 32, heads: int = 4, texts: int = 8, length: int = 48) -> Recording:

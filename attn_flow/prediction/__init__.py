@@ -1,14 +1,22 @@
 """Where a flow ends: the limit map, zero-temperature flows, rates, certificates, what n tokens resolve, phases."""
 
 from attn_flow.prediction.bound import Bound, fit_bound
-from attn_flow.prediction.certificate import Settled, settle
+from attn_flow.prediction.certificate import settle
 from attn_flow.prediction.finite_n import Resolution, ResolutionWarning, resolution
 from attn_flow.prediction.limit_map import LimitMap, limit
-from attn_flow.prediction.phases import Phase, Phases, phases, split, w2_curve
+from attn_flow.prediction.phases import (
+    OverSeeds,
+    Phase,
+    Phases,
+    PhasesOverSeeds,
+    phases,
+    phases_over_seeds,
+    split,
+    w2_curve,
+)
 from attn_flow.prediction.rates import Rates
 from attn_flow.prediction.requirements import PredictionWarning, Requirement
 from attn_flow.prediction.spectrum import Spectrum, spectrum
-from attn_flow.prediction.statistics import OverSeeds, PhasesOverSeeds, phases_over_seeds
 from attn_flow.prediction.sweep import Sweep, starting_cloud, sweep
 from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase
 from attn_flow.prediction.zero_temperature import zero_temperature_flow
@@ -26,7 +34,6 @@ __all__ = [
     "Requirement",
     "Resolution",
     "ResolutionWarning",
-    "Settled",
     "Spectrum",
     "Sweep",
     "TerminalPhase",

@@ -23,7 +23,6 @@ class Bound:
     """K (sqrt(log(beta+1)/beta) e^{Ct} + e^{-ct}), fitted to W2, each constant with its standard error.
 
     Attributes:
-        C, c, K: the constants.
         C_error, c_error, K_error: a bootstrap over seeds. With one path for each beta, or for a rate that is 0, they
             are those of the fit, which takes the points of a path as independent: too small.
         cover: the factor by which K must be raised to lie above every point.

@@ -45,10 +45,9 @@ def resolution(
 ) -> Resolution:
     """Measure whether n tokens can follow the mean-field prediction, in memory linear in n.
 
-    The softmax sees logits within O(1) of the maximum, a cap of squared radius 1/(beta |G x|), while n tokens on the
-    sphere are n^{-1/(d-1)} apart. The cap holds about m = n (beta |G x|)^{-(d-1)/2} of n random tokens, whose mean is
-    off by (beta |G x| m)^{-1/2}. This exceeds the effect of the temperature, 1/(beta |G x|), unless
-    n > (beta |G x|)^{(d+1)/2}; otherwise another sample goes elsewhere ("noisy"). Tokens with weights are taken for
+    The softmax sees a cap of squared radius 1/(beta |G x|), while n tokens on the sphere are n^{-1/(d-1)} apart. The
+    cap holds about m = n (beta |G x|)^{-(d-1)/2} random tokens, whose mean is off by (beta |G x| m)^{-1/2}: more than
+    the effect of the temperature, 1/(beta |G x|), unless n > (beta |G x|)^{(d+1)/2}. Tokens with weights are taken for
     nodes of a quadrature, which have no such noise.
 
     Args:
@@ -92,9 +91,8 @@ def resolution(
     result = Resolution((mass * own).sum(-1), number, n, noise, verdict)
     if warn and verdict == "unresolved":
         warnings.warn(
-            f"beta |Gx| n^(-2/(d-1)) = {worst:.3g} > 1 with n = {float(n.min()):.0f}, d = {d}: "
-            f"{float(result.self_argmax.max()):.0%} of tokens are their own argmax; the mean-field limit need not "
-            "hold. Use more tokens, a smaller beta, or a weighted quadrature cloud (d = 2, 3).",
+            f"beta |Gx| n^(-2/(d-1)) = {worst:.3g} > 1 with n = {float(n.min()):.0f}, d = {d}: the mean-field limit "
+            "need not hold. Use more tokens, a smaller beta, or a weighted quadrature cloud (d = 2, 3).",
             ResolutionWarning,
             stacklevel=2,
         )

@@ -19,22 +19,14 @@ from torch import Tensor
 from attn_flow.attention import Attention
 from attn_flow.base import checks, drawing
 from attn_flow.base.files import to_plain
-from attn_flow.measures import Cloud, UniformSphere, as_cloud
-from attn_flow.prediction.cases import case_outside_kernel, reason, why_nonlinear
-from attn_flow.prediction.certificate import Settled, settle
+from attn_flow.measures import Cloud, Measure, UniformSphere, as_cloud
+from attn_flow.prediction.certificate import settle
 from attn_flow.prediction.rates import Rates, concentration_rates, jordan_power
 from attn_flow.prediction.requirements import Requirement, check_requirements, requirements
 from attn_flow.prediction.spectrum import Spectrum, spectrum
 from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase, exit_of_clusters, terminal_phase
 from attn_flow.prediction.words import limit_sentences
-from attn_flow.prediction.zero_temperature import (
-    Support,
-    check_support,
-    elements,
-    is_nonzero,
-    linear_part,
-    zero_temperature_flow,
-)
+from attn_flow.prediction.zero_temperature import check_support, is_nonzero, linear_part, zero_temperature_flow
 
 Times = float | Sequence[float] | Tensor
 
@@ -73,7 +65,7 @@ class LimitMap:
     case: str
     reason: str
     attention: Attention
-    support: Support = None
+    support: Measure | None = None
     tol: float = 1e-6
     spectrum: Spectrum | None = None
     kernel: Tensor | None = None
@@ -94,8 +86,7 @@ class LimitMap:
             words.append(f"exit rate {self.terminal.exit_rate:.6g}")
         return f"LimitMap({', '.join(words)})"
 
-    def _repr_html_(self) -> str:
-        """The prediction in a notebook, in sentences."""
+    def _repr_html_(self) -> str:  # for notebooks
         return drawing.html_text([repr(self), *limit_sentences(self.as_dict())])
 
     def __iter__(self) -> Iterator[LimitMap]:
@@ -116,7 +107,7 @@ class LimitMap:
 
     @property
     def rotates(self) -> bool:
-        """Whether tokens rotate in E for ever, so that a limit exists only at a given time."""
+        """Whether tokens rotate in E for ever: a limit exists at a given time only."""
         return self.spectrum is not None and bool(self.spectrum.frequencies)
 
     @property
@@ -178,8 +169,8 @@ class LimitMap:
 
         Returns:
             The type it was given; for times (T,) with a first axis T. Differentiable in x where the limit is linear.
-            Tokens without an established limit (Pi x = 0, x in ker G, not certified) raise ValueError; `settle` reports
-            a nonlinear case token by token.
+            Tokens without an established limit (Pi x = 0, x in ker G, not certified) raise ValueError; `settle` says
+            which, if the limit is not linear.
 
         Example:
             >>> from attn_flow import Attention, Cloud, limit
@@ -207,14 +198,11 @@ class LimitMap:
         if self.case == "nonlinear":
             if times is not None:
                 raise ValueError("a nonlinear limit has no moving push-forward; leave out the time t.")
-            settled = self.settle(x)
-            if not bool(settled.certified.all()):
-                count, n = int((~settled.certified).sum()), settled.certified.numel()
-                raise ValueError(
-                    f"{count} of {n} tokens have no certified limit (speeds up to {float(settled.speed.max()):.2g}). "
-                    "See settle(x) for the evidence of each, or give it a longer horizon."
-                )
-            return settled.x
+            y, certified = settle(self.attention, x, self.support)
+            if count := int((~certified).sum()):
+                words = f"{count} of {certified.numel()} tokens have no certified limit"
+                raise ValueError(f"{words}; see attn_flow.prediction.settle for each, with a longer horizon.")
+            return y
         if self.case == "undefined" or self.spectrum is None:
             raise ValueError(f"no limit is established: {self.reason}.")
         if self.kernel is not None:
@@ -224,33 +212,25 @@ class LimitMap:
             raise ValueError(f"the leading eigenvalues {pair} rotate: no limit. Give a time: push_forward(x, t).")
         if times is None:
             return _project(x, self.spectrum.direction)
-        if times[-1] > 0:
-            grid = times if times[0] == 0 else [0.0, *times]
-            x = zero_temperature_flow(self.attention, x, grid, self.support).x[-len(times) :]
-        return _project(x if times[-1] > 0 else x[None], self.spectrum.projector)
-
-    def settle(self, x: Tensor, horizon: float = 100.0) -> Settled:
-        """The zero-temperature flow of tokens (..., n, d) until each is certified, or up to the horizon."""
-        return settle(self.attention, x, self.support, horizon=horizon)
+        grid = times if times[0] == 0 else [0.0, *times]
+        path = zero_temperature_flow(self.attention, x, grid, self.support).x
+        return _project(path[-len(times) :], self.spectrum.projector)
 
     def as_dict(self) -> dict[str, Any]:
         """All numbers and words, ready for JSON; infinities are strings."""
         if self.elements:
             each = [one.as_dict() for one in self.elements]
             return {"case": self.case, "shape": list(self.shape), "elements": each}
-        names = {
-            "spectrum": ("leading", "gap", "gap_error", "index", "frequencies", "basis", "projector"),
-            "rates": ("g", "kappa", "tail", "C"),
-            "terminal": ("exit_rate", "keeps_E"),
-        }
+        spectrum = ("leading", "gap", "gap_error", "index", "frequencies", "basis", "projector")
         values = {name: getattr(self, name) for name in ("case", "reason", "tol", "dimension", "kernel", "power")}
-        for record, fields in names.items():
-            values |= {name: getattr(getattr(self, record), name, None) for name in fields}
-        for p in (1, 2):
-            values[f"rate_w{p}"] = None if self.rates is None else self.rates.decay(p)
-        for name in ("case", "basis", "rate", "reason"):
-            values[f"terminal_{name}"] = getattr(self.terminal, name, None)
-        values["width"] = None if self.width is None else self.width.coefficient
+        values |= {name: getattr(self.spectrum, name, None) for name in spectrum}
+        values |= {name: getattr(self.rates, name, None) for name in ("g", "kappa", "tail", "C")}
+        values |= {f"rate_w{p}": None if self.rates is None else self.rates.decay(p) for p in (1, 2)}
+        values |= {
+            f"terminal_{name}": getattr(self.terminal, name, None) for name in ("case", "basis", "rate", "reason")
+        }
+        values |= {name: getattr(self.terminal, name, None) for name in ("exit_rate", "keeps_E")}
+        values["width"] = getattr(self.width, "coefficient", None)
         return to_plain(values | {"requires": [asdict(need) for need in self.requires]})
 
 
@@ -270,15 +250,14 @@ def _project(x: Tensor, A: Tensor, problem: str = "have Pi x = 0 to rounding: th
     return y * (x.norm(dim=-1) / y.norm(dim=-1))[..., None]
 
 
-def limit(attention: Attention, support: Support = None, tol: float = 1e-6) -> LimitMap:
+def limit(attention: Attention, support: Measure | None = None, tol: float = 1e-6) -> LimitMap:
     """The limit map of an attention flow on the sphere at low temperature: where the tokens concentrate.
 
     Args:
         attention: softmax attention without a causal mask; its beta is not used. Leading axes of the weights are a
             batch. A linear flow x' = P_x M x of your own is `Attention.from_matrices(I, M)`.
         support: what tokens attend to. None: they fill the sphere, and M = V G. A centred EllipsoidSupport (or capped
-            Gaussian) with covariance S: M = V S G. Any other measure, a fixed Cloud, or "tokens" (the moving cloud
-            itself, hardmax attention): the limit is not linear.
+            Gaussian) with covariance S: M = V S G. Any other measure, or a fixed Cloud: the limit is not linear.
         tol: gaps below tol |M|, parts of M below it, and singular values of G below tol |G| count as zero.
 
     Returns:
@@ -297,40 +276,71 @@ def limit(attention: Attention, support: Support = None, tol: float = 1e-6) -> L
         raise ValueError(f"{words}: the limit map is known for softmax attention without a causal mask.")
     if not 0 < tol < 1:
         raise ValueError(f"tol = {tol}, expected a relative tolerance between 0 and 1.")
-    shape, attentions = elements(attention)
-    each = tuple(_limit(one, support, tol) for one in attentions)
+    bias, shift = attention.G_bias, attention.value_bias
+    weights = {"Q": (attention.G, 3), "V": (attention.OV, 3), "query_bias": (bias, 2), "value_bias": (shift, 1)}
+    given = {name: (z, axes) for name, (z, axes) in weights.items() if z is not None}
+    shape = torch.broadcast_shapes(*(z.shape[:-axes] for z, axes in given.values()))
     if not shape:
-        return each[0]
+        return _limit(attention, support, tol)
+    flat = {name: z.expand(*shape, *z.shape[-k:]).flatten(0, len(shape) - 1) for name, (z, k) in given.items()}
+    each = tuple(_limit(Attention(**dict(zip(flat, one))), support, tol) for one in zip(*flat.values()))
     return LimitMap("batch", f"{len(each)} limits", attention, support, tol, elements=each, shape=tuple(shape))
 
 
-def _limit(attention: Attention, support: Support, tol: float) -> LimitMap:
+def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMap:
     """The limit map of one attention."""
     linear = linear_part(attention, support, tol)
     values = attention.to(torch.float64).OV.detach().sum(-3)
     phase, width = terminal_phase(values, tol), None
     if linear is None:
-        terminal = None if is_nonzero(attention.value_bias) else phase
-        return LimitMap("nonlinear", why_nonlinear(attention, support), attention, support, tol, terminal=terminal)
+        causes = {"several heads": attention.heads > 1, "a query bias": is_nonzero(attention.G_bias)}
+        causes["a value bias"] = is_nonzero(attention.value_bias)
+        words = " and ".join(name for name, holds in causes.items() if holds) or "the support is no centred ellipsoid"
+        reason = f"{words}: the flow is not linear, and limits are certified token by token"
+        terminal = None if causes["a value bias"] else phase
+        return LimitMap("nonlinear", reason, attention, support, tol, terminal=terminal)
     W, N = (A.detach() for A in linear)
     M = W @ N
     main = spectrum(M, tol)
     _, singular, rows = torch.linalg.svd(N)
     kernel = rows[singular <= tol * singular[0]].mT if bool((singular <= tol * singular[0]).any()) else None
-    case = main.case if kernel is None else case_outside_kernel(main, M, N, tol)
     if support is None or isinstance(support, UniformSphere):
         phase, width = exit_of_clusters(phase, main, values, N, tol)
-    threshold = max(tol * float(torch.linalg.matrix_norm(M, 2)), main.gap_error)
-    return LimitMap(
-        case=case,
-        reason=reason(main, case, kernel is not None, threshold),
-        attention=attention,
-        support=support,
-        tol=tol,
-        spectrum=main,
-        kernel=kernel,
-        rates=concentration_rates(main, W, N, tol),
-        power=jordan_power(main, tol),
-        terminal=phase,
-        width=width,
-    )
+    case, reason = main.case, _reason(main, max(tol * float(torch.linalg.matrix_norm(M, 2)), main.gap_error))
+    if kernel is not None:
+        case, reason = _outside_kernel(main, reason, M, N, tol)
+    rates = concentration_rates(main, W, N, tol)
+    power = jordan_power(main, tol)
+    return LimitMap(case, reason, attention, support, tol, main, kernel, rates, power, phase, width)
+
+
+def _reason(spectrum: Spectrum, threshold: float) -> str:
+    """How the case of a linear limit is known; gaps below the threshold count as zero."""
+    leading, frequencies = f"{spectrum.leading:.6g}", ", ".join(f"{b:.6g}i" for b in spectrum.frequencies)
+    return {
+        "fixed": f"{spectrum.dimension} leading eigenvalue(s) {leading}, semisimple, gap {spectrum.gap:.3g} > "
+        f"{threshold:.1g}",
+        "rotating": f"leading eigenvalues {leading} +- {frequencies}, semisimple: no pointwise limit",
+        "jordan": f"Jordan block of index {spectrum.index} at {leading}: tokens approach like 1/t",
+        "stationary": f"M = {leading} I to {threshold:.1g}: every direction is stationary",
+    }[spectrum.case]
+
+
+def _outside_kernel(spectrum: Spectrum, reason: str, M: Tensor, N: Tensor, tol: float) -> tuple[str, str]:
+    """The case of tokens outside ker N and its reason, for singular N: "undefined" if they run into it in finite time.
+
+    Time is t = int |N x|/|x| dtau along x = e^{tau M} x_0, and 0 is an eigenvalue of M. A positive leading part keeps
+    |N x|/|x| away from 0. With leading part 0 directions tend to E; if E is semisimple, |N Pi x| decides. At a Jordan
+    block of index q, M^{q-1} Pi = V (N M^{q-2} Pi) is not 0, so that |N x|/|x| falls no faster than 1/tau: time goes on
+    like log tau, and tokens approach exponentially in t.
+    """
+    norm = lambda A: float(torch.linalg.matrix_norm(A, 2))
+    if spectrum.leading <= tol * norm(M):
+        if spectrum.case == "jordan" and spectrum.frequencies:
+            return "undefined", "G is singular and a rotating Jordan block leads at 0: nothing is derived for it"
+        if spectrum.case == "jordan":
+            reason = f"Jordan block of index {spectrum.index} at 0: tokens approach ker G exponentially"
+        elif norm(N @ spectrum.projector) <= tol * norm(N) * norm(spectrum.projector):
+            words = f"G is singular and the leading real part {spectrum.leading:.3g} <= 0"
+            return "undefined", f"{words}: tokens run into ker G in finite time"
+    return spectrum.case, f"G is singular: undefined on ker G; outside it, {reason}"

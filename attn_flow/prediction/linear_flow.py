@@ -24,7 +24,6 @@ TERMS = 16  # of the Taylor series in h_0: (1/2)^16/16! is below rounding
 MAX_LEVEL = 40  # a panel of h_0 2^40 multiplies rounding errors of the eigenvalues of M by 10^12
 MAX_PANELS = 20_000  # of one token
 RESOLVED = 1e-12  # relative size of the last Legendre coefficients of a panel that is short enough
-SMALL_DIMENSION = 8  # up to here every token takes a copy of its exponential, instead of one product for each level
 
 
 def linear_flow(W: Tensor, N: Tensor, x0: Tensor, t: Tensor) -> Tensor:
@@ -38,7 +37,7 @@ def linear_flow(W: Tensor, N: Tensor, x0: Tensor, t: Tensor) -> Tensor:
     y, end_time = x / radius[:, None], float(t[-1])
     leading = spectrum((W @ N).detach())
     panels = _Panels(W, N, leading.leading)
-    if panels.size == 0:  # M = c I: every direction is stationary
+    if panels.size == 0:  # M = c I
         return x0.expand(len(t), *x0.shape)
     if can_read(y) and not bool(((y @ N.mT).norm(dim=-1) > 0).all()):
         raise ValueError("a token lies in ker G, where the zero-temperature drift G x/|G x| is undefined; remove it.")
@@ -108,21 +107,15 @@ class _Panels:
         return self.exponentials
 
     def evaluate(self, y: Tensor, level: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The speed in the panels of levels (n,) that start at y (n, d).
+        """The Legendre series (n, NODES) of the speed in the panels of levels (n,) that start at y (n, d).
 
-        Returns:
-            Its Legendre series (n, NODES), the ends of the panels (n, d), whether they are resolved (n,), and whether
-            longer ones may be (n,).
+        Also the ends of the panels (n, d), whether they are resolved (n,), and whether longer ones may be (n,).
         """
         table = self.at(1 + int(level.max()))
-        if y.shape[1] <= SMALL_DIMENSION:
-            inside = torch.einsum("nqij,nj->qni", table[level], y)
-        else:
-            order = level.argsort()
-            numbers, counts = level.unique(return_counts=True)
-            parts = zip(numbers.tolist(), y[order].split(counts.tolist()))
-            inside = torch.cat([torch.einsum("qij,nj->qni", table[number], part) for number, part in parts], dim=1)
-            inside = inside[:, order.argsort()]
+        order, (numbers, counts) = level.argsort(), level.unique(return_counts=True)
+        parts = zip(numbers.tolist(), y[order].split(counts.tolist()))
+        inside = torch.cat([torch.einsum("qij,nj->qni", table[number], part) for number, part in parts], dim=1)
+        inside = inside[:, order.argsort()]
         size = inside.norm(dim=-1, keepdim=True)
         x = inside / size
         series = (x[:-1] @ self.N.mT).norm(dim=-1).mT @ self.to_series

@@ -1,8 +1,7 @@
 """The phases of a flow: when it concentrates, rests at its limit and leaves, with rates fitted and predicted.
 
-They are read off the curve W2(mu_t, P_# mu_0). Low-temperature attention first falls towards P_# mu_0 at rate c_2; for
-finite beta it is finally taken over by V (arXiv 2605.10931). Whether it rests in between is a question
-of rates: a curve that falls and rises at comparable rates has a least value but no rest.
+They are read off the curve W2(mu_t, P_# mu_0), which falls at rate c_2 and, for finite beta, rises when V takes over
+(arXiv 2605.10931). A curve that falls and rises at comparable rates has a least value but no rest in between.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ MIN_CHANGE = 1.0  # an exponential is fitted where w changes by a factor of e or
 
 @dataclass(frozen=True)
 class Phase:
-    """One interval of time, and the rate of exponential decay or growth in it; None where there is nothing to fit.
+    """One interval of time, and the rate of exponential decay or growth in it; None where nothing can be fitted.
 
     Attributes:
         name: "concentrating", "metastable", "terminal", "spreading" (W2 never falls) or "settling".
@@ -93,11 +92,9 @@ class Phases:
 
     def plot(self) -> Figure:
         """A figure of W2 over time with the phases as shaded intervals; it needs matplotlib."""
-        spans = [(phase.name, phase.start, phase.end) for phase in self.intervals]
-        return drawing.distance_figure(self.t, self.w2, spans)
+        return drawing.distance_figure(self.t, self.w2, [(each.name, each.start, each.end) for each in self.intervals])
 
-    def _repr_html_(self) -> str:
-        """The phases in a notebook: sentences and the figure."""
+    def _repr_html_(self) -> str:  # for notebooks
         return drawing.html_text([repr(self), self.note, *self.doubts], self.plot)
 
     def __iter__(self) -> Iterator[Phases]:
@@ -135,18 +132,9 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
         batch = path.x.shape[1:-2]
         each = [w2_curve(one, limit[i % len(limit.elements)]) for i, one in enumerate(_elements(path))]
         return torch.stack(each, dim=-1).unflatten(-1, batch)
-    first = path.cloud(0)
-    x0, cloud = Cloud(first.filled(), path.weights, path.mask), Cloud(path.x, path.weights, path.mask)
-    target = limit.push_forward(x0, path.t - path.t[0] if limit.rotates else None)
-    if limit.case == "fixed" and limit.basis is not None and limit.dimension == 1:
-        # The limit has two atoms +-e: a small transport problem.
-        side = (target.x @ limit.basis[:, 0].to(target.x)).sign()
-        mass = (first.probabilities * (side > 0)).sum(-1)
-        if bool(((mass > 0) & (mass < 1)).all()):
-            e = target.x[..., :1, :] * side[..., :1, None]
-            atoms = Cloud(torch.cat([e, -e], dim=-2), torch.stack([mass, 1 - mass], -1))
-            return wasserstein(cloud, atoms, method="simplex")
-    return wasserstein(cloud, target)
+    start = Cloud(path.cloud(0).filled(), path.weights, path.mask)
+    target = limit.push_forward(start, path.t - path.t[0] if limit.rotates else None)
+    return wasserstein(Cloud(path.x, path.weights, path.mask), target)
 
 
 def _elements(path: Trajectory) -> list[Trajectory]:
@@ -220,6 +208,51 @@ def _phases_of_path(path: Trajectory, limit: LimitMap, w: Tensor, warn: bool) ->
         warnings.warn("; ".join(doubts), PredictionWarning, stacklevel=3)
     settling = _settling(path, limit, t.numpy()) if intervals[-1].name == "terminal" else None
     return Phases(t, w, t[w.argmin()], w.min(), intervals, note, settling, needs, tuple(doubts))
+
+
+class OverSeeds(NamedTuple):
+    """The mean of a number over seeds, and the standard error of this mean."""
+
+    mean: float
+    error: float
+
+
+@dataclass(frozen=True, eq=False)
+class PhasesOverSeeds:
+    """The time of the least W2, its value, and the fitted rates by the name of their phase, over the paths `each`."""
+
+    t_min: OverSeeds
+    min_w2: OverSeeds
+    rates: dict[str, OverSeeds]
+    each: tuple[Phases, ...]
+
+    def __repr__(self) -> str:
+        numbers = {"t_min": self.t_min, "min W2": self.min_w2, **self.rates}
+        words = ", ".join(f"{name} {number.mean:.3g} +- {number.error:.2g}" for name, number in numbers.items())
+        return f"PhasesOverSeeds({len(self.each)} paths, {words})"
+
+
+def phases_over_seeds(path: Trajectory, limit: LimitMap) -> PhasesOverSeeds:
+    """The phases of a batch of paths (T, seeds, n, d), as one call of `flow` on clouds (seeds, n, d) returns them.
+
+    Example:
+        >>> from attn_flow import Attention, Sphere, flow, limit
+        >>> attention = Attention.from_matrices(torch.eye(2), torch.diag(torch.tensor([2.0, 1.0])), beta=10.0)
+        >>> x0 = Sphere().uniform(150, 2, generator=torch.Generator().manual_seed(0)).reshape(3, 50, 2)
+        >>> result = phases_over_seeds(flow(attention, x0, torch.linspace(0, 8, 17), h=0.25), limit(attention))
+        >>> len(result.each), result.min_w2.error < result.min_w2.mean
+        (3, True)
+    """
+    if path.x.ndim != 4 or path.x.shape[1] < 2:
+        raise ValueError(f"path.x has shape {tuple(path.x.shape)}, expected (T, seeds, n, d) with two or more seeds.")
+    batch = phases(path, limit, warn=False)
+    rates: dict[str, list[float]] = {}
+    for phase in (phase for one in batch for phase in (*one.intervals, one.settling)):
+        if phase is not None and phase.rate is not None:
+            rates.setdefault(phase.name, []).append(phase.rate)
+    mean = lambda z: OverSeeds(float(np.mean(z)), float(np.std(z, ddof=1)) / math.sqrt(len(z)))
+    each = {name: mean(values) for name, values in rates.items() if len(values) > 1}
+    return PhasesOverSeeds(mean(batch.t_min.tolist()), mean(batch.min_w2.tolist()), each, batch.elements)
 
 
 def split(

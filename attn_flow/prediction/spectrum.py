@@ -128,9 +128,7 @@ def _describe(
     else:
         case = "jordan"
         index, power = _last_power(A, size, tol)
-    E, P, direction = (
-        torch.tensor(np.ascontiguousarray(B), device=device) for B in (basis, Pi, basis @ power @ basis.T @ Pi)
-    )
+    E, P, direction = (torch.tensor(B.copy(), device=device) for B in (basis, Pi, basis @ power @ basis.T @ Pi))
     return Spectrum(case, leading, gap, gap_error, E, P, direction, index, frequencies)
 
 

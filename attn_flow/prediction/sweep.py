@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from attn_flow.attention import Attention
 from attn_flow.base import checks
 from attn_flow.base.drawing import lines_figure
 from attn_flow.base.extras import require_extra
-from attn_flow.base.files import digest, lock_for_writing, to_plain, write_atomically, write_json
+from attn_flow.base.files import digest, lock_for_writing, to_plain, write_bytes, write_json
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.flow import flow
 from attn_flow.dynamics.noise import Noise
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AXES = ("attention", "beta", "noise", "n", "seed")
-MEASURED = ("w2_min", "t_min", "w2_end", "phases", "exit_rate", "w2")
-PREDICTED = ("t_min_predicted", "exit_rate_predicted", "unmet")
+COMPARED = ("w2_min", "t_min", "t_min_predicted", "w2_end", "phases", "exit_rate", "exit_rate_predicted", "unmet", "w2")
 TOKENS_AT_ONCE = 2**16  # tokens of the clouds that run as one batch
 CLUSTER_DISTANCE = 0.05  # tokens that are nearer than this are one cluster
 
@@ -81,11 +81,6 @@ class Sweep:
             the predicted limit at the times t; "w2_min" and "t_min", the least of them and its time; "w2_end";
             "t_min_predicted"; "phases", their names; "exit_rate" and "exit_rate_predicted"; "clusters" at the end; and
             "unmet", the requirements of the prediction that the run does not meet. None: not predicted or not measured.
-
-    Example:
-        >>> result = sweep(Attention.identity(3), 1.0, betas=[1, 4], n=[50], seeds=[0, 1], h=0.2)
-        >>> len(result), result.values("beta"), result.rows[0]["clusters"] > 1
-        (4, [1.0, 4.0], True)
     """
 
     t: Tensor
@@ -108,30 +103,22 @@ class Sweep:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows without the curves as comma-separated values."""
-        names = [name for name in self.rows[0] if name != "w2"]
-
-        def write(name: str) -> None:
-            with open(name, "w", newline="", encoding="utf-8") as file:
-                table = csv.DictWriter(file, names, extrasaction="ignore")
-                table.writeheader()
-                table.writerows(self.rows)
-
-        write_atomically(path, write)
+        text = io.StringIO()
+        table = csv.DictWriter(text, [name for name in self.rows[0] if name != "w2"], extrasaction="ignore")
+        table.writeheader()
+        table.writerows(self.rows)
+        write_bytes(text.getvalue().encode(), path)
 
     def plot(self, against: str | None = None) -> Figure:
-        """The least W2 and its time against one axis of the grid, averaged over seeds; it needs matplotlib.
+        """The least W2 and its time against an axis of the grid ("beta", "n", "noise", "attention"); needs matplotlib.
 
-        Args:
-            against: "beta", "n", "noise" or "attention"; by default the first of them with several values.
-
-        Returns:
-            A figure with one line for every combination of the other axes, bars for the standard deviation over seeds,
-            and dashes for the predicted times.
+        There is one line for every combination of the other axes, with bars for the standard deviation over seeds and
+        dashes for predicted times. By default the first axis with several values is taken.
         """
         names = ("beta", "n", "noise", "attention")
         against = against or next((name for name in names if len(self.values(name)) > 1), "beta")
         checks.require_choice("against", against, names)
-        others = [name for name in AXES if name not in (against, "seed") and len(self.values(name)) > 1]
+        others = [name for name in names if name != against and len(self.values(name)) > 1]
         lines = []
         for values in itertools.product(*(self.values(name) for name in others)):
             chosen = [row for row in self.rows if all(row[k] == v for k, v in zip(others, values))]
@@ -186,31 +173,37 @@ def sweep(
     d = next(iter(named.values())).dim
     make = clouds or (lambda count, seed: starting_cloud(d, count, seed))
     times = torch.tensor(checks.time_grid(t), dtype=torch.float64)
-    grid = [("betas", (1.0,) if betas is None else betas), ("noise", noise), ("n", n), ("seeds", seeds)]
-    if empty := [name for name, values in grid if len(values) == 0]:
+    grid: dict[str, list[Any]] = {
+        "betas": [None] if betas is None else [float(b) for b in betas],
+        "noise": [float(z) for z in noise],
+    }
+    grid |= {"n": [int(count) for count in n], "seeds": [int(seed) for seed in seeds]}
+    if empty := [name for name, values in grid.items() if not values]:
         raise ValueError(f"{empty[0]} is empty, expected at least one value.")
     checks.require_positive(h=h)
     checks.require_nonnegative(**{"the largest noise": max(noise), "the least noise": min(noise)})
     settings = {
         "attentions": {name: _identity(each) for name, each in named.items()},
-        "grid": [betas, noise, n, seeds],
+        "grid": grid,
         "t": times.tolist(),
         "h": h,
         "start": digest({str(count): as_cloud(make(count, seeds[0])).x for count in n}),
     }
     file = None if folder is None else Path(folder) / "sweep.json"
-    with nullcontext() if file is None else lock_for_writing(file):
+    batches = list(_batches(list(named), *grid.values()))
+    with ExitStack() as contexts:
+        if file is not None:
+            contexts.enter_context(lock_for_writing(file))
         rows = [] if file is None else _finished(file, to_plain(settings))
-        parts = list(_batches(named, betas, noise, n, seeds))
-        with progress_bar("sweep", sum(len(part) for part in parts), progress) as advance:
-            done = 0
-            for part in parts:
-                done += len(part)
-                if len(rows) < done:
-                    rows += _run(part, named[part[0]["attention"]], make, times, h)
-                    if file is not None:
-                        write_json({"settings": settings, "rows": rows}, file)
-                advance(len(part), note=", ".join(f"{name} {part[0][name]}" for name in ("attention", "n", "noise")))
+        advance = contexts.enter_context(progress_bar("sweep", sum(map(len, batches)), progress))
+        done = 0
+        for batch in batches:
+            done += len(batch)
+            if len(rows) < done:
+                rows += _run(batch, named[batch[0]["attention"]], make, times, h)
+                if file is not None:
+                    write_json({"settings": settings, "rows": rows}, file)
+            advance(len(batch), note=", ".join(f"{name} {batch[0][name]}" for name in ("attention", "n", "noise")))
     return Sweep(times, tuple(rows))
 
 
@@ -220,11 +213,9 @@ def _named(attentions: Attention | Sequence[Attention] | Mapping[str, Attention]
         attentions = [attentions]
     if not isinstance(attentions, Mapping):
         attentions = {str(i): each for i, each in enumerate(attentions)}
-    dimensions = {each.dim for each in attentions.values()}
-    if len(dimensions) != 1:
-        raise ValueError(f"attentions of dimensions {sorted(dimensions)}, expected one or more of the same dimension.")
-    if any(each.G.ndim != 3 for each in attentions.values()):
-        raise ValueError("an attention is a batch itself; give its elements as a list.")
+    if len({each.dim for each in attentions.values()}) != 1 or any(each.G.ndim != 3 for each in attentions.values()):
+        shapes = [tuple(each.G.shape) for each in attentions.values()]
+        raise ValueError(f"attentions with G of shapes {shapes}, expected (heads, d, d) with the same dimension d.")
     return dict(attentions)
 
 
@@ -245,83 +236,66 @@ def _finished(file: Path, settings: Any) -> list[dict[str, Any]]:
 
 
 def _batches(
-    named: dict[str, Attention],
-    betas: Sequence[float] | None,
-    noise: Sequence[float],
-    n: Sequence[int],
-    seeds: Sequence[int],
-) -> list[list[dict[str, Any]]]:
+    names: list[str], betas: list[Any], noise: list[Any], n: list[Any], seeds: list[Any]
+) -> Iterator[list[dict[str, Any]]]:
     """The grid as lists of runs that differ in beta and seed only; hardmax (beta = inf) is a batch of its own."""
-    own: list[float | None] = [None] if betas is None else [float(beta) for beta in betas]
-    batches = []
-    for name, sigma, count, is_hardmax in itertools.product(named, noise, n, (False, True)):
-        group = [beta for beta in own if (beta == math.inf) == is_hardmax]
+    for name, sigma, count, is_hardmax in itertools.product(names, noise, n, (False, True)):
+        group = [beta for beta in betas if (beta == math.inf) == is_hardmax]
         runs = [
-            {"attention": name, "beta": beta, "noise": float(sigma), "n": int(count), "seed": int(seed)}
+            {"attention": name, "beta": beta, "noise": sigma, "n": count, "seed": seed}
             for beta, seed in itertools.product(group, seeds)
         ]
         size = max(1, TOKENS_AT_ONCE // count)
-        batches += [runs[i : i + size] for i in range(0, len(runs), size)]
-    return batches
+        yield from (runs[i : i + size] for i in range(0, len(runs), size))
 
 
 def _run(
-    part: list[dict[str, Any]],
+    batch: list[dict[str, Any]],
     attention: Attention,
     make: Callable[[int, int], Tensor | Cloud],
     times: Tensor,
     h: float,
 ) -> list[dict[str, Any]]:
     """The rows of one batch."""
-    first = [as_cloud(make(run["n"], run["seed"])) for run in part]
+    first = [as_cloud(make(run["n"], run["seed"])) for run in batch]
     weights = None if first[0].weights is None else torch.stack([each.probabilities for each in first])
-    cloud = Cloud(torch.stack([each.x for each in first]), weights)
+    cloud, beta, sigma = Cloud(torch.stack([each.x for each in first]), weights), batch[0]["beta"], batch[0]["noise"]
     attention = attention.to(cloud.x.dtype)
-    if part[0]["beta"] == math.inf:
-        attention = replace(attention, beta=math.inf)
-    elif part[0]["beta"] is not None:
-        betas = torch.tensor([run["beta"] for run in part], dtype=cloud.x.dtype)
-        attention = replace(attention, beta=betas[:, None].expand(-1, attention.heads))
-    sigma = part[0]["noise"]
-    noise = None if sigma == 0 else _noise_by_seed(sigma, [run["seed"] for run in part])
+    if beta is not None:
+        betas = torch.tensor([run["beta"] for run in batch], dtype=cloud.x.dtype)[:, None]
+        attention = replace(attention, beta=beta if beta == math.inf else betas.expand(-1, attention.heads))
+    noise = _noise_by_seed(sigma, [run["seed"] for run in batch]) if sigma else None
     path = flow(attention, cloud, times, h=h, noise=noise)
     counts = clusters(Cloud(path.x[-1], weights), tol=CLUSTER_DISTANCE).counts.tolist()
-    own_beta = float(torch.as_tensor(attention.beta).flatten()[0])
-    rows = [
-        run | {"beta": own_beta if run["beta"] is None else run["beta"], "clusters": count}
-        for run, count in zip(part, counts)
-    ]
+    own = {"beta": float(torch.as_tensor(attention.beta).flatten()[0])} if beta is None else {}
+    rows = [run | own | {"clusters": count} for run, count in zip(batch, counts)]
     try:
         target = limit(attention)
         results = phases(path, target, warn=False)
     except ValueError:  # this kind of attention has no limit map, or a token has no certified limit
-        return [row | dict.fromkeys(MEASURED + PREDICTED) for row in rows]
+        return [row | dict.fromkeys(COMPARED) for row in rows]
     return [row | _comparison(row, target, result) for row, result in zip(rows, results)]
 
 
 def _comparison(row: dict[str, Any], target: LimitMap, result: Phases) -> dict[str, Any]:
     """The numbers of one run that need its limit."""
     is_predicted = 1 < row["beta"] < math.inf and not row["noise"]
-    exit_rates = [phase.rate for phase in result.intervals if phase.name == "terminal"]
-    return {
-        "w2_min": float(result.min_w2),
-        "t_min": float(result.t_min),
-        "t_min_predicted": target.t_min(row["beta"]) if is_predicted else None,
-        "w2_end": float(result.w2[-1]),
-        "phases": ", ".join(phase.name for phase in result.intervals),
-        "exit_rate": exit_rates[0] if exit_rates else None,
-        "exit_rate_predicted": None if target.terminal is None else target.terminal.exit_rate,
-        "unmet": ", ".join(need.name for need in result.requires if need.met is False),
-        "w2": result.w2.tolist(),
-    }
+    values = (
+        float(result.min_w2),
+        float(result.t_min),
+        target.t_min(row["beta"]) if is_predicted else None,
+        float(result.w2[-1]),
+        ", ".join(phase.name for phase in result.intervals),
+        next((phase.rate for phase in result.intervals if phase.name == "terminal"), None),
+        None if target.terminal is None else target.terminal.exit_rate,
+        ", ".join(need.name for need in result.requires if need.met is False),
+        result.w2.tolist(),
+    )
+    return dict(zip(COMPARED, values, strict=True))
 
 
 def _noise_by_seed(sigma: float, seeds: list[int]) -> Noise:
     """Independent noise of every token, drawn for each cloud of the batch from a generator of its own."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-
-    def draw(x: Tensor) -> Tensor:
-        each = [torch.randn(x.shape[1:], generator=generator, dtype=x.dtype) for generator in generators]
-        return sigma * torch.stack(each).to(x.device)
-
-    return draw
+    draw = lambda x, generator: torch.randn(x.shape[1:], generator=generator, dtype=x.dtype)
+    return lambda x: sigma * torch.stack([draw(x, each) for each in generators]).to(x.device)

@@ -86,48 +86,51 @@ def exit_of_clusters(
     V, G, basis = (A.detach().cpu().numpy() for A in (value, score, limit.basis))
     rounding = math.sqrt(tol) * np.linalg.norm(V, 2)
     keeps_E = bool(np.linalg.norm(V @ basis - basis @ (basis.T @ V @ basis), 2) <= rounding)
-    phase = replace(phase, keeps_E=keeps_E)
+    width = None
     if limit.case != "fixed" or limit.dimension != 1:
-        return replace(phase, reason="exit rates are derived for limits at two points +-e (dim E = 1) only"), None
-    e = basis[:, 0]
+        rate, reason = None, "exit rates are derived for limits at two points +-e (dim E = 1) only"
+    elif not keeps_E:
+        e = basis[:, 0]
+        angle = math.degrees(math.acos(min(1.0, abs(float(e @ V @ e)) / float(np.linalg.norm(V @ e)))))
+        rate, reason = None, f"V turns the limit direction e by {angle:.3g} degrees"
+    else:
+        rate, reason, width = _exit(V, G, basis[:, 0], limit.leading, tol)
+    return replace(phase, keeps_E=keeps_E, exit_rate=rate, reason=reason), width
+
+
+def _exit(V: Array, G: Array, e: Array, leading: float, tol: float) -> tuple[float | None, str, ClusterWidth | None]:
+    """Exit rate, its reason and the width of clusters at +-e, with V e = v e and G e = gamma e."""
     v, gamma, size = float(e @ V @ e), float(e @ G @ e), float(np.linalg.norm(V, 2) * np.linalg.norm(G, 2))
-    if not keeps_E:
-        angle = math.degrees(math.acos(min(1.0, abs(v) / float(np.linalg.norm(V @ e)))))
-        reason = f"V turns the limit direction e by {angle:.3g} degrees"
-        return replace(phase, reason=reason), None
-    if abs(limit.leading) <= tol * size:
-        return replace(phase, reason="the leading eigenvalue of M is 0: clusters neither contract nor spread"), None
     across = np.linalg.svd(e[None])[2][1:].T
     V_, G_ = across.T @ V @ across, across.T @ G @ across
     real = lambda A: np.linalg.eigvals(A).real
-    if limit.leading > 0:
-        rate = real(V_).max() - v if gamma > 0 else v + np.abs(real(V_)).max()
+    if abs(leading) <= tol * size:
+        return None, "the leading eigenvalue of M is 0: clusters neither contract nor spread", None
+    if leading > 0:
+        rate = float(real(V_).max() - v if gamma > 0 else v + np.abs(real(V_)).max())
         target = "itself" if gamma > 0 else "its antipode"
-        reason = f"each cluster sees {target} and collapses to a point"
-        return replace(phase, exit_rate=max(0.0, float(rate)), reason=reason), None
+        return max(0.0, rate), f"each cluster sees {target} and collapses to a point", None
     if np.linalg.matrix_rank(G_, tol=tol * np.linalg.norm(G, 2)) < len(G_):
-        return replace(phase, reason="the leading eigenvalue of M is negative and G is singular across E"), None
+        return None, "the leading eigenvalue of M is negative and G is singular across E", None
     block = G_ @ V_
     if np.linalg.norm(block - block.T) > math.sqrt(tol) * size:
-        D = V_ - limit.leading * np.linalg.inv(G_)
+        D = V_ - leading * np.linalg.inv(G_)
         rate = float(real(D).max() if gamma > 0 else np.abs(real(D)).max())
         reason = "G V is not symmetric across E: clusters are not Gaussian; the exit rate is that of their centres"
-        return replace(phase, exit_rate=rate if rate > 0 else None, reason=reason), None
+        return rate if rate > 0 else None, reason, None
     lower = np.linalg.eigvalsh((block + block.T) / 2)
     # A cluster that sees its antipode is the reflection of one that sees itself: G, V, gamma and v change sign.
     sign = 1.0 if gamma > 0 else -1.0
     rates = [mode_rates(sign * V_, sign * G_, sign * v, sign * gamma, n).real for n in _degrees(len(V_))]
     modes = tuple(float(z.max() if gamma > 0 else np.abs(z).max()) for z in rates)
-    width = ClusterWidth(float((abs(v) / (limit.leading - lower)).sum()), modes)
+    width = ClusterWidth(float((abs(v) / (leading - lower)).sum()), modes)
     fastest = int(np.argmax(np.array(modes) >= max(modes) - tol * abs(v)))  # the lowest degree of equal rates
-    if np.abs(np.linalg.eigvals(V_)).min() < abs(v) * (1 - tol) and max(modes) > tol * abs(v):
-        reason = "perturbations of a cluster grow faster the higher their degree: no width is stable"
-        return replace(phase, exit_rate=math.inf, reason=reason), width
     if modes[fastest] <= tol * abs(v):
-        reason = f"clusters keep a Gaussian width (perturbations up to degree {len(modes)} decay)"
-        return replace(phase, exit_rate=0.0, reason=reason), width
+        return 0.0, f"clusters keep a Gaussian width (perturbations up to degree {len(modes)} decay)", width
+    if np.abs(np.linalg.eigvals(V_)).min() < abs(v) * (1 - tol):
+        return math.inf, "perturbations of a cluster grow faster the higher their degree: no width is stable", width
     reason = f"clusters have a Gaussian width and leave through perturbations of degree {fastest + 1}"
-    return replace(phase, exit_rate=modes[fastest], reason=reason), width
+    return modes[fastest], reason, width
 
 
 def mode_rates(V: Array, G: Array, v: float, gamma: float, degree: int) -> NDArray[np.complex128]:

@@ -34,20 +34,14 @@ def limit_sentences(limit: Numbers) -> list[str]:
         return [f"The limit has no formula ({limit['reason']}).", *_after(limit)]
     if case == "stationary":
         return ["At low temperature nothing moves: M = V G is a multiple of the identity.", *_after(limit)]
-    where = f"on a sphere of dimension {k - 1}"
+    where = "on a great circle" if k == 2 else f"on a sphere of dimension {k - 1}"
     if k == 1:
         where = f"at two opposite points, +-{_vector([row[0] for row in limit['basis']])}"
-    elif k == 2:
-        where = "on a great circle"
-    words = [f"At low temperature tokens gather {where}."]
+    words = [f"At low temperature tokens gather {where}{' and rotate in it for ever' * (case == 'rotating')}."]
     if case == "rotating" and k == len(limit["basis"]):
         words = ["Tokens rotate for ever and gather nowhere: all eigenvalues of M = V G have the same real part."]
-    elif case == "rotating":
-        words = [f"At low temperature tokens gather {where} and rotate in it for ever."]
     if case == "jordan":
-        words.append(
-            "They approach slowly, like a power of time: the leading eigenvalues of M = V G form a Jordan block."
-        )
+        words.append("They approach like a power of time: the leading eigenvalues of M = V G form a Jordan block.")
     if limit["rate_w2"] is not None:
         words.append(f"The distance W2 to this limit falls like exp(-{limit['rate_w2']:.3g} t).")
     if limit["kernel"] is not None:
@@ -57,12 +51,9 @@ def limit_sentences(limit: Numbers) -> list[str]:
 
 def _after(limit: Numbers) -> list[str]:
     """What happens after tokens have gathered."""
-    basis = limit["terminal_basis"]
-    if basis is None or len(basis[0]) != 1:
-        end = "the leading subspace of V"
-    else:
+    basis, rate, end = limit["terminal_basis"], limit["exit_rate"], "the leading subspace of V"
+    if basis is not None and len(basis[0]) == 1:
         end = f"the leading direction of V, +-{_vector([row[0] for row in basis])}"
-    rate = limit["exit_rate"]
     if rate == 0:
         width = "" if limit["width"] is None else f" with a width of {limit['width'] ** 0.5:.3g} / sqrt(beta)"
         return [f"They stay there{width}: W2 has no least value to predict."]
