@@ -13,7 +13,7 @@ import bisect
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +26,15 @@ Velocity = Callable[[float, Tensor], Tensor]  # (t, x) -> one vector per token, 
 
 
 class Field(ABC):
-    """A vector field of a cloud of tokens. Fields add up: attention + Drift(f)."""
+    """A vector field of a cloud of tokens. Fields add up: attention + Drift(f).
 
-    jumps: tuple[float, ...] = ()  # times at which it is not continuous
-    needs_euclidean: bool = False  # whether it changes the length of tokens, so that they cannot stay on a sphere
+    A field that is made of others has them in `fields`; what it does not override is combined from them.
+    """
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The fields that this one is made of."""
+        return ()
 
     @abstractmethod
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
@@ -39,26 +44,41 @@ class Field(ABC):
     def summary(self) -> dict[str, Any]:
         """What a trajectory stores about it, as plain JSON."""
 
+    def with_fields(self, fields: tuple[Field, ...]) -> Field:
+        """The same combination of other fields."""
+        return replace(self, fields=fields) if fields else self  # type: ignore[type-var]
+
     def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
         """Raise ValueError unless the field can move this cloud; returns the batch axes of its drift."""
-        return cloud.x.shape[:-2]
+        return torch.broadcast_shapes(cloud.x.shape[:-2], *(field.check_cloud(cloud, t) for field in self.fields))
 
     def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
         """An upper bound, shape (), on the logits of tokens no longer than `radius` at these times."""
-        return torch.zeros(())
+        bounds = [field.logit_bound(radius, times).cpu() for field in self.fields]
+        return torch.stack([torch.zeros(()), *bounds]).amax()
 
     def in_float64(self) -> Field:
         """The same field for tokens that are computed in float64 because float32 cannot resolve their logits."""
-        return self
+        return self.with_fields(tuple(field.in_float64() for field in self.fields))
+
+    @property
+    def jumps(self) -> tuple[float, ...]:
+        """The times at which it is not continuous."""
+        return tuple(sorted({t for field in self.fields for t in field.jumps}))
 
     def piece(self, start: float, end: float) -> Field:
         """The field between two times without a jump inside, continuous up to both of them."""
-        return self
+        return self.with_fields(tuple(field.piece(start, end) for field in self.fields)) if self.jumps else self
+
+    @property
+    def needs_euclidean(self) -> bool:
+        """Whether it changes the length of tokens, so that they cannot stay on a sphere."""
+        return any(field.needs_euclidean for field in self.fields)
 
     @property
     def not_exchangeable_because(self) -> tuple[str, ...]:
         """Reasons why coincident tokens may separate; () if they never do."""
-        return ()
+        return tuple(reason for field in self.fields for reason in field.not_exchangeable_because)
 
     def __add__(self, other: Field) -> Field:
         return Sum((*_terms(self), *_terms(other))) if isinstance(other, Field) else NotImplemented
@@ -121,33 +141,10 @@ class Drift(Field):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Several(Field):
-    """Fields that act at once or one after the other."""
-
-    fields: tuple[Field, ...]
-
-    def __post_init__(self) -> None:
-        for i, field in enumerate(self.fields):
-            if not isinstance(field, Field):
-                raise TypeError(f"field {i} is a {type(field).__name__}, expected Attention, Drift, or a sum of them.")
-
-    def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
-        return torch.broadcast_shapes(*(field.check_cloud(cloud, t) for field in self.fields))
-
-    def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
-        return torch.stack([field.logit_bound(radius, times).cpu() for field in self.fields]).amax()
-
-    @property
-    def needs_euclidean(self) -> bool:  # type: ignore[override]
-        return any(field.needs_euclidean for field in self.fields)
-
-    @property
-    def not_exchangeable_because(self) -> tuple[str, ...]:
-        return tuple(reason for field in self.fields for reason in field.not_exchangeable_because)
-
-
-class Sum(_Several):
+class Sum(Field):
     """F_1 + F_2 + ..., made by adding fields."""
+
+    fields: tuple[Field, ...] = ()
 
     def __repr__(self) -> str:
         return " + ".join(type(field).__name__ for field in self.fields)
@@ -161,18 +158,9 @@ class Sum(_Several):
     def summary(self) -> dict[str, Any]:
         return {"sum": [field.summary() for field in self.fields]}
 
-    def in_float64(self) -> Field:
-        return Sum(tuple(field.in_float64() for field in self.fields))
 
-    @property
-    def jumps(self) -> tuple[float, ...]:  # type: ignore[override]
-        return tuple(sorted({t for field in self.fields for t in field.jumps}))
-
-    def piece(self, start: float, end: float) -> Field:
-        return Sum(tuple(field.piece(start, end) for field in self.fields)) if self.jumps else self
-
-
-class Layers(_Several):
+@dataclass(frozen=True, eq=False, repr=False)
+class Layers(Field):
     """Weights that change with depth: field number l acts from times[l] to times[l + 1].
 
     The steps of a flow end at the jumps, so that they keep their order.
@@ -190,25 +178,22 @@ class Layers(_Several):
         [0.0, 0.5, 2.0]
     """
 
-    times: tuple[float, ...]
+    fields: Sequence[Field] = ()  # type: ignore[assignment]
+    times: Sequence[float] | Tensor = ()
 
-    def __init__(self, fields: Sequence[Field], times: Sequence[float] | Tensor) -> None:
-        grid = tuple(float(t) for t in times)
-        if len(fields) == 0 or len(grid) != len(fields) + 1:
-            raise ValueError(f"{len(grid)} times for {len(fields)} fields, expected one more time than fields.")
-        if not all(a < b for a, b in itertools.pairwise(grid)) or not math.isfinite(grid[0]):
-            raise ValueError(f"times = {grid[:6]}, expected strictly increasing times; only the last may be infinite.")
-        super().__init__(tuple(fields))
-        object.__setattr__(self, "times", grid)
+    def __post_init__(self) -> None:
+        times = tuple(float(t) for t in self.times)
+        for i, field in enumerate(self.fields):
+            if not isinstance(field, Field):
+                raise TypeError(f"field {i} is a {type(field).__name__}, expected Attention, Drift, or a sum of them.")
+        if len(self.fields) == 0 or len(times) != len(self.fields) + 1:
+            raise ValueError(f"{len(times)} times for {len(self.fields)} fields, expected one more time than fields.")
+        if not all(a < b for a, b in itertools.pairwise(times)) or not math.isfinite(times[0]):
+            raise ValueError(f"times = {times[:6]}, expected strictly increasing times; only the last may be infinite.")
+        vars(self).update(fields=tuple(self.fields), times=times)
 
     def __repr__(self) -> str:
         return f"Layers({len(self.fields)} fields from t = {self.times[0]:g} to {self.times[-1]:g})"
-
-    def __len__(self) -> int:
-        return len(self.fields)
-
-    def __iter__(self) -> Iterator[Field]:
-        return iter(self.fields)
 
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
         return self.piece(t, t)(t, x, log_weights)
@@ -217,19 +202,50 @@ class Layers(_Several):
         times = [t if math.isfinite(t) else "inf" for t in self.times]
         return {"layers": [field.summary() for field in self.fields], "times": times}
 
-    def in_float64(self) -> Field:
-        return Layers([field.in_float64() for field in self.fields], self.times)
-
     @property
-    def jumps(self) -> tuple[float, ...]:  # type: ignore[override]
-        inner = {t for field in self.fields for t in field.jumps}
-        return tuple(sorted(inner | set(self.times[1:-1])))
+    def jumps(self) -> tuple[float, ...]:
+        return tuple(sorted({*super().jumps, *self.times[1:-1]}))
 
     def piece(self, start: float, end: float) -> Field:
         if not self.times[0] <= start <= end <= self.times[-1]:
             raise ValueError(f"{self} has no field from t = {start:g} to {end:g}; expected times between its own.")
         layer = min(bisect.bisect_right(self.times, start), len(self.fields)) - 1
         return self.fields[layer].piece(start, end)
+
+
+@dataclass(frozen=True, eq=False)
+class Transformed(Field):
+    """A field whose drift F is changed token by token: (t, x) -> transform(F, t, x).
+
+    Args:
+        field: the field F.
+        transform: a function of the drift (t, x) -> F(t, x), the time and the tokens.
+        name: what a trajectory stores.
+        needs_euclidean: whether tokens leave the sphere.
+        sees_unit_tokens: whether F is evaluated at x / |x|.
+    """
+
+    field: Field
+    transform: Callable[[Velocity, float, Tensor], Tensor]
+    name: str
+    needs_euclidean: bool = False
+    sees_unit_tokens: bool = False
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return (self.field,)
+
+    def with_fields(self, fields: tuple[Field, ...]) -> Field:
+        return replace(self, field=fields[0])
+
+    def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
+        return self.transform(lambda s, y: self.field(s, y, log_weights), t, x)
+
+    def summary(self) -> dict[str, Any]:
+        return {"transform": self.name, "field": self.field.summary()}
+
+    def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
+        return self.field.logit_bound(1.0 if self.sees_unit_tokens else radius, times)
 
 
 @dataclass(frozen=True, eq=False)

@@ -122,12 +122,6 @@ class ContinuousAttentionLayer(FlowModule):
         beta = math.inf if self._is_hardmax else self.beta
         return self._attention.copy_with(beta=beta, **{name: getattr(self, name) for name in names})
 
-    def detached_attention(self) -> Attention:
-        """The same without gradient."""
-        attention = self.attention()
-        weights = {name: z.detach() for name, z in attention.tensors.items()}
-        return attention.copy_with(**weights)
-
     def field(self) -> Field:
         """The vector field of the flow: the attention, with pre- or peri-norm."""
         return NORMS[self.norm](self.attention())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Geometry
 from attn_flow.nn.layer import ContinuousAttentionLayer, Norm
 from attn_flow.nn.masks import choose_mask
-from attn_flow.nn.options import FlowKeywords, FlowOptions, Step
+from attn_flow.nn.options import FlowKeywords, FlowOptions
 
 Readout = Literal["mean", "token"]
 
@@ -129,7 +129,9 @@ class DeepStack(nn.Module):
 
     def embed(self, inputs: Tensor) -> Tensor:
         """The tokens before the first layer, (batch, n, dim)."""
-        self._check_inputs(inputs)
+        expected = "(batch, n, inputs) real vectors" if self.points else "(batch, n) or (batch, n, fields) ids"
+        if inputs.is_floating_point() != self.points or inputs.ndim not in ((3,) if self.points else (2, 3)):
+            raise ValueError(f"inputs have shape {tuple(inputs.shape)} and dtype {inputs.dtype}, expected {expected}.")
         x = self.embedding(inputs)
         x = x.sum(-2) if x.ndim == 4 else x
         if self.positions is not None:
@@ -137,11 +139,6 @@ class DeepStack(nn.Module):
                 raise ValueError(f"inputs have {x.shape[-2]} tokens, expected at most length = {len(self.positions)}.")
             x = x + self.positions[: x.shape[-2]]
         return x.to(self.head.weight.dtype)  # under autocast the tokens stay in full precision
-
-    def _check_inputs(self, inputs: Tensor) -> None:
-        expected = "(batch, n, inputs) real vectors" if self.points else "(batch, n) or (batch, n, fields) ids"
-        if inputs.is_floating_point() != self.points or inputs.ndim not in ((3,) if self.points else (2, 3)):
-            raise ValueError(f"inputs have shape {tuple(inputs.shape)} and dtype {inputs.dtype}, expected {expected}.")
 
     def _normalise(self, x: Tensor) -> Tensor:
         """The tokens as FFN and head see them: of length one with pre- and peri-norm."""
@@ -195,38 +192,21 @@ class DeepStack(nn.Module):
 
     def attentions(self) -> list[Attention]:
         """One `Attention` per layer, without gradient (the same `depth` times if shared)."""
-        return [self.layer(l).detached_attention() for l in range(self.depth)]
+        attentions = [self.layer(l).attention() for l in range(self.depth)]
+        return [a.copy_with(**{name: z.detach() for name, z in a.tensors.items()}) for a in attentions]
 
-    def rerun(
-        self,
-        *,
-        horizon: float | None = None,
-        steps: int | None = None,
-        step: Step | None = None,
-        depth: int | None = None,
-        beta_factor: float = 1.0,
-    ) -> DeepStack:
-        """A copy with the same weights and another time, number of steps, method, depth (if shared) or beta.
+    def rerun(self, *, beta_factor: float = 1.0, **options: Any) -> DeepStack:
+        """A copy with the same weights, another beta, and other options of the flow.
 
         Args:
-            horizon, steps, step: of every layer; None leaves them.
-            depth: the number of layers, for a stack with shared weights.
             beta_factor: a factor of every beta.
+            options: of `FlowOptions`: horizon, steps, step.
         """
         checks.require_positive(beta_factor=beta_factor)
-        if depth is not None:
-            checks.require_count(depth=depth)
-            if not self.shared:
-                raise ValueError(
-                    f"depth = {depth}, but this stack has {self.depth} layers of its own; use shared=True."
-                )
         stack = copy.deepcopy(self)
-        stack.depth = self.depth if depth is None else depth
-        options = {"horizon": horizon, "steps": steps, "step": step}
-        changes = {name: value for name, value in options.items() if value is not None}
         for layer in stack.layers:
             assert isinstance(layer, ContinuousAttentionLayer)
-            layer.options = replace(layer.options, **changes)  # type: ignore[arg-type]
+            layer.options = replace(layer.options, **options)
             layer.beta = layer.beta.detach() * beta_factor
         return stack
 

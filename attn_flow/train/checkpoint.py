@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,8 @@ def write_checkpoint(
     tensors = {f"stack.{name}": z for name, z in stack.state_dict().items()}
     for index, state in optimiser.state_dict()["state"].items():
         tensors |= {f"optimiser.{index}.{name}": z for name, z in state.items()}
-    about = {
-        "update": update,
-        "recipe": recipe.as_dict(),
-        "stack": task.stack_options,
-        "digest": task.digest,
-        "versions": versions(),
-    }
+    about = {"update": update, "recipe": asdict(recipe), "stack": task.stack_options}
+    about |= {"digest": task.digest, "versions": versions()}
     write_tensors(tensors, folder / CHECKPOINT, {"format": FORMAT, "about": json.dumps(about)})
 
 
@@ -79,7 +75,7 @@ def _load_weights(stack: DeepStack, tensors: dict[str, Tensor], path: str | Path
 
 def _require_same_run(path: Path, about: dict[str, Any], recipe: Recipe, task: Task) -> None:
     """ValueError unless the checkpoint belongs to this run. A finished run may get more updates."""
-    then, now = {**about["recipe"]}, recipe.as_dict()
+    then, now = {**about["recipe"]}, asdict(recipe)
     if about["update"] == then["updates"] < now["updates"]:
         then["updates"] = now["updates"]
     if changes := _differences(then, now):

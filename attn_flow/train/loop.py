@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ def train_stack(
         "processes": world.count,
         "device": str(world.device),
         "seconds": round(time.perf_counter() - start_time, 1),
-        "recipe": recipe.as_dict(),
+        "recipe": asdict(recipe),
     }
     stack.eval()
     return Trained(stack, task, summary)

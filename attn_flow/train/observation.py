@@ -55,7 +55,6 @@ def what_was_learned(stack: DeepStack, task: Task, seed: int = 0, inputs: int = 
 def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: Tensor | None) -> dict[str, Any]:
     target = limit(attention)
     start, end = (Cloud(x, mask=mask) for x in (path[0], path[-1]))
-    sample = resolution(attention, start, warn=False)
     numbers: dict[str, Any] = {
         "beta": torch.as_tensor(attention.beta).reshape(-1).expand(attention.heads).tolist(),
         "limit": {
@@ -64,11 +63,8 @@ def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: T
             "rate": None if target.rates is None else target.rates.decay(),
             "reason": target.reason,
         },
-        "resolution": {"number": float(sample.number.max()), "verdict": sample.verdict},
-        "clusters": {
-            "start": float(count_clusters(start).double().mean()),
-            "end": float(count_clusters(end).double().mean()),
-        },
+        "resolution": resolution(attention, start, warn=False).verdict,
+        "clusters": {name: float(count_clusters(x).double().mean()) for name, x in (("start", start), ("end", end))},
         "w2": None,
     }
     curve, reason = distance_to_limit(stack, attention, path, mask)

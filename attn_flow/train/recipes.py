@@ -6,7 +6,7 @@ Importing this module does not import torch, so that `attn-flow train --help` is
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ TASKS = {
         0.95,
     ),
 }
-SYMMETRIC = ("none", "G", "V", "GV", "positive", "V alone")
+SYMMETRIC = ("none", "GV", "positive", "V alone")
 GEOMETRIES = ("sphere", "euclidean", "layer-norm")
 
 
@@ -61,7 +61,7 @@ class Recipe:
     heads: int = _option(1, "Attention heads.")
     head_dim: int | None = _option(None, "Width of a head, by default dim / heads.")
     symmetric: str = _option(
-        "none", "Symmetric matrices of one head: none, G, V, GV; positive: GV, G positive; V alone: G = I."
+        "none", "Symmetric matrices of one head: none, GV; positive: GV, G positive; V alone: G = I."
     )
     depth: int = _option(1, "Layers.")
     shared: bool = _option(False, "One layer's weights for all layers.")
@@ -120,10 +120,6 @@ class Recipe:
         """The accuracy that the task states for its own recipe and any seed; None for other recipes."""
         is_known = self.task in TASKS and replace(self, seed=0) == recipe(self.task)
         return TASKS[self.task].accuracy if is_known else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON."""
-        return asdict(self)
 
 
 def recipe(task: str) -> Recipe:

@@ -15,27 +15,23 @@ from attn_flow.train.tasks import seed_of
 
 
 class Symmetric(nn.Module):
-    """The symmetric part of a matrix, as a parametrisation of torch."""
+    """A parametrisation of torch: the symmetric part of a matrix W, or the positive semidefinite W W^T."""
+
+    def __init__(self, is_positive: bool = False) -> None:
+        super().__init__()
+        self.is_positive = is_positive
 
     def forward(self, weight: Tensor) -> Tensor:
         """(..., d, d) -> (..., d, d)."""
-        return (weight + weight.mT) / 2
-
-
-class Positive(nn.Module):
-    """A positive semidefinite matrix W W^T, as a parametrisation of torch."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """(..., d, d) -> (..., d, d)."""
-        return weight @ weight.mT
+        return weight @ weight.mT if self.is_positive else (weight + weight.mT) / 2
 
 
 def make_stack(recipe: Recipe, options: dict[str, Any]) -> DeepStack:
     """The untrained stack, which depends on the seed alone.
 
     Args:
-        recipe: its sizes, and which matrices are symmetric: with G, K is the identity and Q symmetric; with V, O is.
-            With a positive G (or G = I) and a symmetric V the eigenvalues of V G are real: its limit does not rotate.
+        recipe: its sizes, and which matrices are symmetric: for G, K is the identity and Q symmetric; for V, O is the
+            identity. With a positive G (or G = I) and a symmetric V the eigenvalues of V G are real: no limit rotates.
         options: the arguments of `DeepStack` that the task decides.
     """
     names = ("dim", "heads", "head_dim", "depth", "shared", "horizon", "steps", "step", "learn_beta", "norm", "ffn")
@@ -56,22 +52,14 @@ def make_stack(recipe: Recipe, options: dict[str, Any]) -> DeepStack:
         nn.init.zeros_(stack.embedding.bias)
         stack.embedding.requires_grad_(False)
     for layer in (stack.layer(l) for l in range(len(stack.layers))):
-        if recipe.symmetric in ("G", "GV", "positive"):
-            _fix_at_identity(layer, "K")
-            shape = Positive() if recipe.symmetric == "positive" else Symmetric()
-            parametrize.register_parametrization(layer, "Q", shape)
-        if recipe.symmetric == "V alone":
-            _fix_at_identity(layer, "Q", "K")
-        if recipe.symmetric not in ("none", "G"):
-            _fix_at_identity(layer, "O")
-            parametrize.register_parametrization(layer, "V", Symmetric())
+        if recipe.symmetric == "none":
+            continue
+        for name in ("Q", "K", "O") if recipe.symmetric == "V alone" else ("K", "O"):
+            nn.init.eye_(layer.get_parameter(name).requires_grad_(False)[0])
+        if recipe.symmetric != "V alone":
+            parametrize.register_parametrization(layer, "Q", Symmetric(recipe.symmetric == "positive"))
+        parametrize.register_parametrization(layer, "V", Symmetric())
     return stack
-
-
-def _fix_at_identity(layer: nn.Module, *names: str) -> None:
-    """Set weights (1, d, d) of a layer to the identity, and do not train them."""
-    for name in names:
-        nn.init.eye_(layer.get_parameter(name).requires_grad_(False)[0])
 
 
 def _geometry(recipe: Recipe) -> Geometry:

@@ -62,8 +62,7 @@ class Task:
     Args:
         name: the name in logs.
         inputs, outputs, readout, length, points: see `DeepStack`.
-        draw: (size, generator) -> a training batch.
-        held_out: (size, generator) -> a batch that is never trained on.
+        draw, held_out: (size, generator) -> a batch to train on, and one that is never trained on.
         chance: the accuracy of the best answer that ignores the inputs.
         digest: a digest of the data, empty for generated tasks.
     """
@@ -84,21 +83,6 @@ class Task:
         """The arguments of `DeepStack` that the task decides."""
         names = ("inputs", "outputs", "readout", "length", "points")
         return {name: getattr(self, name) for name in names}
-
-
-def draw_from(examples: Batch) -> Draw:
-    """Batches drawn with replacement from examples."""
-
-    def draw(size: int, generator: torch.Generator) -> Batch:
-        rows = torch.randint(examples.y.shape[0], (size,), generator=generator)
-        return examples.map(lambda z: z[rows])
-
-    return draw
-
-
-def first_of(examples: Batch) -> Draw:
-    """Batches of the first examples."""
-    return lambda size, generator: examples.map(lambda z: z[:size])
 
 
 def tensor_task(
@@ -132,12 +116,17 @@ def tensor_task(
         if not ids.is_floating_point() and (ids.numel() == 0 or not 0 <= int(ids.min()) <= int(ids.max()) < size):
             raise ValueError(f"{name} has values outside of 0 to {size - 1}, or none.")
     whole = Batch(x, y, mask)
+
+    def draw(size: int, generator: torch.Generator) -> Batch:  # with replacement
+        rows = torch.randint(examples - count, (size,), generator=generator)
+        return whole.map(lambda z: z[rows])
+
     return Task(
         "own",
         inputs=inputs,
         outputs=outputs,
-        draw=draw_from(whole.map(lambda z: z[:-count])),
-        held_out=first_of(whole.map(lambda z: z[-count:])),
+        draw=draw,
+        held_out=lambda size, generator: whole.map(lambda z: z[-count:][:size]),
         chance=float(classes.bincount().max() / classes.numel()),
         readout="mean" if y.ndim == 1 else "token",
         length=None if points else x.shape[1],

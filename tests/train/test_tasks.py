@@ -86,7 +86,7 @@ def test_recipes() -> None:
         ({"task": "majority", "lr": 0.0}, "lr = 0.0, expected a positive, finite number"),
         ({"task": "majority", "updates": 0}, "updates = 0, expected an integer"),
         ({"task": "majority", "geometry": "torus"}, "geometry = 'torus', expected one of 'sphere'"),
-        ({"task": "side", "symmetric": "V", "heads": 2}, "expected one head of width dim"),
+        ({"task": "side", "symmetric": "GV", "heads": 2}, "expected one head of width dim"),
     ):
         with pytest.raises(ValueError, match=message):
             Recipe(**options)
