@@ -56,7 +56,7 @@ class Architecture:
     Example:
         >>> Architecture(
         ...     name="mine", blocks="encoder.layers", attn="att", qkv="att.{q,k,v}", o="att.out",
-        ...     norm1="norm_a", norm2="norm_b", ffn="mlp", norm_placement="pre",
+        ...     norm1="norm_a", norm2="norm_b", ffn="ffn", norm_placement="post",
         ... ).k
         'att.k'
     """
@@ -68,8 +68,8 @@ class Architecture:
     o: str
     norm1: str
     norm2: str
-    ffn: str
-    norm_placement: NormPlacement | Callable[[nn.Module], NormPlacement]
+    ffn: str = "mlp"
+    norm_placement: NormPlacement | Callable[[nn.Module], NormPlacement] = "pre"
     fused: str = ""
     emit: str = ""
     q_bias: str = ""
@@ -88,20 +88,10 @@ class Architecture:
     shared: bool = False
     refuse: tuple[str, ...] = ()
 
-    @property
-    def q(self) -> str:
-        """Path of the query projection."""
-        return self._projection(0)
-
-    @property
-    def k(self) -> str:
-        """Path of the key projection."""
-        return self._projection(1)
-
-    @property
-    def v(self) -> str:
-        """Path of the value projection."""
-        return self._projection(2)
+    # Paths of the projections of queries, keys and values.
+    q = property(lambda self: self._projection(0))
+    k = property(lambda self: self._projection(1))
+    v = property(lambda self: self._projection(2))
 
     def _projection(self, index: int) -> str:
         prefix, brace, rest = self.qkv.partition("{")
@@ -123,15 +113,12 @@ def has(module: nn.Module, path: str) -> bool:
 
 def _albert_blocks(root: Any) -> list[tuple[str, nn.Module]]:
     """ALBERT runs L layers through a few groups of blocks: layer i uses group floor(i groups / L)."""
-    if not has(root, "encoder.albert_layer_groups"):
+    path = "encoder.albert_layer_groups"
+    if not has(root, path):
         return []
-    groups, depth = root.encoder.albert_layer_groups, root.config.num_hidden_layers
-    layers = []
-    for i in range(depth):
-        g = int(i / (depth / len(groups)))
-        for j, block in enumerate(groups[g].albert_layers):
-            layers.append((f"encoder.albert_layer_groups.{g}.albert_layers.{j}", block))
-    return layers
+    groups, depth = root.get_submodule(path), root.config.num_hidden_layers
+    chosen = [int(i / (depth / len(groups))) for i in range(depth)]
+    return [(f"{path}.{g}.albert_layers.{j}", m) for g in chosen for j, m in enumerate(groups[g].albert_layers)]
 
 
 def _deberta_beta(core: Any, k: int) -> float:
@@ -198,6 +185,7 @@ def _t5_table(root: nn.Module, n: int) -> Tensor:
     return first.compute_bias(n, n)[0]
 
 
+# Named functions rather than lambdas: a wrapped model is pickled with its architecture.
 def _is_decoder(block: Any) -> bool:
     return bool(getattr(block, "is_decoder", False))
 
@@ -210,7 +198,6 @@ def _unscaled(core: nn.Module, k: int) -> float:
     return 1.0
 
 
-# Named functions rather than lambdas: a wrapped model is pickled with its architecture.
 def _neox_norm_placement(block: Any) -> NormPlacement:
     return "parallel" if block.use_parallel_residual else "pre"
 
@@ -243,8 +230,6 @@ _VIT = Architecture(
     o="attention.o_proj",
     norm1="layernorm_before",
     norm2="layernorm_after",
-    ffn="mlp",
-    norm_placement="pre",
 )
 _VIT4 = replace(
     _VIT,
@@ -272,7 +257,6 @@ _T5 = Architecture(
     norm1="layer.0.layer_norm",
     norm2="layer.1.layer_norm",
     ffn="layer.1.DenseReluDense",
-    norm_placement="pre",
     beta=_unscaled,
     positions="relative position bias, shared by all layers and not scaled by beta",
     score_table=_t5_table,
@@ -348,8 +332,6 @@ ARCHITECTURES: list[Architecture] = [
         fused="(c h k)",
         norm1="attn_norm",
         norm2="mlp_norm",
-        ffn="mlp",
-        norm_placement="pre",
         embed_norm="embeddings.norm",
         positions=partial(_rotary_positions, "attn"),
         angles=partial(_rotary_angles, "attn"),
@@ -366,8 +348,6 @@ ARCHITECTURES: list[Architecture] = [
         o="self_attn.out_proj",
         norm1="layer_norm1",
         norm2="layer_norm2",
-        ffn="mlp",
-        norm_placement="pre",
         causal=_is_clip_text,
     ),
     Architecture(
@@ -379,8 +359,6 @@ ARCHITECTURES: list[Architecture] = [
         fused="(c h k)",
         norm1="ln_1",
         norm2="ln_2",
-        ffn="mlp",
-        norm_placement="pre",
         beta=_gpt2_beta,
         causal=True,
     ),
@@ -393,7 +371,6 @@ ARCHITECTURES: list[Architecture] = [
         fused="(h c k)",
         norm1="input_layernorm",
         norm2="post_attention_layernorm",
-        ffn="mlp",
         norm_placement=_neox_norm_placement,
         positions=partial(_rotary_positions, "attention"),
         angles=partial(_rotary_angles, "attention"),
@@ -407,8 +384,6 @@ ARCHITECTURES: list[Architecture] = [
         o="self_attn.o_proj",
         norm1="input_layernorm",
         norm2="post_attention_layernorm",
-        ffn="mlp",
-        norm_placement="pre",
         positions=partial(_rotary_positions, "self_attn"),
         angles=partial(_rotary_angles, "self_attn"),
         causal=True,

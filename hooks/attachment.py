@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,76 +35,36 @@ def replace_states(
     return tuple(x if a is before else a for a in args), {k: x if v is before else v for k, v in kwargs.items()}
 
 
-class BlockListener:
-    """What listens to the beginning of a block, also when gradient checkpointing computes the block a second time.
-
-    Since transformers 5.23 a block checkpoints its `forward`, inside of its hooks, which then run only once.
-    """
-
-    def enter_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        raise NotImplementedError
-
-    def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The forward pre-hook of the block."""
-        self.enter_block(module, args, kwargs)
-        block: Any = module
-        is_checkpointed = block.training and getattr(block, "gradient_checkpointing", False)
-        if not is_checkpointed or type(block).__call__ is not nn.Module.__call__:  # before 5.23 hooks are inside
-            return
-        if not isinstance(block._gradient_checkpointing_func, ListenedCheckpoint):
-            block._gradient_checkpointing_func = ListenedCheckpoint(block)
-
-
-class ListenedCheckpoint:
-    """The checkpointing function of a block for one call, with the listeners inside of what is checkpointed."""
-
-    def __init__(self, block: Any) -> None:
-        self.block, self.checkpoint = block, block._gradient_checkpointing_func
-
-    def __call__(self, function: Any, *args: Any) -> Any:
-        self.block._gradient_checkpointing_func = self.checkpoint
-        kwargs = getattr(function, "keywords", {})  # of functools.partial
-
-        def enter_and_run(*args: Any) -> Any:
-            for hook in list(self.block._forward_pre_hooks.values()):
-                listener = getattr(hook, "__self__", None)
-                if isinstance(listener, BlockListener):
-                    listener.enter_block(self.block, args, kwargs)
-            return function(*args)
-
-        return self.checkpoint(enter_and_run, *args)
-
-
-class LayerClock(BlockListener):
+class LayerClock:
     """Which layer is running: counts the blocks in a forward pass, since a shared block runs several times."""
 
     def __init__(self, layers: list[Block]) -> None:
-        self.blocks = layers
-        self.layer = -1
-        self.is_running = False
-        self._count = -1
+        self.blocks, self.layer, self.is_running = layers, -1, False
 
     def attach(self, stack: ExitStack) -> None:
         root = self.blocks[0].root
         stack.callback(root.register_forward_pre_hook(self._begin).remove)
         stack.callback(root.register_forward_hook(self._end, always_call=True).remove)
-        for module in {id(b.module): b.module for b in self.blocks}.values():
-            stack.callback(module.register_forward_pre_hook(self.listen, with_kwargs=True).remove)
+        for block in distinct(self.blocks):
+            stack.callback(block.module.register_forward_pre_hook(self._enter).remove)
+
+    def layer_of(self, block: Block) -> int:
+        """The layer that runs this block. One that is not shared is known, also when it is computed a second time."""
+        return self.layer if sum(b.module is block.module for b in self.blocks) > 1 else block.index
 
     def _begin(self, *_: Any) -> None:
-        self._count, self.is_running = -1, True
+        self.layer, self.is_running = -1, True
 
     def _end(self, *_: Any) -> None:
         self.is_running = False
 
-    def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._count += self.is_running
-        super().listen(module, args, kwargs)
+    def _enter(self, *_: Any) -> None:
+        self.layer += self.is_running
 
-    def enter_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        indices = [b.index for b in self.blocks if b.module is module]
-        # A block that is not shared is known by itself, also when it is computed a second time.
-        self.layer = indices[0] if len(indices) == 1 else self._count
+
+def distinct(layers: Iterable[Block]) -> list[Block]:
+    """The blocks without those that have the module of an earlier one."""
+    return list({id(block.module): block for block in reversed(list(layers))}.values())[::-1]
 
 
 def keep_padding(stack: ExitStack, root: nn.Module) -> None:

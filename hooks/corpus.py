@@ -201,15 +201,14 @@ class _Run:
         states = [cache[name].flatten(0, 1) for name in cache.points]  # (batch * pos, d) each
         states = [(x if len(index) == len(x) else x.index_select(0, index.to(x.device))).cpu() for x in states]
         if self.part.n == 0:
-            start = Statistics.empty(self.about, states[0].shape[-1])
-            self.part.moments, self.part.sample = start.moments, start.sample
+            self.part = Statistics.empty(self.about, states[0].shape[-1])
         part = self.part
-        part.moments.add(states)
-        chosen, key = part.sample.candidates(text, position)
+        part.add_moments(states)
+        chosen, key = part.candidates(text, position)
         if len(chosen):
             strings = cache.strings(batch, self.tokenizer)
             token = [strings[row][column] for row, column in where[chosen].tolist()]
-            part.sample.add(torch.stack([x[chosen] for x in states]), key, text[chosen], position[chosen], token)
+            part.add_sample(torch.stack([x[chosen] for x in states]), key, text[chosen], position[chosen], token)
         part.texts, part.truncated = part.texts + texts, part.truncated + batch.truncated
         part.unknown, part.content = part.unknown + batch.unknown, part.content + batch.content
 

@@ -84,10 +84,6 @@ class LayerFlow(nn.Module):
         """The factor (heads,) of the inverse temperature."""
         return self.beta_factor
 
-    def at(self, layer: int | None = None) -> Tensor:
-        """The factor of every layer that runs this block."""
-        return self.beta_factor
-
     def extra_repr(self) -> str:
         return (
             f"heads={self.heads}, horizon={self.horizon}, steps={self.steps}, step={self.step}, "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.hooks.attachment import LayerClock, hidden_states, input_states, keep_padding
+from attn_flow.hooks.attachment import LayerClock, distinct, hidden_states, input_states, keep_padding
 from attn_flow.hooks.inputs import TokenBatch
 from attn_flow.hooks.layout import Block, blocks
 from attn_flow.hooks.positions import attention_scores, project
@@ -114,7 +114,7 @@ class ActivationCache(Mapping[str, Tensor]):
         wanted = {
             (layer, "attn.hook_in" if point in derived else point) for layer, point in map(split_name, self.points)
         }
-        for block in {id(b.module): b for b in self.blocks}.values():
+        for block in distinct(self.blocks):
             indices = [b.index for b in self.blocks if b.module is block.module]
             for point in POINTS:
                 layers = {i for i in indices if (i, point) in wanted}

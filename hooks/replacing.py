@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from attn_flow.hooks.attachment import keep_padding
+from attn_flow.hooks.attachment import LayerClock, distinct, keep_padding
 from attn_flow.hooks.layer_flow import ENTRY, LayerFlow, StepName
 from attn_flow.hooks.layout import Block, blocks, blocks_to_change, choose_layers
 from attn_flow.hooks.saving import update_config
@@ -31,7 +31,7 @@ class ReplacedAttention(AttentionFlow):
     """A wrapped attention whose options are those of its child module, looked up whenever the layer runs."""
 
     def __init__(self, block: Block) -> None:
-        super().__init__(block)
+        super().__init__(block, None, LayerClock([block]), {})
         self.was_nested = getattr(block.root, "use_nested_tensor", None)
 
     @property
@@ -40,14 +40,13 @@ class ReplacedAttention(AttentionFlow):
         return getattr(self.module, ENTRY)
 
     @property
-    def options(self) -> FlowOptions:  # type: ignore[override]
+    def options(self) -> FlowOptions:
         return self.child.options
 
-    @property
-    def factor(self) -> Any:  # type: ignore[override]
-        return self.child
+    def is_active(self, layer: int) -> bool:
+        return True
 
-    def current_factor(self) -> Tensor:
+    def factor(self, layer: int) -> Tensor:
         return self.child()  # called as a module, so that offloaded weights are there
 
 
@@ -100,7 +99,7 @@ def replace_attention(
         if find_wrapped_forward(block.attn)[1] is not None:
             raise ValueError(f"layer {block.index} is a flow already; undo that by restore_attention(model) first.")
     new_flows = []
-    for block in {id(all_blocks[i].module): all_blocks[i] for i in chosen}.values():
+    for block in distinct(all_blocks[i] for i in chosen):
         like = _floating_tensor(block)
         flow = LayerFlow(block.heads, horizon, steps, step, learn_beta, device=like.device, dtype=like.dtype)
         factor = resolve_factor(block, beta, beta_factor)
@@ -110,7 +109,7 @@ def replace_attention(
     with ExitStack() as stack:
         for block, flow in new_flows:
             block.attn.add_module(ENTRY, flow)
-            replaced = ReplacedAttention(block)
+            replaced = ReplacedAttention(block)  # before `keep_padding`, which it remembers
             keep_padding(stack, block.root)
             replaced.attach(stack)
         if new_flows[0][1].options.evaluations > 1:
@@ -151,10 +150,10 @@ def restore_attention(model: Model) -> Model:
             del block.attn.forward
         else:
             setattr(block.attn, name, forward.before or MethodType(type(block.attn).forward, block.attn))
-        if isinstance(block.root, nn.TransformerEncoder):
-            block.root.use_nested_tensor = bool(forward.was_nested)
+        if isinstance(block.root, nn.TransformerEncoder) and forward.was_nested:
+            block.root.use_nested_tensor = True
         delattr(block.attn, ENTRY)
-        for module in (block.module, block.attn, block.root):
+        for module in (block[block.architecture.norm1], block.attn, block.root):
             _remove_hooks(module)
     update_config(model)
     return model

@@ -12,9 +12,8 @@ from attn_flow.hooks.attachment import evaluation_mode
 from attn_flow.hooks.inputs import TokenBatch
 from attn_flow.hooks.layout import Block, blocks, encoder_inside
 from attn_flow.hooks.recorder import recording, run_batch
-from attn_flow.hooks.temperature import query_scalings
 from attn_flow.hooks.weights import UnreadableWeightsError, projections, read_attention, relative_rounding
-from attn_flow.hooks.wrapping import find_wrapped_forward
+from attn_flow.hooks.wrapping import active_factor, find_wrapped_forward
 from attn_flow.measures import Cloud
 
 
@@ -107,10 +106,11 @@ def _largest_logit(block: Block, z: Tensor) -> float:
 
 def describe_changes(block: Block) -> list[str]:
     """What `wrap`, `replace_attention` and `scale_beta` have changed in a block, in words."""
-    forward = find_wrapped_forward(block.attn)[1]
-    changes = [] if forward is None else [forward.describe(block.index)]
-    changes += [scaling.describe(block.index) for scaling in query_scalings(block.attn)]
-    return [change for change in changes if change]
+    forward, factor = find_wrapped_forward(block.attn)[1], active_factor(block, block.index)
+    changes = [] if forward is None else [f"a flow with {forward.options}"]
+    if factor is not None:
+        changes.append(f"beta_factor {[float(f'{value:.6g}') for value in factor.tolist()]}")
+    return changes
 
 
 def list_changes(model: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.recorder import depth_of
 
-FORMAT = "attn_flow.Statistics"
+FORMAT = "attn_flow.Statistics 0.3"
 AT_ONCE = 1024  # tokens whose products are summed in float32 before they are added in float64
-COUNTS = ("done", "batches", "texts", "truncated", "unknown", "content", "digest")
+TENSORS = ("first", "second", "x", "key", "text", "position")
 # What two runs must share to be parts of one, with a name for people.
 SHARED = {
     "model": "the weights",
@@ -33,54 +33,6 @@ SHARED = {
     "versions": "the versions of packages or of this one's source",
     **{name: name for name in ("points", "special", "batch", "max_length", "reservoir", "seed")},
 }
-
-
-@dataclass
-class Moments:
-    """n, sum x (points, d) and the upper part of sum x x^T (points, d, d) of the tokens of every point, in float64.
-
-    Products of float32 tokens are computed in float32, for at most b = 1,024 tokens at a time and about their mean.
-    With S the scatter within these b tokens an entry is wrong by at most (b + 2) 2^-24 sqrt(S_ii S_jj), which is less
-    than the rounding of the states themselves in practice.
-    """
-
-    n: int
-    first: Tensor
-    second: Tensor
-
-    @classmethod
-    def zero(cls, points: int, d: int) -> Moments:
-        return cls(0, torch.zeros(points, d, dtype=torch.float64), torch.zeros(points, d, d, dtype=torch.float64))
-
-    def add(self, states: Sequence[Tensor]) -> None:
-        """Add tokens (n, d), one tensor for every point."""
-        self.n += len(states[0])
-        for x, first, second in zip(states, self.first, self.second):
-            quarter = -(-x.shape[-1] // 4)
-            for part in (x if x.dtype == torch.float64 else x.float()).split(AT_ONCE):
-                b, total = len(part), part.sum(0, dtype=torch.float64)
-                first += total
-                near = (total / b).to(part.dtype)
-                u, c = part - near, near.double()
-                # sum x x^T = sum u u^T + c s^T + (s - b c) c^T with u = x - c and s = sum x, for any c.
-                second.addmm_(torch.stack([c, total - b * c], 1), torch.stack([total, c]))
-                # The matrix is symmetric: ten of its sixteen blocks are enough. This is nearly all that this costs.
-                for i in range(0, x.shape[-1], quarter):
-                    second[i : i + quarter, i:] += u[:, i : i + quarter].mT @ u[:, i:]
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(self.n + other.n, self.first + other.first, self.second + other.second)
-
-    @property
-    def mean(self) -> Tensor:
-        """E x, (points, d)."""
-        return self.first / self.n
-
-    @property
-    def covariance(self) -> Tensor:
-        """E x x^T - E x E x^T, (points, d, d)."""
-        full = torch.triu(self.second) + torch.triu(self.second, 1).mT
-        return full / self.n - self.mean[:, :, None] * self.mean[:, None, :]
 
 
 def random_keys(seed: int, text: Tensor, position: Tensor) -> Tensor:
@@ -97,54 +49,17 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
-@dataclass
-class Sample:
-    """A uniform sample of tokens without replacement: those with the smallest random keys.
-
-    Args:
-        size, seed: of the sample, and of the keys.
-        x: tokens (points, m, d), m <= size.
-        key, text, position, token: of every sampled token, (m,).
-    """
-
-    size: int
-    seed: int
-    x: Tensor
-    key: Tensor
-    text: Tensor
-    position: Tensor
-    token: list[str] = field(default_factory=list)
-
-    @classmethod
-    def empty(cls, size: int, seed: int, points: int, d: int) -> Sample:
-        none = torch.zeros(0, dtype=torch.int64)
-        return cls(size, seed, torch.zeros(points, 0, d), none, none, none)
-
-    def candidates(self, text: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of these tokens belong to the sample, as indices, and their keys."""
-        key = random_keys(self.seed, text, position)
-        smallest = torch.cat([self.key, key]).sort().values[: self.size]
-        index = (key <= smallest[-1]).nonzero()[:, 0] if len(smallest) else text.new_zeros(0)
-        return index, key[index]
-
-    def add(self, x: Tensor, key: Tensor, text: Tensor, position: Tensor, token: list[str]) -> None:
-        """Add tokens x (points, m, d) and keep those with the smallest keys."""
-        key = torch.cat([self.key, key])
-        order = key.argsort()[: self.size]
-        self.x = torch.cat([self.x, x.to(self.x.dtype)], dim=1)[:, order]
-        self.key, self.text = key[order], torch.cat([self.text, text])[order]
-        self.position = torch.cat([self.position, position])[order]
-        tokens = self.token + token
-        self.token = [tokens[i] for i in order.tolist()]
-
-
 @dataclass(eq=False)
 class Statistics:
     """Moments in float64 and a uniform sample of tokens at every recorded point: what `record_corpus` returns.
 
+    The sample is without replacement: the tokens with the smallest random keys, at most `reservoir` of them.
+
     Args:
         about: the model and the options of the run, as plain JSON.
-        moments, sample: the sums and the sample.
+        n, first, second: number of tokens, sum x (points, d), and the upper part of sum x x^T (points, d, d).
+        x: the sampled tokens (points, m, d).
+        key, text, position, token: random keys, texts, positions and strings of the sampled tokens, (m,).
         done: whether the run is complete.
         batches, texts, truncated: how many batches and texts were read, and how many texts were truncated.
         unknown, content: how many tokens the tokenizer did not know, of how many.
@@ -159,43 +74,83 @@ class Statistics:
     """
 
     about: dict[str, Any]
-    moments: Moments
-    sample: Sample
+    n: int
+    first: Tensor
+    second: Tensor
+    x: Tensor
+    key: Tensor
+    text: Tensor
+    position: Tensor
+    token: list[str]
     done: bool = False
     batches: int = 0
     texts: int = 0
     truncated: int = 0
     unknown: int = 0
     content: int = 0
-    digest: str = field(default_factory=lambda: hashlib.sha256(b"").hexdigest())
+    digest: str = hashlib.sha256(b"").hexdigest()
 
     @classmethod
     def empty(cls, about: dict[str, Any], d: int) -> Statistics:
         """The statistics of no tokens of width d."""
-        points = len(about["points"])
-        return cls(about, Moments.zero(points, d), Sample.empty(about["reservoir"], about["seed"], points, d))
+        points, none = len(about["points"]), torch.zeros(0, dtype=torch.int64)
+        second = torch.zeros(points, d, d, dtype=torch.float64)
+        return cls(about, 0, second.sum(-1), second, torch.zeros(points, 0, d), none, none, none, [])
 
     def __repr__(self) -> str:
-        shape = tuple(self.moments.first.shape)
         return (
-            f"Statistics(n={self.n}, texts={self.texts}, points x d={shape}, sample={len(self.sample.key)}, "
-            f"done={self.done}, architecture={self.about.get('architecture')!r})"
+            f"Statistics(n={self.n}, texts={self.texts}, points x d={tuple(self.first.shape)}, "
+            f"sample={len(self.key)}, done={self.done}, architecture={self.about.get('architecture')!r})"
         )
 
-    @property
-    def n(self) -> int:
-        """Number of tokens."""
-        return self.moments.n
+    def add_moments(self, states: Sequence[Tensor]) -> None:
+        """Add tokens (n, d), one tensor for every point, to the moments.
+
+        Products of float32 tokens are computed in float32, for at most b = 1,024 tokens at a time and about their mean.
+        With S the scatter within these b tokens an entry is wrong by at most (b + 2) 2^-24 sqrt(S_ii S_jj), which is
+        less than the rounding of the states themselves in practice.
+        """
+        self.n += len(states[0])
+        for x, first, second in zip(states, self.first, self.second):
+            quarter = -(-x.shape[-1] // 4)
+            for part in (x if x.dtype == torch.float64 else x.float()).split(AT_ONCE):
+                b, total = len(part), part.sum(0, dtype=torch.float64)
+                first += total
+                near = (total / b).to(part.dtype)
+                u, c = part - near, near.double()
+                # sum x x^T = sum u u^T + c s^T + (s - b c) c^T with u = x - c and s = sum x, for any c.
+                second.addmm_(torch.stack([c, total - b * c], 1), torch.stack([total, c]))
+                # The matrix is symmetric: ten of its sixteen blocks are enough. This is nearly all that this costs.
+                for i in range(0, x.shape[-1], quarter):
+                    second[i : i + quarter, i:] += u[:, i : i + quarter].mT @ u[:, i:]
+
+    def candidates(self, text: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of these tokens belong to the sample, as indices, and their keys."""
+        key = random_keys(self.about["seed"], text, position)
+        smallest = torch.cat([self.key, key]).sort().values[: self.about["reservoir"]]
+        index = (key <= smallest[-1]).nonzero()[:, 0] if len(smallest) else text.new_zeros(0)
+        return index, key[index]
+
+    def add_sample(self, x: Tensor, key: Tensor, text: Tensor, position: Tensor, token: list[str]) -> None:
+        """Add tokens x (points, m, d) to the sample and keep those with the smallest keys."""
+        key = torch.cat([self.key, key])
+        order = key.argsort()[: self.about["reservoir"]]
+        self.x = torch.cat([self.x, x.to(self.x.dtype)], dim=1)[:, order]
+        self.key, self.text = key[order], torch.cat([self.text, text])[order]
+        self.position = torch.cat([self.position, position])[order]
+        tokens = self.token + token
+        self.token = [tokens[i] for i in order.tolist()]
 
     @property
     def mean(self) -> Tensor:
-        """(points, d), float64."""
-        return self.moments.mean
+        """E x, (points, d), float64."""
+        return self.first / self.n
 
     @property
     def covariance(self) -> Tensor:
-        """(points, d, d), float64."""
-        return self.moments.covariance
+        """E x x^T - E x E x^T, (points, d, d), float64."""
+        full = torch.triu(self.second) + torch.triu(self.second, 1).mT
+        return full / self.n - self.mean[:, :, None] * self.mean[:, None, :]
 
     @property
     def unknown_share(self) -> float:
@@ -204,21 +159,18 @@ class Statistics:
 
     def trajectory(self) -> Trajectory:
         """The sample as a path x (points, m, d): one cloud of tokens from many texts."""
-        sample = self.sample
-        if not len(sample.key):
+        if not len(self.key):
             raise ValueError("no tokens were sampled; record with reservoir=1024, or use mean and covariance.")
         t = torch.tensor([depth_of(name) for name in self.about["points"]], dtype=torch.float64)
         counts = {"texts": self.texts, "tokens": self.n, "truncated": self.truncated}
         about = {**self.about, **counts, "unknown_share": self.unknown_share}
-        labels = {"text": sample.text.tolist(), "position": sample.position.tolist(), "token": list(sample.token)}
-        return Trajectory(t, sample.x, about=about, labels=labels)
+        labels = {"text": self.text.tolist(), "position": self.position.tolist(), "token": list(self.token)}
+        return Trajectory(t, self.x, about=about, labels=labels)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to one safetensors file with a digest, which replaces an older one in one step."""
-        tensors = {"first": self.moments.first, "second": self.moments.second}
-        tensors |= {f"sample.{name}": getattr(self.sample, name) for name in ("x", "key", "text", "position")}
-        state: dict[str, Any] = {name: getattr(self, name) for name in (*COUNTS, "about")}
-        state |= {"n": self.n, "token": self.sample.token}
+        state = {name: value for name, value in vars(self).items() if name not in TENSORS}
+        tensors = {name: getattr(self, name) for name in TENSORS}
         write_tensors(tensors, path, {"format": FORMAT, "state": json.dumps(state)})
 
     @classmethod
@@ -229,22 +181,15 @@ class Statistics:
         tensors, metadata = read_tensors(path)
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} holds no Statistics; expected a file written by Statistics.save.")
-        state = json.loads(metadata["state"])
-        about = state["about"]
         # Copied, because the last bits of later sums depend on how a tensor is aligned in memory.
-        moments = Moments(state["n"], tensors["first"].clone(), tensors["second"].clone())
-        parts: dict[str, Any] = {name: tensors[f"sample.{name}"] for name in ("x", "key", "text", "position")}
-        sample = Sample(about["reservoir"], about["seed"], **parts, token=state["token"])
-        return cls(about, moments, sample, **{name: state[name] for name in COUNTS})
+        return cls(**{**json.loads(metadata["state"]), **{name: tensors[name].clone() for name in TENSORS}})
 
     def merge(self, other: Statistics) -> Statistics:
         """The statistics of the tokens of both."""
-        sample = Sample(**vars(self.sample))
-        sample.add(other.sample.x, other.sample.key, other.sample.text, other.sample.position, other.sample.token)
-        names = ("texts", "truncated", "unknown", "content")
-        counts = {name: getattr(self, name) + getattr(other, name) for name in names}
-        moments = self.moments + other.moments
-        return Statistics(self.about, moments, sample, self.done, self.batches, digest=self.digest, **counts)
+        names = ("n", "first", "second", "texts", "truncated", "unknown", "content")
+        total = replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+        total.add_sample(other.x, other.key, other.text, other.position, other.token)
+        return total
 
 
 def list_differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -302,4 +247,4 @@ def merge_shards(parts: str | os.PathLike[str] | Sequence[Statistics | str | os.
         if shard.digest != first.digest:
             raise ValueError(f"shard {i} has read other texts than shard 0.")
         total = total if shard is first else total.merge(shard)
-    return Statistics(**{**vars(total), "about": {**first.about, "shard": [0, 1]}})
+    return replace(total, about={**first.about, "shard": [0, 1]})

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attn_flow.hooks.architectures import at
-from attn_flow.hooks.attachment import LayerClock, attached, keep_padding
+from attn_flow.hooks.attachment import LayerClock, attached, distinct, keep_padding
 from attn_flow.hooks.layout import Block, blocks_to_change, choose_layers
 
 Exchange = tuple[dict[str, Any], str, Any]  # a dictionary of modules or parameters, a name in it, and its own entry
@@ -65,8 +65,8 @@ def scale_beta(
         keep_padding(stack, all_blocks[0].root)
         clock = LayerClock(all_blocks)
         clock.attach(stack)
-        for block in {id(all_blocks[i].module): all_blocks[i] for i in chosen}.values():
-            scaling = QueryScaling(block, FactorByLayer(clock, factors))
+        for block in distinct(all_blocks[i] for i in chosen):
+            scaling = QueryScaling(block, clock, factors)
             stack.callback(block.attn.register_forward_pre_hook(scaling.enter).remove)
             # The last one to enter is the first to leave.
             handle = block.attn.register_forward_hook(scaling.leave, always_call=True, prepend=True)
@@ -106,41 +106,23 @@ def resolve_factor(block: Block, beta: float | Tensor | None, beta_factor: float
     return None if beta_factor is None else per_head("beta_factor", beta_factor, block)
 
 
-class Factor(Protocol):
-    """Where the beta_factor (heads,) of a layer comes from."""
-
-    def at(self, layer: int | None = None) -> Tensor | None:
-        """The factor of a layer, or of the layer that runs; None if it keeps its temperature."""
-
-
-class FactorByLayer:
-    """The factors of layers that may share a block; the other layers keep their temperature."""
-
-    def __init__(self, clock: LayerClock, factors: dict[int, Tensor]) -> None:
-        self.clock, self.factors = clock, factors
-
-    def at(self, layer: int | None = None) -> Tensor | None:
-        return self.factors.get(self.clock.layer if layer is None else layer)
-
-
 class QueryScaling:
     """Hooks of an attention module that scale its queries during the call."""
 
-    def __init__(self, block: Block, factor: Factor) -> None:
-        self.block, self.factor = block, factor
+    def __init__(self, block: Block, clock: LayerClock, factors: dict[int, Tensor]) -> None:
+        self.block, self.clock, self.factors = block, clock, factors
         self._exchanged: list[Exchange] = []
 
+    def factor(self, layer: int) -> Tensor | None:
+        """The multiple (heads,) of the trained inverse temperature of a layer; None if it keeps its own."""
+        return self.factors.get(layer)
+
     def enter(self, *_: Any) -> None:
-        factor = self.factor.at()
-        self._exchanged = [] if factor is None else exchange_queries(self.block, factor)
+        self._exchanged = exchange_queries(self.block, self.factor(self.clock.layer_of(self.block)))
 
     def leave(self, *_: Any) -> None:
         exchanged, self._exchanged = self._exchanged, []
         give_back(exchanged)
-
-    def describe(self, layer: int) -> str:
-        """What is changed in a layer, in words; empty if nothing is."""
-        return describe_factor(self.factor.at(layer))
 
 
 def query_scalings(attn: nn.Module) -> list[QueryScaling]:
@@ -149,19 +131,12 @@ def query_scalings(attn: nn.Module) -> list[QueryScaling]:
     return [owner for owner in owners if isinstance(owner, QueryScaling)]
 
 
-def describe_factor(factor: Tensor | None) -> str:
-    """A factor in words, for people and to compare runs."""
-    return "" if factor is None else f"beta_factor {[float(f'{v:.6g}') for v in factor.tolist()]}"
-
-
-def exchange_queries(block: Block, factor: Tensor) -> list[Exchange]:
-    """Exchange whatever makes the queries of a block for scaled versions; `give_back` undoes it.
-
-    Args:
-        factor: (heads,).
-    """
+def exchange_queries(block: Block, factor: Tensor | None) -> list[Exchange]:
+    """Exchange what makes the queries of a block for versions scaled by (heads,); `give_back` undoes it."""
     arch = block.architecture
     exchanged: list[Exchange] = []
+    if factor is None:
+        return exchanged
     for path in (arch.q, *arch.also_query):
         module = at(block.module, path)
         if isinstance(module, nn.MultiheadAttention):  # it has no query module

@@ -8,7 +8,7 @@ the pretrained layer.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from attn_flow.dynamics.steppers import euler
 from attn_flow.geometry import Euclidean, Geometry
 from attn_flow.hooks.attachment import (
-    BlockListener,
     LayerClock,
     attached,
+    distinct,
     hidden_states,
     input_states,
     keep_padding,
@@ -28,15 +28,7 @@ from attn_flow.hooks.attachment import (
     with_hidden_states,
 )
 from attn_flow.hooks.layout import Block, blocks_to_change, choose_layers, inside
-from attn_flow.hooks.temperature import (
-    Factor,
-    FactorByLayer,
-    describe_factor,
-    exchange_queries,
-    give_back,
-    query_scalings,
-    resolve_factor,
-)
+from attn_flow.hooks.temperature import exchange_queries, give_back, query_scalings, resolve_factor
 from attn_flow.nn.options import FlowOptions, Step
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -86,7 +78,7 @@ def wrap(
     all_blocks = blocks_to_change(model)
     options = FlowOptions(horizon, steps, step, Euclidean() if geometry is None else geometry)
     chosen = choose_layers(len(all_blocks), layers)
-    factors = {i: f for i in chosen if (f := resolve_factor(all_blocks[i], beta, beta_factor)) is not None}
+    factors = {i: resolve_factor(all_blocks[i], beta, beta_factor) for i in chosen}
 
     def attach(stack: ExitStack) -> None:
         keep_padding(stack, all_blocks[0].root)
@@ -94,31 +86,26 @@ def wrap(
             stop_caching(stack, model, all_blocks[0], stacklevel=6)
         clock = LayerClock(all_blocks)
         clock.attach(stack)
-        for one in {id(all_blocks[i].module): all_blocks[i] for i in chosen}.values():
-            flow = AttentionFlow(one)
-            flow.options, flow.factor = options, FactorByLayer(clock, factors) if factors else None
-            if layers is not None:
-                flow.clock, flow.indices = clock, set(chosen)
-            flow.attach(stack)
+        for block in distinct(all_blocks[i] for i in chosen):
+            AttentionFlow(block, options, clock, factors).attach(stack)
 
     return attached(model, attach)
 
 
-class AttentionFlow(BlockListener):
+class AttentionFlow:
     """The `forward` of a wrapped attention module: x' = A(x) in place of one residual attention step.
 
     It returns the displacement x(horizon) - x(0), which the block adds. It has plain attributes only, so that a copied
     or pickled model carries its own flow along.
     """
 
-    options: FlowOptions
-    factor: Factor | None = None  # of the inverse temperature; None for the trained one
-    clock: LayerClock | None = None
-    indices: set[int] | None = None  # the layers to wrap, where a block is shared; None for all of them
-    x0: Tensor | None = None  # the residual stream before the block, while the block runs
+    x0: Tensor | None = None  # the residual stream before the norm of a pre-norm block
 
-    def __init__(self, block: Block) -> None:
-        self.block, self.module = block, block.attn
+    def __init__(
+        self, block: Block, options: FlowOptions | None, clock: LayerClock, factors: dict[int, Tensor | None]
+    ) -> None:
+        self.block, self.module, self.clock = block, block.attn, clock
+        self._options, self._factors = options, factors  # a layer without an entry in `factors` is plain
         self.before = self.module.__dict__.get("forward")
 
     def attach(self, stack: ExitStack) -> None:
@@ -131,15 +118,33 @@ class AttentionFlow(BlockListener):
             stack.callback(delattr, self.module, "forward")
         else:
             stack.callback(setattr, self.module, "forward", self.before)
-        stack.callback(self.block.module.register_forward_pre_hook(self.listen, with_kwargs=True).remove)
+        # This hook is inside of the block, so that gradient checkpointing runs it again.
+        if self.block.norm_placement != "post":
+            norm = self.block[self.block.architecture.norm1]
+            stack.callback(norm.register_forward_pre_hook(self.enter_norm).remove)
         if isinstance(self.module, nn.MultiheadAttention):  # torch's fused path skips `forward` unless there is a hook
             stack.callback(self.module.register_forward_hook(do_nothing).remove)
 
-    def enter_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.x0 = input_states(args, kwargs)
+    def enter_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.x0 = args[0]
+
+    @property
+    def options(self) -> FlowOptions:
+        """How the layer flows."""
+        assert self._options is not None
+        return self._options
+
+    def is_active(self, layer: int) -> bool:
+        """Whether this layer flows."""
+        return layer in self._factors
+
+    def factor(self, layer: int) -> Tensor | None:
+        """The multiple (heads,) of the trained inverse temperature of a layer; None if it keeps its own."""
+        return self._factors.get(layer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.indices is not None and self.clock is not None and self.clock.layer not in self.indices:
+        layer = self.clock.layer_of(self.block)
+        if not self.is_active(layer):
             return self.original(*args, **kwargs)
         caches = [a for a in args if hasattr(a, "get_seq_length")] + [kwargs.get(name) for name in CACHES]
         if self.options.evaluations > 1 and any(cache is not None for cache in caches):
@@ -147,16 +152,12 @@ class AttentionFlow(BlockListener):
                 f"{self.block.path} evaluates its attention {self.options.evaluations} times and each would fill the "
                 "cache of keys and values; pass use_cache=False, also to generate()."
             )
-        factor = self.current_factor()
-        exchanged = [] if factor is None else exchange_queries(self.block, factor)
+        exchanged = exchange_queries(self.block, self.factor(layer))
         try:
             return self.flow(*args, **kwargs)
         finally:
             give_back(exchanged)
-
-    def current_factor(self) -> Tensor | None:
-        """The factor (heads,) of the layer that runs; None for the trained temperature."""
-        return None if self.factor is None else self.factor.at()
+            self.x0 = None
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass before it was replaced. No bound method is kept, so that a copied model calls its own."""
@@ -165,9 +166,9 @@ class AttentionFlow(BlockListener):
         return self.before(*args, **kwargs)
 
     def flow(self, *args: Any, **kwargs: Any) -> Any:
-        block, x0, self.x0 = self.block, self.x0, None
-        assert x0 is not None  # the hook of the block has run
-        arch = block.architecture
+        block, arch = self.block, self.block.architecture
+        x0 = input_states(args, kwargs) if block.norm_placement == "post" else self.x0
+        assert x0 is not None  # the norm of the block has run
         output: list[Any] = []
         # The last module before the residual sum: inside the attention module, after it, or the attention itself.
         emit = OutputModule(block, arch.emit) if arch.emit else None
@@ -198,11 +199,6 @@ class AttentionFlow(BlockListener):
             if emit is not None and is_inside:
                 emit.remove()
 
-    def describe(self, layer: int) -> str:
-        """What is changed in a layer, in words."""
-        factor = "" if self.factor is None else describe_factor(self.factor.at(layer))
-        return "; ".join(filter(None, [f"a flow with {self.options}", factor]))
-
 
 def find_wrapped_forward(module: nn.Module) -> tuple[str, AttentionFlow | None]:
     """The wrapped forward of a module and the attribute that holds it. accelerate keeps it under another name."""
@@ -215,10 +211,8 @@ def find_wrapped_forward(module: nn.Module) -> tuple[str, AttentionFlow | None]:
 
 def active_factor(block: Block, layer: int) -> Tensor | None:
     """The multiple (heads,) of the trained inverse temperature that `scale_beta` and flows ask for; None for none."""
-    forward = find_wrapped_forward(block.attn)[1]
-    sources = [scaling.factor for scaling in query_scalings(block.attn)]
-    sources += [] if forward is None or forward.factor is None else [forward.factor]
-    factors = [factor for source in sources if (factor := source.at(layer)) is not None]
+    sources = [*query_scalings(block.attn), find_wrapped_forward(block.attn)[1]]
+    factors = [factor for source in sources if source is not None and (factor := source.factor(layer)) is not None]
     return torch.stack(factors).prod(0) if factors else None
 
 

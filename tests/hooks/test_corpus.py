@@ -17,7 +17,7 @@ from encoder_zoo import inputs, tiny, tokenizer, words
 from torch import nn
 
 from attn_flow.hooks import Statistics, merge_shards, record, record_corpus, scale_beta
-from attn_flow.hooks.statistics import Moments, Sample, random_keys
+from attn_flow.hooks.statistics import random_keys
 
 TEXTS = words([1 + (7 * i) % 12 for i in range(60)])
 OPTIONS: dict[str, Any] = {"batch": 4, "points": ["resid", "blocks.1.attn.hook_out"], "reservoir": 40}
@@ -71,11 +71,12 @@ def test_the_sample_is_uniform_and_does_not_depend_on_the_order() -> None:
     assert not torch.equal(random_keys(4, text, position), random_keys(3, text, position))
     samples = []
     for order in (torch.arange(40_000), torch.randperm(40_000, generator=generator)):
-        sample = Sample.empty(4000, 3, 1, 1)
+        sample = Statistics.empty({"points": [""], "reservoir": 4000, "seed": 3}, 1)
         for part in order.split(7000):
             index, key = sample.candidates(text[part], position[part])
             index = part[index]
-            sample.add(index[None, :, None].float(), key, text[index], position[index], [str(int(i)) for i in index])
+            token = [str(int(i)) for i in index]
+            sample.add_sample(index[None, :, None].float(), key, text[index], position[index], token)
         samples.append(sample)
     assert torch.equal(samples[0].x, samples[1].x)
     assert samples[0].token == samples[1].token
@@ -89,13 +90,13 @@ def test_the_sample_is_uniform_and_does_not_depend_on_the_order() -> None:
 def test_products_of_float32_do_not_lose_a_small_spread_beside_a_large_mean() -> None:
     generator = torch.Generator().manual_seed(0)
     x = 1000 + torch.randn(3000, 39, generator=generator).cumsum(-1) / 8
-    moments = Moments.zero(1, 39)
+    statistics = Statistics.empty({"points": [""]}, 39)
     for part in (x[:4], x[4:1500], x[1500:]):
-        moments.add([part])
+        statistics.add_moments([part])
     u = x.double() - x.double().mean(0)
     expected = u.mT @ u / len(x)
     spread = expected.diagonal().sqrt()
-    error = ((moments.covariance[0] - expected).abs() / (spread[:, None] * spread)).max()
+    error = ((statistics.covariance[0] - expected).abs() / (spread[:, None] * spread)).max()
     assert float(error) < (1024 + 2) * 2**-24  # proved
     naive = x.mT @ x / len(x) - x.mean(0)[:, None] * x.mean(0)
     assert float(((naive.double() - expected).abs() / (spread[:, None] * spread)).max()) > 1000 * error
