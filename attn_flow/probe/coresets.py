@@ -13,7 +13,7 @@ which counts its tokens and what their spread adds. Queries (heads, m, k) are al
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ ROUNDS = 5  # of k-means
 QUERIES = 640  # foreign queries of a text; 128 lose 0.005 of embedding cosine in MiniLM, more gain nothing
 RIDGE = 1e-2  # of fitted values, relative to the mean squared weight of a cluster
 STEPS, STEP_SIZE = 12, 0.06  # of the gradient fit, in standard deviations of keys and values; the size falls to 0
-FIT_STRIDE = 2  # every second query is enough for the gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +35,6 @@ class Coreset:
     Args:
         keys, values: (heads, K, k) and (heads, K, v).
         log_masses: (heads, K), -inf for an empty cluster.
-        slopes: (heads, K, v, k), the change of a cluster's mean value with the query (a dipole term), or None.
-        centres: (heads, K, k), the queries at which the mean values hold; with slopes only.
 
     Example:
         >>> pair = Coreset(torch.zeros(1, 2, 1), torch.tensor([[[0.0], [4.0]]]), torch.tensor([[3.0, 1.0]]).log())
@@ -48,8 +45,6 @@ class Coreset:
     keys: Tensor
     values: Tensor
     log_masses: Tensor
-    slopes: Tensor | None = None
-    centres: Tensor | None = None
 
     def weights(self, queries: Tensor) -> Tensor:
         """(heads, m, K), the attention of the queries to the clusters."""
@@ -57,42 +52,10 @@ class Coreset:
 
     def averages(self, queries: Tensor) -> Tensor:
         """(heads, m, v), what the queries get."""
-        weights = self.weights(queries)
-        averages = weights @ self.values
-        if self.slopes is None or self.centres is None:
-            return averages
-        constant = (self.slopes @ self.centres[..., None])[..., 0]
-        outer = (weights[..., None] * queries[..., None, :]).flatten(-2)  # (heads, m, K k)
-        tilt = outer @ self.slopes.mT.flatten(1, 2) - weights @ constant
-        return averages + tilt
+        return self.weights(queries) @ self.values
 
 
 # --- clusters from queries ---
-
-
-@dataclass(frozen=True, eq=False)
-class QueryAttention:
-    """Queries (heads, m, k) and what they see of n keys.
-
-    Args:
-        attention: (heads, m, n).
-        log_sums: (heads, m, 1), log sum_j exp<q_i, k_j>.
-        received: (heads, n), the share of all attention that a key receives.
-    """
-
-    queries: Tensor
-    attention: Tensor
-    log_sums: Tensor
-    received: Tensor
-
-
-def attend(queries: Tensor, keys: Tensor) -> QueryAttention:
-    """The attention of queries to keys."""
-    logits = queries @ keys.mT
-    log_sums = logits.logsumexp(-1, keepdim=True)
-    attention = (logits - log_sums).exp()
-    received = attention.sum(-2) + 1e-12
-    return QueryAttention(queries, attention, log_sums, received / received.sum(-1, keepdim=True))
 
 
 def cluster_by_queries(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:
@@ -100,34 +63,28 @@ def cluster_by_queries(keys: Tensor, values: Tensor, queries: Tensor, size: int)
 
     The queries may be those of other texts, or the text's own: then it is a reference that sees the answer.
     """
-    seen = attend(queries, keys)
-    labels = k_means(query_features(keys, values, queries, seen.received), seen.received, size)
-    return merge(keys, values, labels, seen)
-
-
-def query_features(keys: Tensor, values: Tensor, queries: Tensor, received: Tensor) -> Tensor:
-    """The points (S^{1/2} k_j, v_j) that are clustered, (heads, n, k + v), both parts scaled to a fixed spread."""
+    received = _received(queries, keys)
     centred = queries - queries.mean(-2, keepdim=True)
-    variances, directions = torch.linalg.eigh(centred.mT @ centred / queries.shape[-2])
-    keys = keys @ (directions * variances.clamp_min(0).sqrt()[..., None, :])
-    scaled = [
-        x * (share / _spread(x, received)).sqrt()[:, None, None] for x, share in ((keys, 1.0), (values, VALUE_SHARE))
-    ]
-    return torch.cat(scaled, dim=-1)
+    variances, axes = torch.linalg.eigh(centred.mT @ centred / queries.shape[-2])
+    parts = ((keys @ (axes * variances.clamp_min(0).sqrt()[..., None, :]), 1.0), (values, VALUE_SHARE))
+    points = torch.cat([x * (share / _spread(x, received)).sqrt()[:, None, None] for x, share in parts], dim=-1)
+    return merge(keys, values, queries, k_means(points, received, size))
 
 
-def merge(keys: Tensor, values: Tensor, labels: Tensor, seen: QueryAttention) -> Coreset:
-    """Clusters with labels (heads, n) as a coreset, with masses from the queries and their attention to the tokens."""
+def merge(keys: Tensor, values: Tensor, queries: Tensor, labels: Tensor) -> Coreset:
+    """Clusters with labels (heads, n) as a coreset, with masses from the queries."""
+    logits = queries @ keys.mT
+    log_sums = logits.logsumexp(-1, keepdim=True)
+    attention = (logits - log_sums).exp()
     member = one_hot(labels, int(labels.max()) + 1).to(keys)
-    weighted = member * seen.received[..., None]
+    weighted = member * (attention.sum(-2)[..., None] + 1e-12)
     total = weighted.sum(-2).clamp_min(1e-30)[..., None]
     centre_keys, centre_values = weighted.mT @ keys / total, weighted.mT @ values / total
-    to_cluster = seen.attention @ member  # (heads, m, K)
-    terms = to_cluster.clamp_min(1e-30).log() + seen.log_sums - seen.queries @ centre_keys.mT
+    to_cluster = attention @ member  # (heads, m, K)
+    terms = to_cluster.clamp_min(1e-30).log() + log_sums - queries @ centre_keys.mT
     paid = to_cluster.sum(-2)
     log_masses = (to_cluster * terms).sum(-2) / paid.clamp_min(1e-30)
-    log_masses = log_masses.masked_fill((member.sum(-2) == 0) | (paid <= 1e-20), -torch.inf)
-    return Coreset(centre_keys, centre_values, log_masses)
+    return Coreset(centre_keys, centre_values, log_masses.masked_fill(paid <= 1e-20, -torch.inf))
 
 
 def k_means(points: Tensor, weights: Tensor, size: int) -> Tensor:
@@ -136,88 +93,53 @@ def k_means(points: Tensor, weights: Tensor, size: int) -> Tensor:
     It starts at the point of largest weight a and continues with the one of largest a d^2 (farthest first).
     """
     size = min(size, points.shape[-2])
+    distance_to = lambda index: (points - _take(points, index[:, None])).square().sum(-1)
+    nearest = lambda centres: (centres.square().sum(-1)[:, None] - 2 * points @ centres.mT).argmin(-1)
     chosen = [weights.argmax(-1)]
-    distances = _squared_distances(points, chosen[0])
+    distances = distance_to(chosen[0])
     for _ in range(size - 1):
         chosen.append((weights * distances).argmax(-1))
-        distances = torch.minimum(distances, _squared_distances(points, chosen[-1]))
+        distances = torch.minimum(distances, distance_to(chosen[-1]))
     centres = _take(points, torch.stack(chosen, -1))
     for _ in range(ROUNDS):
-        member = one_hot(_nearest(points, centres), size).to(points) * weights[..., None]
+        member = one_hot(nearest(centres), size).to(points) * weights[..., None]
         mass = member.sum(-2)[..., None]
         centres = torch.where(mass > 0, member.mT @ points / mass.clamp_min(1e-30), centres)
-    return _nearest(points, centres)
-
-
-# --- coresets fitted to queries ---
-
-
-def refit_values(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor) -> Coreset:
-    """The same clusters with the values that fit these queries best, by ridge regression around the mean values."""
-    target = attend(queries, keys).attention @ values
-    weights = coreset.weights(queries)
-    gram = weights.mT @ weights
-    ridge = RIDGE * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(gram.shape[-1]).to(gram)
-    change = torch.linalg.solve(gram + ridge, weights.mT @ (target - weights @ coreset.values))
-    return Coreset(coreset.keys, coreset.values + change, coreset.log_masses)
+    return nearest(centres)
 
 
 def fit(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor) -> Coreset:
-    """Keys, values and masses fitted to what these queries get, by a few steps of Adam and a last fit of the values."""
-    some = queries[:, ::FIT_STRIDE]
-    target = attend(some, keys).attention @ values
-    scale = 1 / _spread(target, torch.full_like(target[..., 0], 1 / target.shape[-2])).clamp_min(1e-20)
+    """Keys, values and masses fitted to what these queries get, by a few steps of Adam between two fits of the values.
+
+    The gradient sees every second query; a head keeps its fit if that is better on the others.
+    """
+    target = (queries @ keys.mT).softmax(-1) @ values
+    coreset = _refit_values(coreset, queries, target)
+    seen, aim, new, new_aim = queries[:, ::2], target[:, ::2], queries[:, 1::2], target[:, 1::2]
+    scale = 1 / _spread(aim, torch.full_like(aim[..., 0], 1 / aim.shape[-2])).clamp_min(1e-20)
+    start = (coreset.keys, coreset.values, coreset.log_masses.clamp_min(-30))
     units = keys.std(-2, keepdim=True), values.std(-2, keepdim=True), torch.ones_like(keys[0, 0, 0])
-    log_masses = coreset.log_masses.clamp_min(-30)
-    start = (coreset.keys, coreset.values, log_masses)
     moves = [torch.zeros_like(x, requires_grad=True) for x in start]
+    moved = lambda: Coreset(*(x + unit * move for x, unit, move in zip(start, units, moves)))
     optimiser = torch.optim.Adam(moves, lr=STEP_SIZE)
     for step in range(STEPS):
         optimiser.param_groups[0]["lr"] = STEP_SIZE * (1 - step / STEPS)
+        optimiser.zero_grad()
         with torch.enable_grad():
-            fitted = Coreset(*(x + unit * move for x, unit, move in zip(start, units, moves)))
-            error = (fitted.averages(some) - target).square().sum(-1).mean(-1)
-            gradients = torch.autograd.grad((error * scale).sum(), moves)
-        for move, gradient in zip(moves, gradients):
-            move.grad = gradient
+            error = (moved().averages(seen) - aim).square().sum(-1).mean(-1)
+            (error * scale).sum().backward()
         optimiser.step()
-    fitted = Coreset(*((x + unit * move).detach() for x, unit, move in zip(start, units, moves)))
-    fitted = refit_values(fitted, keys, values, queries)
-    # Few queries may be overfitted: a head keeps its fit if that is better on queries which the gradient has not seen.
-    held_out = queries[:, 1::FIT_STRIDE]
-    target = attend(held_out, keys).attention @ values
-    before, after = ((c.averages(held_out) - target).square().sum((-2, -1)) for c in (coreset, fitted))
-    choose = lambda new, old: torch.where((after < before).reshape(-1, *[1] * (new.ndim - 1)), new, old)
-    return Coreset(
-        choose(fitted.keys, coreset.keys),
-        choose(fitted.values, coreset.values),
-        choose(fitted.log_masses, coreset.log_masses),
-    )
+    fitted = _refit_values(Coreset(*(x.detach() for x in vars(moved()).values())), queries, target)
+    before, after = ((c.averages(new) - new_aim).square().sum((-2, -1)) for c in (coreset, fitted))
+    pairs = zip(vars(fitted).values(), vars(coreset).values())
+    return Coreset(*(torch.where((after < before).reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs))
 
 
-def add_dipoles(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:
-    """Clusters whose mean value moves with the query, by the covariance of values and keys inside the cluster.
-
-    It is the first-order term of a multipole expansion (MuSe, arXiv 2509.10406) around the mean query that attends to
-    the cluster. Each cluster holds k v + k numbers more.
-    """
-    seen = attend(queries, keys)
-    labels = k_means(query_features(keys, values, queries, seen.received), seen.received, size)
-    coreset = merge(keys, values, labels, seen)
-    member = one_hot(labels, int(labels.max()) + 1).to(keys)
-    weighted = member * seen.received[..., None]
-    share = weighted / weighted.sum(-2, keepdim=True).clamp_min(1e-30)
-    dk, dv = (x - _take(centres, labels) for x, centres in ((keys, coreset.keys), (values, coreset.values)))
-    slopes = (share.mT @ (dv[..., None] * dk[..., None, :]).flatten(-2)).unflatten(-1, (dv.shape[-1], dk.shape[-1]))
-    paid = seen.attention @ member
-    centres = paid.mT @ queries / paid.sum(-2).clamp_min(1e-30)[..., None]
-    dipoles = Coreset(coreset.keys, coreset.values, coreset.log_masses, slopes, centres)
-    # Cold heads leave the linear range: the slopes of a head are damped by the factor that suits its queries best.
-    some = queries[:, :: 2 * FIT_STRIDE]
-    plain, target = coreset.averages(some), seen.attention[:, :: 2 * FIT_STRIDE] @ values
-    tilt = dipoles.averages(some) - plain
-    factor = ((target - plain) * tilt).sum((-2, -1)) / tilt.square().sum((-2, -1)).clamp_min(1e-30)
-    return replace(dipoles, slopes=slopes * factor.clamp(0, 1)[:, None, None, None])
+def _refit_values(coreset: Coreset, queries: Tensor, target: Tensor) -> Coreset:
+    """The same clusters with the values that fit these queries best, by ridge regression around the mean values."""
+    weights = coreset.weights(queries)
+    change = _ridge(weights.mT @ weights, weights.mT @ (target - weights @ coreset.values), RIDGE)
+    return Coreset(coreset.keys, coreset.values + change, coreset.log_masses)
 
 
 # --- other coresets ---
@@ -234,25 +156,23 @@ def cluster_keys(keys: Tensor, values: Tensor, size: int) -> Coreset:
 
 def top_tokens(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:
     """The tokens that receive most attention of the queries, with equal masses."""
-    best = attend(queries, keys).received.topk(min(size, keys.shape[-2])).indices
+    best = _received(queries, keys).topk(min(size, keys.shape[-2])).indices
     return Coreset(_take(keys, best), _take(values, best), torch.zeros_like(best, dtype=keys.dtype))
 
 
 def top_tokens_and_rest(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:
     """The size - 1 tokens that receive most attention of the queries, and all others as one cluster."""
-    seen = attend(queries, keys)
-    size = min(size, keys.shape[-2])
-    best = seen.received.topk(size - 1).indices
-    labels = torch.full_like(seen.received, size - 1, dtype=torch.long)
+    received, size = _received(queries, keys), min(size, keys.shape[-2])
+    best = received.topk(size - 1).indices
+    labels = torch.full_like(received, size - 1, dtype=torch.long)
     labels.scatter_(1, best, torch.arange(size - 1, device=keys.device).expand_as(best))
-    return merge(keys, values, labels, seen)
+    return merge(keys, values, queries, labels)
 
 
 def random_clusters(keys: Tensor, values: Tensor, queries: Tensor, size: int, generator: torch.Generator) -> Coreset:
     """Tokens grouped at random, with masses from the queries: what is left without the right clusters."""
-    seen = attend(queries, keys)
-    labels = torch.randint(min(size, keys.shape[-2]), seen.received.shape, generator=generator).to(keys.device)
-    return merge(keys, values, labels, seen)
+    labels = torch.randint(min(size, keys.shape[-2]), keys.shape[:-1], generator=generator).to(keys.device)
+    return merge(keys, values, queries, labels)
 
 
 def random_tokens(keys: Tensor, values: Tensor, special: Tensor, size: int, generator: torch.Generator) -> Coreset:
@@ -264,34 +184,15 @@ def random_tokens(keys: Tensor, values: Tensor, special: Tensor, size: int, gene
     return Coreset(keys[:, drawn], values[:, drawn], log_masses.expand(len(keys), -1))
 
 
-def leverage_tokens(keys: Tensor, values: Tensor, size: int, generator: torch.Generator) -> Coreset:
-    """Tokens drawn by the leverage scores of their centred keys, weighted by one over the chance to be drawn."""
-    n, size = keys.shape[-2], min(size, keys.shape[-2])
-    centred = (keys - keys.mean(-2, keepdim=True)).double()
-    gram = centred.mT @ centred
-    ridge = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None] / size * torch.eye(gram.shape[-1]).to(gram)
-    scores = (centred * torch.linalg.solve(gram + ridge + 1e-30, centred.mT).mT).sum(-1) + 1 / n
-    scores = scores / scores.sum(-1, keepdim=True)
-    noise = -torch.rand(scores.shape, generator=generator, dtype=torch.float64).to(keys.device).log()
-    drawn = (scores / noise).topk(size).indices  # without replacement, in proportion to the scores
-    chance = 1 - (1 - scores.gather(-1, drawn)) ** size
-    return Coreset(_take(keys, drawn), _take(values, drawn), -chance.log().to(keys))
-
-
 # --- averages that are not those of one coreset ---
 
 
-def nystroem_averages(
-    keys: Tensor, values: Tensor, queries: Tensor, length: Tensor, size: int, generator: torch.Generator
-) -> Tensor:
-    """Averages by randomly pivoted Cholesky with Nystroem weights, as WildCat (arXiv 2602.10056) describes it.
+def nystroem_averages(keys: Tensor, values: Tensor, queries: Tensor, length: Tensor, size: int) -> Tensor:
+    """Averages by pivoted Cholesky with Nystroem weights, after the idea of WildCat (arXiv 2602.10056).
 
     exp<q, k_j> is a combination sum_s exp<q, k_s> W_sj of `size` pivots, W = H_SS^{-1} H_Sj with the kernel
-    H = exp(t <k, k'>) of the centred keys. t brings queries and keys to one scale.
-
-    Args:
-        queries: (heads, n, k), those that attend.
-        length: (heads,), the root mean square length of queries, for t.
+    H = exp(t <k, k'>) of the centred keys. Pivots are the keys of largest residual, and t brings queries, whose root
+    mean square length is `length` (heads,), and keys to one scale.
     """
     k, v, q = (x.double() for x in (keys - keys.mean(-2, keepdim=True), values, queries))
     n, size = k.shape[-2], min(size, k.shape[-2])
@@ -300,21 +201,16 @@ def nystroem_averages(
     kernel = (exponents - exponents.amax((-2, -1), keepdim=True)).exp()
     residual, factor, pivots = kernel.diagonal(dim1=-2, dim2=-1).clone(), k.new_zeros(len(k), n, size), []
     for s in range(size):
-        noise = -torch.rand(residual.shape, generator=generator, dtype=torch.float64).to(k.device).log()
-        pivot = (residual.clamp_min(1e-300) / noise).argmax(-1)
+        pivot = residual.argmax(-1, keepdim=True)
         pivots.append(pivot)
-        row = _take(kernel, pivot[:, None])[:, 0] - (factor @ _take(factor, pivot[:, None]).mT)[..., 0]
-        column = row / residual.gather(-1, pivot[:, None]).clamp_min(1e-300).sqrt()
-        factor[..., s] = column
-        residual = (residual - column.square()).scatter(-1, pivot[:, None], 0.0).clamp_min(0)
-    chosen = torch.stack(pivots, -1)
-    among = _take(_take(kernel, chosen).mT, chosen)
-    jitter = 1e-10 * among.diagonal(dim1=-2, dim2=-1).amax(-1)[:, None, None] * torch.eye(size).to(among)
-    weights = torch.linalg.solve(among + jitter, _take(kernel, chosen))
+        row = _take(kernel, pivot)[:, 0] - (factor @ _take(factor, pivot).mT)[..., 0]
+        factor[..., s] = row / residual.gather(-1, pivot).clamp_min(1e-300).sqrt()
+        residual = (residual - factor[..., s].square()).scatter(-1, pivot, 0.0).clamp_min(0)
+    chosen = torch.cat(pivots, -1)
+    weights = _ridge(_take(_take(kernel, chosen).mT, chosen), _take(kernel, chosen), 1e-10)
     logits = q @ _take(k, chosen).mT
     scores = (logits - logits.amax(-1, keepdim=True)).exp()
-    below = (scores @ weights.sum(-1, keepdim=True)).clamp_min(1e-12)
-    averages = scores @ (weights @ v) / below
+    averages = scores @ (weights @ v) / (scores @ weights.sum(-1, keepdim=True)).clamp_min(1e-12)
     return averages.clamp(v.amin(-2, keepdim=True), v.amax(-2, keepdim=True)).to(values)
 
 
@@ -326,12 +222,10 @@ def top_k_averages(logits: Tensor, values: Tensor, size: int) -> Tensor:
     return top @ values + (1 - top.sum(-1, keepdim=True)) * values.mean(-2, keepdim=True)
 
 
-def low_rank_averages(logits: Tensor, values: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """Averages by the rank-`size` approximation of the attention matrix, by subspace iteration."""
+def low_rank_averages(logits: Tensor, values: Tensor, size: int) -> Tensor:
+    """Averages by the best approximation of the attention matrix of rank `size`."""
     attention = logits.softmax(-1)
-    basis = torch.randn(attention.shape[-1], min(size, attention.shape[-1]), generator=generator).to(attention)
-    for _ in range(4):
-        basis = torch.linalg.qr(attention @ (attention.mT @ basis))[0]
+    basis = torch.linalg.eigh(attention @ attention.mT)[1][..., -size:]
     return basis @ (basis.mT @ (attention @ values))
 
 
@@ -372,12 +266,9 @@ def foreign_queries(
     They are at their own positions, none beyond the length of the text.
     """
     heads = [recording.heads(layer, t) for t in range(recording.texts)]
-    pool = torch.cat([h.queries for h in heads], dim=-2)
-    regressors = [_regressors(h.keys, h.values) for h in heads]
-    owner, position = (
-        torch.cat([make(t, h.n) for t, h in enumerate(heads)])
-        for make in (lambda t, n: torch.full((n,), t), lambda t, n: torch.arange(n))
-    )
+    pool, regressors = torch.cat([h.queries for h in heads], -2), [_regressors(h.keys, h.values) for h in heads]
+    owner = torch.cat([torch.full((h.n,), t) for t, h in enumerate(heads)])
+    position = torch.cat([torch.arange(h.n) for h in heads])
     grams = [z.mT.double() @ z.double() for z in regressors]
     products = [z.mT.double() @ h.queries.double() for z, h in zip(regressors, heads)]
     gram_sum, product_sum, z = sum(grams), sum(products), torch.cat(regressors, dim=-2)
@@ -388,9 +279,7 @@ def foreign_queries(
         queries, linear = pool[:, drawn], None
         residuals = queries
         if recording.positions[layer] is None:
-            gram = gram_sum - grams[text]
-            ridge = 1e-3 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(gram.shape[-1]).to(gram)
-            linear = torch.linalg.solve(gram + ridge, product_sum - products[text]).to(queries)
+            linear = _ridge(gram_sum - grams[text], product_sum - products[text], 1e-3).to(queries)
             residuals = queries - z[:, drawn] @ linear
         result.append(ForeignQueries(queries, residuals, linear))
     return result
@@ -400,12 +289,16 @@ def _regressors(keys: Tensor, values: Tensor) -> Tensor:
     return torch.cat([keys, values, torch.ones_like(keys[..., :1])], dim=-1)
 
 
-def _nearest(points: Tensor, centres: Tensor) -> Tensor:
-    return (centres.square().sum(-1)[:, None] - 2 * points @ centres.mT).argmin(-1)
+def _received(queries: Tensor, keys: Tensor) -> Tensor:
+    """(heads, n), the share of all attention of the queries that a key receives."""
+    received = (queries @ keys.mT).softmax(-1).sum(-2) + 1e-12
+    return received / received.sum(-1, keepdim=True)
 
 
-def _squared_distances(points: Tensor, index: Tensor) -> Tensor:
-    return (points - _take(points, index[:, None])).square().sum(-1)
+def _ridge(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
+    """The solution of (gram + ridge times its mean diagonal) x = right."""
+    size = ridge * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    return torch.linalg.solve(gram + size * torch.eye(gram.shape[-1]).to(gram), right)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

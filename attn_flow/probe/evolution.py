@@ -31,38 +31,31 @@ class Evolution:
 
     def finding(self, seed: int = 0) -> Finding:
         """Whether tokens gather, or only gain a direction that all of them share."""
-        numbers = {name: value.mean(-1).tolist() for name, value in vars(self).items()}
+        means = {name: value.mean(-1) for name, value in vars(self).items()}
         change = {name: bootstrap(value[-1] - value[0], seed) for name, value in vars(self).items()}
-        is_closer = bool(change["cosine"].low > 0)
         gathers = bool(change["centred_cosine"].low > 0.05)
-        loses_rank = bool(change["effective_rank"].high < -0.1 * self.effective_rank[0].mean())
-        cosine, centred = (_span(numbers[name]) for name in ("cosine", "centred_cosine"))
-        rank = "{:.0f} to {:.0f}".format(numbers["effective_rank"][0], numbers["effective_rank"][-1])
-        if is_closer and not (gathers or loses_rank):
-            text = (
-                f"Tokens gain a common direction and do not gather: mean cosine {cosine}, centred {centred}; "
-                f"effective rank {rank}."
-            )
-        elif gathers or loses_rank:
-            what = "Tokens gather" if gathers else "The cloud loses dimensions"
-            text = f"{what} through depth: mean cosine {cosine}, centred {centred}; effective rank {rank}."
+        loses_rank = bool(change["effective_rank"].high < -0.1 * means["effective_rank"][0])
+        if gathers or loses_rank:
+            text = "Tokens gather through depth" if gathers else "The cloud loses dimensions through depth"
+        elif change["cosine"].low > 0:
+            text = "Tokens gain a common direction and do not gather"
         else:
-            text = f"Tokens do not come closer through depth: mean cosine {cosine}; effective rank {rank}."
-        return Finding(None, text, numbers)
+            text = "Tokens do not come closer through depth"
+        cosine, centred = (_ends(means[name]) for name in ("cosine", "centred_cosine"))
+        rank = _ends(means["effective_rank"], digits=0)
+        return Finding(None, f"{text}: mean cosine {cosine}, centred {centred}; effective rank {rank}.", means)
 
 
 def measure_evolution(recording: Recording) -> Evolution:
     """The numbers of `Evolution` for the first texts of a recording."""
-    values: list[list[list[float]]] = [[], [], []]
-    for level in recording.states:
-        rows = []
-        for z in level[:TEXTS]:
-            x = directions(z)
-            with limit_threads(1):
-                rows.append((_mean_cosine(x), _mean_cosine(directions(x - x.mean(0))), float(effective_rank(x))))
-        for value, column in zip(values, zip(*rows)):
-            value.append(list(column))
-    return Evolution(*(torch.tensor(value, dtype=torch.float64) for value in values))
+    rows = []
+    with limit_threads(1):
+        for level in recording.states:
+            clouds = [directions(z) for z in level[:TEXTS]]
+            centred = [directions(x - x.mean(0)) for x in clouds]
+            cosines = [[_mean_cosine(x) for x in group] for group in (clouds, centred)]
+            rows.append([*cosines, [float(effective_rank(x)) for x in clouds]])
+    return Evolution(*torch.tensor(rows, dtype=torch.float64).transpose(0, 1))
 
 
 def _mean_cosine(x: Tensor) -> float:
@@ -71,6 +64,6 @@ def _mean_cosine(x: Tensor) -> float:
     return float((x.sum(0).square().sum() - n) / (n * (n - 1)))
 
 
-def _span(values: list[float]) -> str:
+def _ends(values: Tensor, digits: int = 2) -> str:
     """The first and the last number; never -0.00."""
-    return " to ".join(f"{round(value, 2) + 0.0:.2f}" for value in (values[0], values[-1]))
+    return " to ".join(f"{round(float(value), digits) + 0.0:.{digits}f}" for value in (values[0], values[-1]))

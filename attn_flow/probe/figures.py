@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,14 +11,13 @@ import torch
 
 from attn_flow.base.extras import require_extra
 from attn_flow.base.figures import BASELINE, COLOURS, PREDICTION, TRUTH, style
+from attn_flow.probe.measurements import Measurements
 from attn_flow.probe.sampling import gaussian_exponent
 from attn_flow.theory.random_energy import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from attn_flow.probe.result import ProbeResult
 
 PIXELS_PER_INCH = 74.8  # where the style's font is 12 pixels high
 HEAD_GROUPS = 6  # of heads from warm to cold, whose medians are drawn
@@ -33,7 +32,7 @@ CLUSTER_METHODS = {  # how the lines of the clusters' figure are labelled and dr
 Points = Sequence[tuple[float, float]]
 
 
-def draw(result: ProbeResult, name: str, width: int = 748, small: bool = False) -> Figure:
+def draw(result: Measurements, name: str, width: int = 748, small: bool = False) -> Figure:
     """The figure of a question, or of "evolution", with text of 12 pixels at a width in pixels.
 
     Args:
@@ -56,7 +55,7 @@ def draw(result: ProbeResult, name: str, width: int = 748, small: bool = False) 
     return figure
 
 
-def comparison_figure(results: dict[str, ProbeResult]) -> Figure:
+def comparison_figure(results: Mapping[str, Measurements]) -> Figure:
     """The exponent of every head of several models against the temperature of its logits, with the predicted curve."""
     with style() as pyplot:
         figure, axes = pyplot.subplots(figsize=(10, 5))
@@ -71,7 +70,7 @@ def comparison_figure(results: dict[str, ProbeResult]) -> Figure:
 # --- one function per panel: (axes, result, small) ---
 
 
-def exponents_and_temperature(axes: Axes, result: ProbeResult, small: bool) -> None:
+def exponents_and_temperature(axes: Axes, result: Measurements, small: bool) -> None:
     """Every head's exponent b against the standard deviation of its logits."""
     rows = _rows(result, "averaging")
     axes.plot(*_columns(rows, "logit_sd", "b"), "o", markersize=3 if small else 4, color=TRUTH, alpha=0.7)
@@ -80,7 +79,7 @@ def exponents_and_temperature(axes: Axes, result: ProbeResult, small: bool) -> N
         axes.set_title("One dot per head")
 
 
-def exponents_from_logits(axes: Axes, result: ProbeResult, small: bool) -> None:
+def exponents_from_logits(axes: Axes, result: Measurements, small: bool) -> None:
     """Every head's exponent b against the one that its logits alone give."""
     rows = _rows(result, "averaging")
     axes.axline((0, 0), slope=1, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
@@ -88,7 +87,7 @@ def exponents_from_logits(axes: Axes, result: ProbeResult, small: bool) -> None:
     axes.set(xlabel="exponent from the head's logits alone", ylabel="exponent b measured", title="Predicted, no fit")
 
 
-def distances_and_clusters(axes: Axes, result: ProbeResult, small: bool) -> None:
+def distances_and_clusters(axes: Axes, result: Measurements, small: bool) -> None:
     """W2 after the last layer against the number of clusters per head."""
     ends = []
     for name, points in cluster_curves(result).items():
@@ -103,7 +102,7 @@ def distances_and_clusters(axes: Axes, result: ProbeResult, small: bool) -> None
         _label_ends(axes, ends)
 
 
-def descriptions_and_temperature(axes: Axes, result: ProbeResult, small: bool) -> None:
+def descriptions_and_temperature(axes: Axes, result: Measurements, small: bool) -> None:
     """What explains a head's output, against the temperature of its logits; lines are medians of groups of heads."""
     rows, ends = _rows(result, "temperature"), []
     for key, label, colour in (
@@ -130,7 +129,7 @@ def descriptions_and_temperature(axes: Axes, result: ProbeResult, small: bool) -
         _label_ends(axes, ends)
 
 
-def agreement_by_layer(axes: Axes, result: ProbeResult, small: bool) -> None:
+def agreement_by_layer(axes: Axes, result: Measurements, small: bool) -> None:
     """How well the tokens follow the flow to the limit of their layer, and what rotated weights give."""
     own, rotated = result.limit.agreement.mean(-1).tolist(), result.limit.rotated
     layers = range(len(own))
@@ -147,7 +146,7 @@ def agreement_by_layer(axes: Axes, result: ProbeResult, small: bool) -> None:
     axes.xaxis.set_major_locator(require_extra("matplotlib.ticker").MaxNLocator(integer=True))
 
 
-def cosines_by_level(axes: Axes, result: ProbeResult, small: bool) -> None:
+def cosines_by_level(axes: Axes, result: Measurements, small: bool) -> None:
     """Mean cosine of different tokens, plain and centred, through depth."""
     evolution = result.evolution
     ends = []
@@ -164,7 +163,7 @@ def cosines_by_level(axes: Axes, result: ProbeResult, small: bool) -> None:
         _label_ends(axes, ends)
 
 
-def ranks_by_level(axes: Axes, result: ProbeResult, small: bool) -> None:
+def ranks_by_level(axes: Axes, result: Measurements, small: bool) -> None:
     """Effective rank through depth."""
     axes.plot(result.evolution.effective_rank.mean(-1).tolist(), "o-", markersize=3, color=TRUTH)
     axes.set(xlabel="after so many layers", ylabel="effective rank", ylim=(0, None))
@@ -183,7 +182,7 @@ PANELS: dict[str, tuple[Callable[[Any, Any, bool], None], ...]] = {
 # --- numbers ---
 
 
-def cluster_curves(result: ProbeResult) -> dict[str, Points]:
+def cluster_curves(result: Measurements) -> dict[str, Points]:
     """Method -> (K, W2 at the output) where it is known."""
     curves: dict[str, Points] = {}
     for name in CLUSTER_METHODS:
@@ -194,7 +193,7 @@ def cluster_curves(result: ProbeResult) -> dict[str, Points]:
     return curves
 
 
-def _rows(result: ProbeResult, question: str) -> list[dict[str, Any]]:
+def _rows(result: Measurements, question: str) -> list[dict[str, Any]]:
     return result.findings[question].numbers.get("heads") or []
 
 
@@ -210,7 +209,7 @@ def _columns(rows: list[dict[str, Any]], x: str, y: str) -> tuple[list[float], l
 # --- drawing ---
 
 
-def _finish_exponents(axes: Axes, result: ProbeResult, small: bool) -> None:
+def _finish_exponents(axes: Axes, result: Measurements, small: bool) -> None:
     """The curve b(s) of normal logits, the rate of mean-field theory, and the axes."""
     _temperature_axis(axes)
     axes.set(ylabel="exponent b of the error", ylim=(-0.05, 0.62))

@@ -1,4 +1,4 @@
-"""The questions, an answer to one of them, and intervals over texts."""
+"""The questions, an answer to one of them, and statistics over texts and heads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.base.files import to_plain
-
+MIN_TEXTS = 8  # for a verdict
 RESAMPLES = 1000
 QUESTIONS = {
     "averaging": "Does attention average over many tokens?",
@@ -28,19 +27,35 @@ class Finding:
     Args:
         verdict: "supported", "partly", "not supported", or None where there is none.
         text: the answer in one sentence.
-        numbers: what it rests on, by name; None stands for a number that does not exist.
+        numbers: what it rests on, by name, as JSON values; None stands for a number that does not exist.
 
     Example:
         >>> print(Finding("partly", "In layers 0 and 2."))
         PARTLY: In layers 0 and 2.
+        >>> Finding(None, "", {"b": torch.tensor([0.5, torch.nan])}).numbers
+        {'b': [0.5, None]}
     """
 
     verdict: str | None
     text: str
     numbers: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", _as_json(self.numbers))
+
     def __str__(self) -> str:
         return self.text if self.verdict is None else f"{self.verdict.upper()}: {self.text}"
+
+
+def _as_json(value: Any) -> Any:
+    """Tensors as lists, and None in place of NaN and infinities."""
+    if isinstance(value, dict):
+        return {str(key): _as_json(entry) for key, entry in value.items()}
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_as_json(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,35 +66,42 @@ class Interval:
     low: Tensor
     high: Tensor
 
-    @property
-    def known(self) -> bool:
-        """Whether there is an interval: one text has none."""
-        return bool(torch.isfinite(self.low).any())
 
-
-def bootstrap(values: Tensor, seed: int = 0, level: float = 0.95) -> Interval:
-    """The mean over the last axis (texts), and the percentile interval of means over resampled texts.
+def bootstrap(values: Tensor, seed: int = 0) -> Interval:
+    """The mean over the texts (last axis) whose value is known, and the percentile interval over resampled texts.
 
     Example:
         >>> interval = bootstrap(torch.tensor([1.0, 2.0, 3.0]))
         >>> float(interval.mean), bool(interval.low < 2.0 < interval.high)
         (2.0, True)
     """
-    return ratio_of_means(values, torch.ones_like(values), seed, level)
-
-
-def ratio_of_means(above: Tensor, below: Tensor, seed: int = 0, level: float = 0.95) -> Interval:
-    """The mean of `above` over the mean of `below`, texts on the last axis, which are resampled together."""
-    above, below = above.double(), below.double()
-    mean = above.mean(-1) / below.mean(-1)
-    texts = above.shape[-1]
+    known = torch.isfinite(values)
+    values, known, texts = torch.where(known, values, 0.0).double(), known.double(), values.shape[-1]
+    mean = values.mean(-1) / known.mean(-1)
     if texts < 2:
-        unknown = torch.full_like(mean, torch.nan)
-        return Interval(mean, unknown, unknown)
-    draws = torch.randint(texts, (RESAMPLES, texts), generator=torch.Generator().manual_seed(seed))
-    ratios = above[..., draws].mean(-1) / below[..., draws].mean(-1)
-    tail = (1 - level) / 2
-    return Interval(mean, ratios.quantile(tail, dim=-1), ratios.quantile(1 - tail, dim=-1))
+        return Interval(mean, torch.full_like(mean, torch.nan), torch.full_like(mean, torch.nan))
+    draws = resampled_texts(texts, seed)
+    means = values[..., draws].mean(-1) / known[..., draws].mean(-1)
+    return Interval(mean, means.quantile(0.025, dim=-1), means.quantile(0.975, dim=-1))
+
+
+def resampled_texts(texts: int, seed: int) -> Tensor:
+    """Indices (RESAMPLES, texts) of texts drawn with replacement."""
+    return torch.randint(texts, (RESAMPLES, texts), generator=torch.Generator().manual_seed(seed))
+
+
+def correlation(x: Tensor, y: Tensor) -> float | None:
+    """The correlation of two lists of numbers where both are known; None if one of them is constant."""
+    known = torch.isfinite(x) & torch.isfinite(y)
+    x, y = (z[known] - z[known].mean() for z in (x, y))
+    scale = float(x.norm() * y.norm())
+    return float(x @ y) / scale if len(x) > 2 and scale > 1e-9 * len(x) else None
+
+
+def rank_correlation(x: Tensor, y: Tensor) -> float | None:
+    """Spearman's rank correlation where both numbers are known."""
+    known = torch.isfinite(x) & torch.isfinite(y)
+    return correlation(*(z[known].argsort().argsort().double() for z in (x, y)))
 
 
 def span(values: Tensor) -> str:
@@ -102,17 +124,3 @@ def layers_named(indices: Sequence[int], count: int) -> str:
     if not indices:
         return "no layer"
     return ("layer " if len(indices) == 1 else "layers ") + ", ".join(map(str, indices))
-
-
-def without_nan(value: Any) -> Any:
-    """JSON values with None in place of NaN and infinities.
-
-    >>> without_nan({"b": [0.5, float("nan")]})
-    {'b': [0.5, None]}
-    """
-    value = to_plain(value) if not isinstance(value, dict | list | tuple | float) else value
-    if isinstance(value, dict):
-        return {str(key): without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

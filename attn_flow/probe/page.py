@@ -7,20 +7,18 @@ import html
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attn_flow.base.extras import require_extra
 from attn_flow.base.figures import LIGHT, save_figure
 from attn_flow.base.files import write_bytes
 from attn_flow.probe.figures import CLUSTER_METHODS, PIXELS_PER_INCH, comparison_figure, draw
-from attn_flow.probe.findings import QUESTIONS, Finding, without_nan
+from attn_flow.probe.findings import QUESTIONS, Finding
+from attn_flow.probe.measurements import Measurements
 from attn_flow.probe.reading import as_words
-
-if TYPE_CHECKING:
-    from attn_flow.probe.result import ProbeResult
 
 WIDE, NARROW, SMALL = 748, 350, 236  # widths of figures in pixels
 ANSWERS = {"supported": "Yes.", "partly": "In part.", "not supported": "No.", None: "Not decided."}
@@ -60,7 +58,7 @@ NOT_SAID = {
 }
 
 
-def write_page(result: ProbeResult, folder: str | Path, title: str = "") -> Path:
+def write_page(result: Measurements, folder: str | Path, title: str = "") -> Path:
     """Write report.html and its four figures into a folder.
 
     Args:
@@ -79,7 +77,7 @@ def write_page(result: ProbeResult, folder: str | Path, title: str = "") -> Path
     return path
 
 
-def write_comparison(results: dict[str, ProbeResult], folder: str | Path, subfolders: dict[str, str]) -> Path:
+def write_comparison(results: Mapping[str, Measurements], folder: str | Path, subfolders: dict[str, str]) -> Path:
     """Write comparison.html beside the folders of several models' reports; returns its path."""
     rows = []
     for name, result in results.items():
@@ -98,7 +96,7 @@ def write_comparison(results: dict[str, ProbeResult], folder: str | Path, subfol
     return path
 
 
-def _page(result: ProbeResult, name: str) -> str:
+def _page(result: Measurements, name: str) -> str:
     question = f"Does attention in {name} act as a mean field?"
     answer = ANSWERS[result.findings["averaging"].verdict]
     about, encoder = result.about, result.about.encoder
@@ -130,7 +128,7 @@ underlined ones receive most attention. Choose a head, then a token of the first
 <p id="row-title" class="about"></p><div id="bars"></div></section>"""
 
 
-def _card(result: ProbeResult, question: str) -> str:
+def _card(result: Measurements, question: str) -> str:
     finding = result.findings[question]
     figure = _svg(draw(result, question, SMALL, small=True), f"{question}-small", QUESTIONS[question])
     return (
@@ -139,7 +137,7 @@ def _card(result: ProbeResult, question: str) -> str:
     )
 
 
-def _section(result: ProbeResult, question: str) -> str:
+def _section(result: Measurements, question: str) -> str:
     return (
         f'<section id="{question}"><h2>{html.escape(QUESTIONS[question])}</h2>{_figure(result, question)}'
         f"<p>{html.escape(METHODS[question])}</p><details><summary>Numbers</summary>{_tables(result, question)}"
@@ -147,7 +145,7 @@ def _section(result: ProbeResult, question: str) -> str:
     )
 
 
-def _figure(result: ProbeResult, name: str) -> str:
+def _figure(result: Measurements, name: str) -> str:
     """The figure for wide and for narrow screens, of which the style shows one."""
     label = QUESTIONS.get(name, "The cloud through depth")
     wide, narrow = (_svg(draw(result, name, width), f"{name}-{width}", label) for width in (WIDE, NARROW))
@@ -169,8 +167,8 @@ def _svg(figure: Any, name: str, label: str) -> str:
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
 
 
-def _tables(result: ProbeResult, question: str) -> str:
-    numbers = without_nan(result.findings[question].numbers)
+def _tables(result: Measurements, question: str) -> str:
+    numbers = result.findings[question].numbers
     tables = []
     if question == "clusters":
         columns = ("found from", "K", "W2", "embedding cosine", "explained, mean of layers")
@@ -220,7 +218,7 @@ def _tag(finding: Finding) -> str:
     return f'<span class="tag {TAGS[finding.verdict]}">{finding.verdict or "numbers"}</span> '
 
 
-def _described(result: ProbeResult) -> str:
+def _described(result: Measurements) -> str:
     about, encoder = result.about, result.about.encoder
     skipped = f", {len(about.skipped)} left out as too short" if about.skipped else ""
     errors = [check["error"] for check in about.checks if check["error"] is not None]
@@ -243,7 +241,7 @@ def _described(result: ProbeResult) -> str:
     return "<ul>" + "".join(f"<li>{k}: {html.escape(v)}.</li>" for k, v in items.items() if v) + "</ul>"
 
 
-def _scripts(result: ProbeResult) -> str:
+def _scripts(result: Measurements) -> str:
     """The data of the token view and its script. "<" is escaped, so that no token can end the script."""
     reading, texts, first = result.reading, [], 0
     for tokens, n in zip(result.tokens, reading.lengths.tolist()):
@@ -259,7 +257,7 @@ def _scripts(result: ProbeResult) -> str:
         first += n
     heads = [
         {"layer": row["layer"], "head": row["head"], "b": row["b"], "sd": row["logit_sd"]}
-        for row in without_nan(result.findings["averaging"].numbers.get("heads") or [])
+        for row in result.findings["averaging"].numbers.get("heads") or []
     ]
     data = {
         "texts": texts,

@@ -87,6 +87,7 @@ class Recording:
         truncated: number of texts that were cut to the maximal length.
         unknown_share: share of tokens that the tokenizer does not know.
         digest: of the inputs.
+        horizon, steps: the time that a layer lasts, and in how many steps: 1 and 1 in an encoder.
     """
 
     attentions: list[Attention]
@@ -101,6 +102,8 @@ class Recording:
     truncated: int = 0
     unknown_share: float = 0.0
     digest: str = ""
+    horizon: float = 1.0
+    steps: int = 1
 
     @property
     def layers(self) -> int:
@@ -119,15 +122,13 @@ class Recording:
         """Whether tokens in some layer see only a part of their text: causal or local attention."""
         return any(A.causal for A in self.attentions) or any(window is not None for window in self.windows)
 
-    def heads(self, layer: int, text: int, attention: Attention | None = None) -> Heads:
-        """A text as the heads of a layer see it, or those of another attention."""
-        return self.heads_of(layer, self.states[layer][text], self.special[text], attention)
+    def heads(self, layer: int, text: int) -> Heads:
+        """A text as the heads of a layer see it."""
+        return self.heads_of(layer, self.states[layer][text], self.special[text])
 
-    def heads_of(self, layer: int, x: Tensor, special: Tensor, attention: Attention | None = None) -> Heads:
+    def heads_of(self, layer: int, x: Tensor, special: Tensor) -> Heads:
         """Any tokens x (n, d) as the heads of a layer see them."""
-        return read_heads(
-            attention or self.attentions[layer], x, special, window=self.windows[layer], positions=self.positions[layer]
-        )
+        return read_heads(self.attentions[layer], x, special, self.windows[layer], self.positions[layer])
 
     def first(self, texts: int) -> Recording:
         """The first few texts."""
@@ -145,7 +146,6 @@ def read_heads(
     attention: Attention,
     x: Tensor,
     special: Tensor | None = None,
-    *,
     window: int | None = None,
     positions: Positions | None = None,
 ) -> Heads:
@@ -157,29 +157,21 @@ def read_heads(
         tensor([[[3., 0.],
                  [0., 3.]]])
     """
-    if x.ndim != 2 or x.shape[1] != attention.dim:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected one text (n, d) = (n, {attention.dim}).")
-    n, device = len(x), x.device
-    beta = torch.as_tensor(attention.beta, dtype=torch.float64).to(x).expand(attention.heads)[:, None]
-    queries, keys, values = (_project(x, w, attention.heads) for w in (attention.Q, attention.K, attention.V))
+    n, device, H = len(x), x.device, attention.heads
+    beta = torch.as_tensor(attention.beta, dtype=torch.float64).to(x).expand(H)[:, None]
+    project = lambda weight: x.expand(H, -1, -1) if weight is None else x @ weight.mT  # (heads, n, k)
+    queries, keys, values = (project(weight) for weight in (attention.Q, attention.K, attention.V))
     if attention.query_bias is not None:
         queries = queries + attention.query_bias[:, None]
     if positions is not None:
         queries, keys = positions.queries(queries, beta), positions.keys(keys)
-    output = attention.O
-    if output is None:
-        output = torch.eye(attention.dim, dtype=x.dtype, device=device).expand(attention.heads, -1, -1)
+    output = torch.eye(attention.dim).to(x).expand(H, -1, -1) if attention.O is None else attention.O
     i = torch.arange(n, device=device)
     visible = None if window is None else (i[:, None] - i).abs() <= window
     if attention.causal:
         visible = (i[:, None] >= i) if visible is None else visible & (i[:, None] >= i)
     special = torch.zeros(n, dtype=torch.bool, device=device) if special is None else special
     return Heads(beta[..., None] * queries, keys, values, output, attention.value_bias, special, visible)
-
-
-def _project(x: Tensor, weight: Tensor | None, heads: int) -> Tensor:
-    """(heads, n, k); a weight that is None is the identity."""
-    return x.expand(heads, -1, -1) if weight is None else torch.einsum("nd,hkd->hnk", x, weight)
 
 
 def record_encoder(
@@ -197,16 +189,8 @@ def record_encoder(
     scaled = [A.with_beta(beta_factor * A.beta) for A in attentions(model)]
     points = ("attn.hook_in", "attn.hook_out", f"blocks.{len(scaled) - 1}.hook_out")
     with torch.no_grad(), nullcontext() if beta_factor == 1 else scale_beta(model, beta_factor):
-        path = record(
-            model,
-            source,
-            texts,
-            points=points,
-            batch=batch,
-            max_length=max_length,
-            max_unknown=max_unknown,
-            world=world,
-        )
+        options: dict[str, Any] = {"batch": batch, "max_length": max_length, "max_unknown": max_unknown}
+        path = record(model, source, texts, points=points, world=world, **options)
     layers = blocks(model)
     positions = read_positions(layers, path.x.shape[-2])
     return _split_texts(path, scaled, [block.window for block in layers], positions)

@@ -34,29 +34,15 @@ GEOMLOSS_RTOL = 0.2  # what geomloss may leave unproved: in hundreds of dimensio
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """Texts through an encoder.
+    """What an encoder makes of texts.
 
     Args:
-        states: [text][level] (n, d): the tokens before every block, and after the last.
+        outputs: [text] (n, d), the tokens after the last block.
         embeddings: (texts, d), the mean-pooled outputs as unit vectors.
     """
 
-    states: list[list[Tensor]]
+    outputs: list[Tensor]
     embeddings: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Comparison:
-    """An encoder with replaced attention against the encoder itself, text by text.
-
-    Args:
-        w2: (levels, texts), W2 between the two clouds of a text, divided by the mean W2 between different texts. The
-            last row is the encoder's output. NaN if there is one text only.
-        embedding_cosine: (texts,), between the mean-pooled embeddings.
-    """
-
-    w2: Tensor
-    embedding_cosine: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +52,7 @@ class Replacement:
     Args:
         recording: the texts; a `Predict` gets their indices in it.
         true: the passes of the encoder itself.
-        between: (levels,), the mean W2 between different texts, the unit of distances; level 0 is the first input.
+        between: the mean W2 between the outputs of different texts, the unit of distances; NaN if there is none.
     """
 
     model: nn.Module
@@ -74,7 +60,7 @@ class Replacement:
     texts: Sequence[str] | None
     recording: Recording
     true: Passes
-    between: Tensor
+    between: float
     batch: int
     max_length: int | None
     beta_factor: float
@@ -83,21 +69,18 @@ class Replacement:
         """The first few texts, with the same unit of distances."""
         texts = min(texts, self.recording.texts)
         source, chosen = _select_inputs(self.model, self.source, self.texts, list(range(texts)))
-        true = Passes(self.true.states[:texts], self.true.embeddings[:texts])
+        true = Passes(self.true.outputs[:texts], self.true.embeddings[:texts])
         return replace(self, source=source, texts=chosen, recording=self.recording.first(texts), true=true)
 
     def run(self, predict: Predict) -> Passes:
         """The passes of the encoder with `predict` in place of attention in every layer."""
         return _run(self.model, self.source, self.texts, self.recording, predict, self.batch, self.max_length)
 
-    def compare(self, predict: Predict, levels: Sequence[int] | None = None) -> Comparison:
-        """Compare the encoder with replaced attention with itself, at some levels 1 to L or at all of them."""
+    def compare(self, predict: Predict) -> tuple[Tensor, Tensor]:
+        """W2 to the encoder's own output in units of `between`, and the cosine of the embeddings, (texts,) each."""
         passes = self.run(predict)
-        levels = range(1, len(self.between)) if levels is None else levels
-        distances = [[w2(a[level], b[level]) for a, b in zip(passes.states, self.true.states)] for level in levels]
-        unit = torch.where(self.between > 0, self.between, torch.nan)[list(levels), None]  # equal texts have no unit
-        cosine = (passes.embeddings * self.true.embeddings).sum(-1).double().cpu()
-        return Comparison(torch.tensor(distances, dtype=torch.float64) / unit, cosine)
+        distances = torch.tensor([w2(a, b) for a, b in zip(passes.outputs, self.true.outputs)], dtype=torch.float64)
+        return distances / self.between, (passes.embeddings * self.true.embeddings).sum(-1).double().cpu()
 
 
 def prepare_replacement(
@@ -127,18 +110,15 @@ def prepare_replacement(
         >>> from attn_flow.probe.recording import record_encoder
         >>> (model, tokenizer), texts = minilm(), [text[:300] for text in topics() if len(text) > 900][:2]
         >>> encoder = prepare_replacement(model, tokenizer, texts, record_encoder(model, tokenizer, texts))
-        >>> exact = encoder.compare(lambda heads, layer, text: heads.combine(heads.averages))
-        >>> bool(exact.w2.max() < 1e-3), bool(exact.embedding_cosine.min() > 0.9999)
+        >>> distances, cosines = encoder.compare(lambda heads, layer, text: heads.combine(heads.averages))
+        >>> bool(distances.max() < 1e-3), bool(cosines.min() > 0.9999)
         (True, True)
     """
     model = encoder_inside(model)
     source, texts = _select_inputs(model, source, texts, recording.indices)
     true = _run(model, source, texts, recording, None, batch, max_length, beta_factor)
-    count, levels = len(true.states), len(true.states[0])
-    between = torch.full((levels,), torch.nan, dtype=torch.float64)
-    for level in range(levels if count > 1 else 0):
-        distances = [w2(true.states[t][level], true.states[(t + 1) % count][level]) for t in range(count)]
-        between[level] = sum(distances) / count
+    pairs = zip(true.outputs, true.outputs[1:] + true.outputs[:1])
+    between = sum(w2(a, b) for a, b in pairs) / len(true.outputs) or torch.nan  # one text, or equal texts
     return Replacement(model, source, texts, recording, true, between, batch, max_length, beta_factor)
 
 
@@ -156,7 +136,7 @@ def w2(x: Tensor, y: Tensor, method: str = "auto") -> float:
     if method == "geomloss" or (method == "auto" and x.device.type != "cpu"):
         try:
             return float(wasserstein(x, y, method="sinkhorn", rtol=GEOMLOSS_RTOL))
-        except CertificateError:  # clouds that are equal but for rounding
+        except CertificateError:
             pass
     x, y = x.cpu(), y.cpu()
     if len(x) != len(y):
@@ -172,9 +152,9 @@ def _select_inputs(model: nn.Module, source: Any, texts: Sequence[str] | None, i
     if isinstance(model, DeepStack):
         return stack_inputs(source)[indices], None
     if isinstance(source, Tensor):
-        source = {"src": source} if isinstance(model, nn.TransformerEncoder) else source
-    if isinstance(source, Tensor):
-        return source[indices], None
+        if not isinstance(model, nn.TransformerEncoder):
+            return source[indices], None
+        source = {"src": source}
     layers: Any = getattr(model, "layers", None)
     axis = 1 if "src" in source and not layers[0].self_attn.batch_first else 0  # torch's encoder may take (n, texts, d)
     leading = next(iter(source.values())).shape[axis]
@@ -183,6 +163,7 @@ def _select_inputs(model: nn.Module, source: Any, texts: Sequence[str] | None, i
     return {name: select(name, t) if is_by_text(name, t) else t for name, t in source.items()}, None
 
 
+@torch.no_grad()
 def _run(
     model: nn.Module,
     source: Any,
@@ -194,10 +175,10 @@ def _run(
     beta_factor: float = 1.0,
 ) -> Passes:
     """The passes of all texts, with the model's own attention if `predict` is None."""
+    outputs: list[Tensor] = []
     if isinstance(model, DeepStack):
-        with torch.no_grad():
-            return _run_stack(model, source, recorded, predict)
-    states: list[list[Tensor]] = []
+        outputs = [run_stack(model, ids, _stack_drift(recorded, predict, text)) for text, ids in enumerate(source)]
+        return Passes(outputs, nn.functional.normalize(torch.stack([x.mean(0) for x in outputs]), dim=-1))
     embeddings: list[Tensor] = []
     device = next(model.parameters()).device
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
@@ -205,16 +186,16 @@ def _run(
         recording(model, "resid") as cache,
         evaluation_mode(model),
         nullcontext() if beta_factor == 1 else scale_beta(model, beta_factor),
-        nullcontext() if predict is None else _replace_outputs(cache, recorded, predict, states),
+        nullcontext() if predict is None else _replace_outputs(cache, recorded, predict, outputs),
     ):
         for piece in pieces(model, source, texts, batch, max_length):
             output = model(**{name: t.to(device) for name, t in piece.make().inputs.items()}, **options)
-            levels, mask = [cache[name] for name in cache.points], cache.mask
+            level, mask = cache[cache.points[-1]], cache.mask
             last = getattr(output, "last_hidden_state", None)
-            last = levels[-1] if last is None or last.shape != levels[-1].shape else last
-            states += [[x[row][mask[row]] for x in levels] for row in range(len(mask))]
+            last = level if last is None or last.shape != level.shape else last
+            outputs += [level[row][mask[row]] for row in range(len(mask))]
             embeddings += [last[row][mask[row]].mean(0) for row in range(len(mask))]
-    return Passes(states, nn.functional.normalize(torch.stack(embeddings), dim=-1))
+    return Passes(outputs, nn.functional.normalize(torch.stack(embeddings), dim=-1))
 
 
 @contextmanager
@@ -246,13 +227,8 @@ def _replace_outputs(
         yield
 
 
-def _run_stack(stack: DeepStack, ids: Tensor, recorded: Recording, predict: Predict | None) -> Passes:
-    """The passes of a stack: a prediction is the drift at every step of every layer."""
-
-    def drift(layer: int, text: int, x: Tensor) -> Tensor:
-        if predict is None:
-            return recorded.attentions[layer].drift(x)
-        return predict(recorded.heads_of(layer, x, recorded.special[text]), layer, text)
-
-    states = [run_stack(stack, ids[text], drift, text) for text in range(len(ids))]
-    return Passes(states, nn.functional.normalize(torch.stack([levels[-1].mean(0) for levels in states]), dim=-1))
+def _stack_drift(recorded: Recording, predict: Predict | None, text: int) -> Callable[[int, Tensor], Tensor]:
+    """The drift of a layer of a stack at every step: attention, or what is predicted in its place."""
+    if predict is None:
+        return lambda layer, x: recorded.attentions[layer].drift(x)
+    return lambda layer, x: predict(recorded.heads_of(layer, x, recorded.special[text]), layer, text)

@@ -1,10 +1,8 @@
-"""What a probe measured: one record per question, its findings, and its files."""
+"""The result of a probe: findings, tables, JSON, files and the report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,94 +11,20 @@ from torch import Tensor
 from attn_flow.base.extras import require_extra
 from attn_flow.base.files import read_tensors, write_json, write_tensors
 from attn_flow.base.texts import parse_json
-from attn_flow.probe.averaging import Averaging
-from attn_flow.probe.clusters import Clusters
-from attn_flow.probe.evolution import Evolution
-from attn_flow.probe.findings import QUESTIONS, Finding, without_nan
-from attn_flow.probe.limit import LimitApproach
-from attn_flow.probe.reading import Reading
-from attn_flow.probe.temperature import Temperature
+from attn_flow.probe.measurements import RECORDS, About, Measurements
+from attn_flow.probe.page import write_page
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-RECORDS: dict[str, Callable[..., Any]] = {
-    "averaging": Averaging,
-    "clusters": Clusters,
-    "temperature": Temperature,
-    "limit": LimitApproach,
-    "evolution": Evolution,
-    "reading": Reading,
-}
 
-
-@dataclass(frozen=True)
-class About:
-    """What was probed.
-
-    Args:
-        encoder: the facts of `hooks.encoder_facts`.
-        weights, inputs: digests.
-        texts, tokens: how many were probed.
-        skipped: the texts that were too short, by their numbers.
-        truncated: how many texts were cut to `max_length`.
-        unknown_share: share of tokens that the tokenizer does not know.
-        max_length, batch, beta_factor, seed: the options.
-        dtype, device: of the computation.
-        versions: of the packages.
-        key: a digest of all of the above. Equal keys, equal results.
-        checks: the weights as read against what the layers compute, one `LayerCheck` per layer.
-    """
-
-    encoder: dict[str, Any]
-    weights: str
-    inputs: str
-    texts: int
-    tokens: int
-    skipped: list[int]
-    truncated: int
-    unknown_share: float
-    max_length: int | None
-    batch: int
-    beta_factor: float
-    seed: int
-    dtype: str
-    device: str
-    versions: dict[str, str]
-    key: str = ""
-    checks: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, eq=False)
-class ProbeResult:
-    """What a probe measured. Made by `probe`, or read from a folder by `ProbeResult.load`.
-
-    Args:
-        about: what was probed.
-        averaging, clusters, temperature, limit: the measurements of the four questions.
-        evolution: how the cloud changes through depth.
-        reading: attention token by token, of a few texts.
-        tokens: the tokens of these texts.
-    """
-
-    about: About
-    averaging: Averaging
-    clusters: Clusters
-    temperature: Temperature
-    limit: LimitApproach
-    evolution: Evolution
-    reading: Reading
-    tokens: list[list[str]]
+class ProbeResult(Measurements):
+    """What a probe measured. Made by `probe`, or read from a folder by `ProbeResult.load`; see `Measurements`."""
 
     def __repr__(self) -> str:
         encoder = self.about.encoder
         answers = ", ".join(f"{name}: {finding.verdict or 'numbers'}" for name, finding in self.findings.items())
         return f"ProbeResult({encoder['model']}, {encoder['layers']} layers, {self.about.texts} texts; {answers})"
-
-    @cached_property
-    def findings(self) -> dict[str, Finding]:
-        """The answer to each question: averaging, clusters, temperature, limit."""
-        return {name: getattr(self, name).finding(seed=self.about.seed) for name in QUESTIONS}
 
     def to_frame(self, rows: str = "heads") -> DataFrame:
         """A table for pandas.
@@ -120,15 +44,17 @@ class ProbeResult:
             raise ValueError(f"rows = {rows!r}, expected 'heads' or 'layers'.")
         layers = list(range(self.about.encoder["layers"]))
         columns = {"exponent": "averaging", "p_value": "limit", "fraction": "limit"}
-        missing = [None] * len(layers)
-        by_layer = {column: numbers[name].get(column) or missing for column, name in columns.items()}
+        by_layer = {column: numbers[name].get(column) or [None] * len(layers) for column, name in columns.items()}
         return require_extra("pandas").DataFrame({"layer": layers, **by_layer})
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values: `about`, `questions` (verdict, text, numbers), `evolution`. A missing number is None."""
         questions = {name: asdict(finding) for name, finding in self.findings.items()}
-        evolution = asdict(self.evolution.finding(self.about.seed))
-        return without_nan({"about": asdict(self.about), "questions": questions, "evolution": evolution})
+        return {
+            "about": asdict(self.about),
+            "questions": questions,
+            "evolution": asdict(self.evolution.finding(self.about.seed)),
+        }
 
     def report(self, folder: str | Path, title: str = "") -> Path:
         """Write report.html, its figures and the numbers into a folder.
@@ -140,8 +66,6 @@ class ProbeResult:
         Returns:
             The path of the page.
         """
-        from attn_flow.probe.page import write_page
-
         folder = Path(folder)
         (folder / "probe.json").unlink(missing_ok=True)
         page = write_page(self, folder, title)

@@ -31,10 +31,11 @@ from attn_flow.probe.clusters import TEXTS as REPLACED_TEXTS
 from attn_flow.probe.clusters import measure_clusters
 from attn_flow.probe.evolution import measure_evolution
 from attn_flow.probe.limit import measure_limit
+from attn_flow.probe.measurements import RECORDS, About
 from attn_flow.probe.reading import read_tokens
 from attn_flow.probe.recording import MIN_TOKENS, Recording, record_encoder
 from attn_flow.probe.replacement import prepare_replacement
-from attn_flow.probe.result import RECORDS, About, ProbeResult, tensors_of
+from attn_flow.probe.result import ProbeResult, tensors_of
 from attn_flow.probe.stacks import check_stack, record_stack, stack_facts
 from attn_flow.probe.temperature import measure_temperature
 from attn_flow.probe.weights_check import check_weights
@@ -88,17 +89,8 @@ def probe(
         >>> list(result.findings), result.findings["averaging"].verdict  # a verdict needs 8 texts
         (['averaging', 'clusters', 'temperature', 'limit'], None)
     """
-    run = prepare(
-        model,
-        source,
-        texts,
-        max_length=max_length,
-        beta_factor=beta_factor,
-        max_unknown=max_unknown,
-        batch=batch,
-        seed=seed,
-    )
-    return run.run(folder, progress)
+    options: dict[str, Any] = {"max_length": max_length, "beta_factor": beta_factor, "max_unknown": max_unknown}
+    return prepare(model, source, texts, batch=batch, seed=seed, **options).run(folder, progress)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,17 +112,12 @@ class ProbeRun:
     world: Processes = ALONE
 
     def run(self, folder: str | Path | None = None, progress: bool = False) -> ProbeResult:
-        """Measure every question, or read it from its file.
-
-        Args:
-            folder: where finished stages are kept.
-            progress: show a progress bar.
+        """Measure every question, or read it from its file in `folder`, where finished stages are kept.
 
         Returns:
             The result, in every process.
         """
         records: dict[str, Any] = {}
-        stages = self._stages(records)
         own = {name: share for group in GROUPS[self.world.rank :: self.world.count] for name, share in group.items()}
         with progress_bar("probe", sum(own.values()), progress and self.world.is_first) as advance, torch.no_grad():
             for name in own:
@@ -142,58 +129,43 @@ class ProbeRun:
                     reported = share
 
                 report(0.0)
-                records[name] = self._read_or_measure(name, stages[name], folder, report)
+                records[name] = self._read_or_measure(name, folder, report)
                 report(1.0)
-            advance(0)
-        if self.world.count > 1:
-            shares = self.world.gather_objects(records)
-            records = {name: record for share in shares for name, record in share.items()}
+        shares = self.world.gather_objects(records)
+        records = {name: record for share in shares for name, record in share.items()}
         tokens = [self.recording.tokens[t] for t in records["reading"].texts.tolist()]
         return ProbeResult(self.about, tokens=tokens, **records)
 
-    def _read_or_measure(
-        self, name: str, measure: Callable[[Report], Any], folder: str | Path | None, report: Report
-    ) -> Any:
+    def _read_or_measure(self, name: str, folder: str | Path | None, report: Report) -> Any:
         if folder is None:
-            return measure(report)
+            return self._measure(name, report)
         path = Path(folder) / f"{name}.safetensors"
         if path.exists():
             fields, words = read_tensors(path)
             if words.get("key") == self.about.key:
                 return RECORDS[name](**fields)
-        record = measure(report)
+        record = self._measure(name, report)
         write_tensors(tensors_of(record), path, {"key": self.about.key})
         return record
 
-    def _stages(self, records: dict[str, Any]) -> dict[str, Callable[[Report], Any]]:
-        """How every stage is measured; `records` has what was measured before it."""
+    def _measure(self, name: str, report: Report) -> Any:
         recording, about = self.recording, self.about
-
-        def clusters(report: Report) -> Any:
-            encoder = prepare_replacement(
-                self.model,
-                self.source,
-                self.texts,
-                recording.first(REPLACED_TEXTS),
-                batch=about.batch,
-                max_length=about.max_length,
-                beta_factor=about.beta_factor,
-            )
-            return measure_clusters(encoder, recording, self._generator("clusters"), progress=report)
-
-        return {
-            "clusters": clusters,
-            "averaging": lambda report: measure_averaging(recording, self._generator("averaging"), progress=report),
-            "limit": lambda report: measure_limit(recording, self._generator("limit"), progress=report),
-            "temperature": lambda report: measure_temperature(recording, records["averaging"], progress=report),
-            "evolution": lambda report: measure_evolution(recording),
-            "reading": lambda report: read_tokens(recording),
-        }
-
-    def _generator(self, stage: str) -> torch.Generator:
-        """The random numbers of a stage, whatever ran before it."""
-        mixed = hashlib.sha256(f"{self.about.seed}/{stage}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
+        mixed = hashlib.sha256(f"{about.seed}/{name}".encode()).digest()  # other numbers in every stage
+        generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
+        if name == "averaging":
+            return measure_averaging(recording, generator, progress=report)
+        if name == "temperature":
+            return measure_temperature(recording, progress=report)
+        if name == "limit":
+            return measure_limit(recording, generator, progress=report)
+        if name == "evolution":
+            return measure_evolution(recording)
+        if name == "reading":
+            return read_tokens(recording)
+        options: dict[str, Any] = {key: getattr(about, key) for key in ("batch", "max_length", "beta_factor")}
+        first = recording.first(REPLACED_TEXTS)
+        encoder = prepare_replacement(self.model, self.source, self.texts, first, **options)
+        return measure_clusters(encoder, recording, generator, progress=report)
 
 
 def prepare(
@@ -233,16 +205,8 @@ def prepare(
         limit = None if texts is None else length_limit(source, model)
         max_length = min(max_length, limit) if max_length is not None and limit is not None else max_length
         checked, facts = check_weights(model, source, texts, max_length), encoder_facts(model)
-        recording = record_encoder(
-            model,
-            source,
-            texts,
-            batch=batch,
-            max_length=max_length,
-            beta_factor=beta_factor,
-            max_unknown=max_unknown,
-            world=world,
-        )
+        options: dict[str, Any] = {"max_length": max_length, "beta_factor": beta_factor, "max_unknown": max_unknown}
+        recording = record_encoder(model, source, texts, batch=batch, world=world, **options)
     if recording.skipped and world.is_first:
         names = ", ".join(map(str, recording.skipped[:10])) + ", ..." * (len(recording.skipped) > 10)
         warnings.warn(

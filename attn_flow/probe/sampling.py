@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_flow.probe.recording import Heads
-from attn_flow.theory.random_energy import phase
+from attn_flow.theory.random_energy import PHASES, phase
 
 SMALLEST_SAMPLE = 8
 SIZES = 5  # sample sizes of a text
@@ -67,29 +67,20 @@ def permuted_keys(special: Tensor, draws: int, generator: torch.Generator) -> Te
 
 
 def sampled_averages(heads: Heads, sample: Tensor) -> Tensor:
-    """What every head computes from samples of its keys, (draws, heads, queries, v).
-
-    Args:
-        heads: of one text in which every token sees every token; its queries may be those of some tokens only.
-        sample: indices (draws, m) of keys that are not special.
-    """
+    """What every head computes from samples (draws, m) of its regular keys, (draws, heads, queries, v)."""
     draws, m = sample.shape
     special = heads.special.nonzero()[:, 0]
     kept = torch.cat([special.expand(draws, -1), sample], dim=-1)
     keys, values = (z[:, kept].transpose(0, 1) for z in (heads.keys, heads.values))
-    log_weights = torch.zeros(kept.shape[1]).to(keys)
-    log_weights[len(special) :] = math.log((heads.n - len(special)) / m)
-    queries = heads.queries.expand(draws, -1, -1, -1)
+    return weighted_attention(heads.queries, keys, values, len(special), (heads.n - len(special)) / m)
+
+
+def weighted_attention(queries: Tensor, keys: Tensor, values: Tensor, special: int, weight: float) -> Tensor:
+    """Attention (..., heads, queries, v) in which all keys but the first `special` ones have a weight."""
+    log_weights = torch.zeros(keys.shape[-2]).to(keys)
+    log_weights[special:] = math.log(weight)
+    queries = queries.expand(*keys.shape[:-2], -1, -1)
     return scaled_dot_product_attention(queries, keys, values, attn_mask=log_weights[None, :], scale=1.0)
-
-
-def sampled_keys(m: int, generator: torch.Generator) -> Callable[[Heads, int, int], Tensor]:
-    """A replacement of attention: m random keys, drawn anew in every layer of every text; a `replacement.Predict`."""
-
-    def predict(heads: Heads, layer: int, text: int) -> Tensor:
-        return heads.combine(sampled_averages(heads, permuted_keys(heads.special, 1, generator)[:, :m])[0])
-
-    return predict
 
 
 def weight_errors(logits: Tensor, special: Tensor, order: Tensor, sizes: Tensor) -> Tensor:
@@ -141,12 +132,20 @@ def logit_sd(logits: Tensor, special: Tensor) -> Tensor:
 def head_phases(sd: Tensor, tokens: Tensor) -> Tensor:
     """Phases (layers, heads) of heads by their logits' standard deviation (layers, heads, texts): indices of PHASES.
 
-    Args:
-        sd: from `logit_sd`.
-        tokens: (texts,), the numbers of keys that were counted; the thresholds are those of their mean.
+    The thresholds are those of the mean number of keys, `tokens` (texts,).
     """
     n = max(2, round(float(tokens.double().mean())))
     return torch.from_numpy(phase(sd.mean(-1).numpy(), n)).long()
+
+
+def head_rows(columns: dict[str, Tensor], phases: Tensor) -> list[dict[str, Any]]:
+    """One row per head: its layer, number, phase, and an entry of every column (layers, heads)."""
+    lists = {name: column.tolist() for name, column in columns.items()}
+    return [
+        {"layer": i, "head": h, **{name: c[i][h] for name, c in lists.items()}, "phase": PHASES[phases[i, h]]}
+        for i in range(phases.shape[0])
+        for h in range(phases.shape[1])
+    ]
 
 
 def gaussian_exponent(sd: Tensor, n: int) -> Tensor:

@@ -32,6 +32,7 @@ def stack_inputs(inputs: Any) -> Tensor:
     return tensor
 
 
+@torch.no_grad()
 def record_stack(stack: DeepStack, inputs: Any, beta_factor: float = 1.0) -> Recording:
     """Record a stack that runs at `beta_factor` times its trained inverse temperature."""
     ids = stack_inputs(inputs)
@@ -39,39 +40,26 @@ def record_stack(stack: DeepStack, inputs: Any, beta_factor: float = 1.0) -> Rec
     if n < MIN_TOKENS:
         raise ValueError(f"inputs have {n} tokens a text, expected at least {MIN_TOKENS}.")
     stack = stack.rerun(beta_factor=beta_factor)
-    attentions, paths = stack.attentions(), stack.paths(ids)
-    states, outputs = [], []
-    with torch.no_grad():
-        for layer, (path, _) in enumerate(paths):
-            x = path[0] if stack.norm == "post" else path[0] / path[0].norm(dim=-1, keepdim=True)
-            states.append(list(x))
-            outputs.append(list(attentions[layer].drift(x)))
-    states.append(list(paths[-1][1]))
-    names = [[str(entry) for entry in row] for row in (ids.tolist() if ids.ndim == 2 else [range(n)] * texts)]
-    nothing: list[None] = [None] * stack.depth
+    attentions, paths, nothing = stack.attentions(), stack.paths(ids), [None] * stack.depth
+    clouds = [path[0] if stack.norm == "post" else path[0] / path[0].norm(dim=-1, keepdim=True) for path, _ in paths]
     return Recording(
         attentions,
         list(nothing),
         list(nothing),
-        states,
-        outputs,
+        [*map(list, clouds), list(paths[-1][1])],
+        [list(attention.drift(x)) for attention, x in zip(attentions, clouds)],
         [torch.zeros(n, dtype=torch.bool, device=ids.device) for _ in range(texts)],
-        names,
+        [[str(entry) for entry in row] for row in (ids.tolist() if ids.ndim == 2 else [range(n)] * texts)],
         list(range(texts)),
         digest=hashlib.sha256(ids.cpu().contiguous().numpy().tobytes()).hexdigest(),
+        horizon=float(stack.options.horizon),
+        steps=stack.options.steps,
     )
 
 
 @torch.no_grad()
-def run_stack(stack: DeepStack, ids: Tensor, drift: Callable[[int, int, Tensor], Tensor], text: int) -> list[Tensor]:
-    """The clouds (n, d) of one text before every layer and after the last, under another drift, without noise.
-
-    Args:
-        stack: the stack.
-        ids: the inputs of this text alone, without an axis of texts.
-        drift: (layer, text, tokens (n, d)) -> what attention adds (n, d).
-        text: its number, which `drift` gets.
-    """
+def run_stack(stack: DeepStack, ids: Tensor, drift: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """The output (n, d) of a stack for one text under another drift(layer, tokens (n, d)) -> (n, d), without noise."""
     layers = -1
 
     def enter(*_: Any) -> None:
@@ -80,15 +68,14 @@ def run_stack(stack: DeepStack, ids: Tensor, drift: Callable[[int, int, Tensor],
 
     def field(layer: ContinuousAttentionLayer) -> Any:
         index = layers
-        return NORMS[layer.norm](Drift(lambda _, x: drift(index, text, x[0]).to(x.dtype)[None]))
+        return NORMS[layer.norm](Drift(lambda _, x: drift(index, x[0]).to(x.dtype)[None]))
 
     with ExitStack() as changes:
         for layer in stack.layers:
             changes.callback(layer.register_forward_pre_hook(enter).remove)
             layer.field = partial(field, layer)  # type: ignore[arg-type, assignment]
             changes.callback(delattr, layer, "field")
-        paths = stack.paths(ids[None])
-    return [paths[0][0][0, 0], *(x[0] for _, x in paths)]
+        return stack.paths(ids[None])[-1][1][0]
 
 
 def check_stack(stack: DeepStack, inputs: Any) -> list[LayerCheck]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from attn_flow.probe.result import ProbeResult
+from attn_flow.probe.measurements import Measurements
 
 COLUMNS = ("question", "answer", "value (95% interval)", "best baseline")
 SHORT = {
@@ -16,7 +15,7 @@ SHORT = {
 }
 
 
-def summary_rows(result: ProbeResult) -> list[list[str]]:
+def summary_rows(result: Measurements) -> list[list[str]]:
     """One row per question under `COLUMNS`."""
     cells = {"averaging": _averaging, "clusters": _clusters, "temperature": _temperature, "limit": _limit}
     rows = []
@@ -52,17 +51,10 @@ def _temperature(numbers: dict[str, Any]) -> tuple[str, str]:
 
 
 def _limit(numbers: dict[str, Any]) -> tuple[str, str]:
-    agreement = _mean(numbers["agreement"])
-    rivals = {name: value for name, value in numbers["rivals"].items() if value is not None}
+    own, rotated = (sum(numbers[name]) / len(numbers[name]) for name in ("agreement", "rotated"))
+    rivals = {"rotated weights": rotated} | {k: v for k, v in numbers["rivals"].items() if v is not None}
     best = max(rivals, key=lambda name: rivals[name])
-    return (
-        f"p = {numbers['global_p']:.2g}; agreement {agreement:.2f}",
-        f"{best.replace('_', ' ')}: {rivals[best]:.2f}",
-    )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    return f"p = {numbers['global_p']:.2g}; agreement {own:.2f}", f"{best.replace('_', ' ')}: {rivals[best]:.2f}"
 
 
 def _interval(mean: float, low: float | None, high: float | None, digits: int = 2) -> str:

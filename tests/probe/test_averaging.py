@@ -20,7 +20,6 @@ from attn_flow.probe.sampling import (
     permuted_keys,
     sample_sizes,
     sampled_averages,
-    sampled_keys,
     weight_errors,
 )
 
@@ -79,8 +78,7 @@ def test_attention_over_a_sample_is_the_literal_weighted_average():
 
 def test_all_keys_are_attention_itself_and_samples_are_drawn_without_special_tokens():
     heads = random_heads()
-    torch.testing.assert_close(sampled_keys(99, seeded())(heads, 0, 0), heads.combine(heads.averages))
-    assert not torch.allclose(sampled_keys(4, seeded())(heads, 0, 0), heads.combine(heads.averages))
+    torch.testing.assert_close(sampled_averages(heads, torch.arange(1, 10)[None])[0], heads.averages)
     order = permuted_keys(heads.special, 500, seeded())
     assert torch.equal(order.sort(-1).values, torch.arange(1, 10).expand(500, -1))
     counts = torch.bincount(order[:, :3].flatten(), minlength=11)[1:10]  # every key in a third of the samples of 3 of 9
@@ -305,9 +303,6 @@ def test_the_record_is_kept_on_disk_and_is_repeatable(minilm_averaging, tmp_path
     recording = exchangeable(0.05, texts=2)
     first, second = (measure_averaging(recording, seeded(7)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(vars(first).values(), vars(second).values()))
-    sizes, errors = minilm_averaging.curve()
-    assert sizes.tolist() == pytest.approx([8, 13, 22, 38, 63])
-    assert (errors.diff(dim=-1) < 0).all()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 from attn_flow import Attention
 from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.hooks.demo import topics
-from attn_flow.probe.averaging import measure_averaging
+from attn_flow.probe.findings import rank_correlation
 from attn_flow.probe.recording import Heads, Recording, record_encoder
 from attn_flow.probe.temperature import (
     Temperature,
@@ -19,7 +19,6 @@ from attn_flow.probe.temperature import (
     describe_by_moments,
     explained,
     measure_temperature,
-    rank_correlation,
 )
 
 
@@ -38,6 +37,7 @@ def test_statistics_of_a_head_are_means_over_queries_of_sums_over_keys():
     x = torch.randn(18, 3, generator=seeded(), dtype=torch.float64)
     measured = measure_temperature(recording_of(A, [x], special=(0, 17)))
     entropy, largest, ratio, variance = [], [], [], []
+    centred = x - x.mean(0)
     for i in range(18):
         logits = [1.3 * float(x[i] @ x[j]) for j in range(18)]
         p = [math.exp(s) / sum(math.exp(t) for t in logits) for s in logits]
@@ -49,6 +49,9 @@ def test_statistics_of_a_head_are_means_over_queries_of_sums_over_keys():
     assert float(measured.largest_weight) == pytest.approx(np.mean(largest))
     assert float(measured.effective_keys) == pytest.approx(1 / np.mean(ratio))
     assert float(measured.logit_sd) == pytest.approx(math.sqrt(np.mean(variance)))
+    assert float(measured.logit_bound) == pytest.approx(
+        max(1.3 * float(a.norm() * b.norm()) for a in x for b in centred)
+    )
     assert measured.tokens.tolist() == [16]
 
 
@@ -109,7 +112,6 @@ def test_warm_gaussian_tokens_are_two_moments_and_frozen_ones_their_largest_logi
     assert warm.numbers["phases"] == {"warm": 1, "middle": 0, "frozen": 0}
     assert warm.numbers["explained"]["warm"]["two_moments"] > 0.95
     assert warm.numbers["best_description"] == {"warm": "two_moments", "middle": None, "frozen": None}
-    assert warm.numbers["heads"][0]["b"] is None
     assert "1 is warm" in warm.text
     assert "by two moments" in warm.text
     frozen = measure_temperature(recording_of(Attention.identity(6, beta=50.0), clouds)).finding()
@@ -149,12 +151,10 @@ def test_causal_attention_has_a_temperature_over_the_keys_it_sees():
 def test_heads_of_minilm(encoder, tmp_path):
     with pytest.warns(UserWarning, match="truncated"):
         recording = record_encoder(*encoder, [t for t in topics() if len(t) > 900][:4], max_length=128)
-    averaging = measure_averaging(recording, seeded(), draws=4)
-    measured = measure_temperature(recording, averaging)
+    measured = measure_temperature(recording)
     finding = measured.finding()
     correlations = finding.numbers["rank_correlation_with_logit_sd"]
     assert correlations["four_keys"] > 0.85
-    assert correlations["b"] < -0.8
     assert correlations["entropy"] < -0.85
     assert finding.numbers["best_description"] == {"warm": "two_moments", "middle": "four_keys", "frozen": "four_keys"}
     assert sum(finding.numbers["phases"].values()) == 72
