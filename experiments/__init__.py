@@ -33,10 +33,8 @@ PAPERS = (
 )
 ENCODERS = (
     "histograms",
-    "layer_jacobians",
     "affine_rank",
     "energy_by_layer",
-    "wrapped_layer",
     "temperature_and_length",
     "fine_tuning",
     "questions",

@@ -9,7 +9,6 @@ Numbers of an earlier run of this program are no claims; they are in the tests.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 Source = Literal["theorem", "derived", "observed"]
@@ -17,31 +16,23 @@ Source = Literal["theorem", "derived", "observed"]
 
 def claim(what: str, value: float, expected: float, tolerance: float, source: Source = "derived") -> dict[str, Any]:
     """The claim that |value - expected| <= tolerance."""
-    value, expected = float(value), float(expected)
-    return {
-        "claim": what,
-        "value": value,
-        "expected": expected,
-        "tolerance": float(tolerance),
-        "source": source,
-        "holds": abs(value - expected) <= tolerance,
-    }
+    value, expected, tolerance = float(value), float(expected), float(tolerance)
+    record = {"claim": what, "value": value, "expected": expected, "tolerance": tolerance, "source": source}
+    return record | {"holds": abs(value - expected) <= tolerance}
 
 
-def bound(
-    what: str, value: float, *, at_least: float = -math.inf, at_most: float = math.inf, source: Source = "observed"
-) -> dict[str, Any]:
-    """The claim that at_least <= value <= at_most, which its text says."""
-    value = float(value)
-    limits = [f">= {at_least:g}"] * (at_least > -math.inf) + [f"<= {at_most:g}"] * (at_most < math.inf)
-    return {
-        "claim": f"{what} ({', '.join(limits)})",
-        "value": value,
-        "expected": None,
-        "tolerance": 0.0,
-        "source": source,
-        "holds": at_least <= value <= at_most,
-    }
+def at_most(what: str, value: float, limit: float, source: Source = "observed") -> dict[str, Any]:
+    """The claim that value <= limit, which its text says."""
+    return _bound(f"{what} (<= {limit:g})", value, source, float(value) <= limit)
+
+
+def at_least(what: str, value: float, limit: float, source: Source = "observed") -> dict[str, Any]:
+    """The claim that value >= limit, which its text says."""
+    return _bound(f"{what} (>= {limit:g})", value, source, float(value) >= limit)
+
+
+def _bound(what: str, value: float, source: Source, holds: bool) -> dict[str, Any]:
+    return {"claim": what, "value": float(value), "expected": None, "tolerance": 0.0, "source": source, "holds": holds}
 
 
 def chance(claim: dict[str, Any]) -> float | None:

@@ -19,13 +19,13 @@ def kept_part(parts: Path | None, name: str, options: dict[str, Any], compute: C
     """
     if parts is None:
         return to_plain(compute())
-    asked = json.dumps(to_plain({**options, "versions": versions()}), sort_keys=True)
-    key = hashlib.sha256(asked.encode()).hexdigest()
+    content = json.dumps(to_plain({**options, "versions": versions()}), sort_keys=True)
+    key = hashlib.sha256(content.encode()).hexdigest()
     path = parts / f"{name}.json"
     if path.is_file():
-        found = parse_json(path.read_text(), str(path))
-        if found.get("key") == key:
-            return found["part"]
+        saved = parse_json(path.read_text(), str(path))
+        if saved.get("key") == key:
+            return saved["part"]
     part = to_plain(compute())
     write_json({"key": key, "part": part}, path)
     return part

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import at_least, at_most, claim
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, not_installed, panels
 from attn_flow.observe.quantities import effective_rank
 
@@ -45,8 +45,8 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     ]
     claims += [claim(f"one head on affine rank {r}: largest of 20 draws", max(c), r, 0) for r, c in zip(RANKS, single)]
     for run in counts:
-        for r, found in zip(RANKS, run["counts"]):
-            wrong = sum(a != b for a, b in zip(found, predicted(r, run["heads"], TOKENS)))
+        for r, ranks in zip(RANKS, run["counts"]):
+            wrong = sum(a != b for a, b in zip(ranks, predicted(r, run["heads"], TOKENS)))
             claims.append(claim(f"{run['name']}: parts whose rank is not the predicted one, rank {r} in", wrong, 0, 0))
     if real is not None:
         claims += encoder_claims(real)
@@ -82,23 +82,23 @@ def norm_alone(r: int, generator: torch.Generator) -> list[int]:
 
 def one_head(r: int, generator: torch.Generator) -> list[int]:
     """Affine ranks of A X V^T with A a softmax of random scores, of 20 clouds of affine rank r."""
-    found = []
+    ranks = []
     for _ in range(20):
         x = drawn(r, generator)
         A = torch.randn(len(x), len(x), generator=generator, dtype=torch.float64).softmax(-1)
-        found.append(hull_dimension(A @ x @ torch.randn(48, 48, generator=generator, dtype=torch.float64)))
-    return found
+        ranks.append(hull_dimension(A @ x @ torch.randn(48, 48, generator=generator, dtype=torch.float64)))
+    return ranks
 
 
 def layer_counts(layers: tuple[int, ...], seed: int) -> list[dict[str, Any]]:
     """Affine ranks by part when a layer of MiniLM reads tokens of affine rank r; nothing where it is not installed."""
-    from attn_flow.experiments.encoders.minilm_variants import token_ids, trained_and_untrained
+    from attn_flow.experiments.encoders.minilm_variants import trained_and_untrained
     from attn_flow.hooks import blocks, record
 
-    found = trained_and_untrained(seed, torch.float64)
-    if found is None:
+    variants = trained_and_untrained(1, TOKENS, seed, torch.float64)
+    if variants is None:
         return []
-    model, inputs = found[0]["trained"], token_ids(found[1], 1, TOKENS)
+    model, inputs = variants[0]["trained"], variants[1]
     runs = []
     for i in layers:
         x = record(model, inputs, points=f"blocks.{i}.hook_in").x[0, 0]
@@ -125,14 +125,13 @@ def _hidden(out: Any) -> Tensor:
 
 def encoders(texts: int, n: int, seed: int) -> dict[str, Any] | None:
     """Effective affine ranks by part and layer, and the spread of directions with and without residuals."""
-    from attn_flow.experiments.encoders.minilm_variants import remove_parts, token_ids, trained_and_untrained
+    from attn_flow.experiments.encoders.minilm_variants import remove_parts, trained_and_untrained
     from attn_flow.hooks import record
 
-    found = trained_and_untrained(seed)
-    if found is None:
+    variants = trained_and_untrained(texts, n, seed)
+    if variants is None:
         return None
-    models, tokenizer = found
-    inputs = token_ids(tokenizer, texts, n)
+    models, inputs = variants
     runs: dict[str, Any] = {"texts": texts, "n": n}
     for name, model in models.items():
         points = ["hook_in", "attn.hook_out", "hook_resid_mid", "mlp.hook_out", "hook_out"]
@@ -155,24 +154,18 @@ def encoder_claims(real: dict[str, Any]) -> list[dict[str, Any]]:
     trained = real["trained"]
     ranks = np.array(trained["ranks"])  # (parts, layers)
     first, second = ranks[3] / ranks[2], ranks[6] / ranks[5]
+    what = "MiniLM: effective rank after the norm of attention over before it, the layer farthest from 1"
     claims = [
-        claim(
-            "MiniLM: effective rank after the norm of attention over before it, the layer farthest from 1",
-            max(first, key=lambda ratio: abs(ratio - 1)),
-            1.0,
-            0.1,
-        ),
-        bound("MiniLM: the same for the norm of the FFN, smallest", second.min(), at_least=1),
-        bound(
-            "MiniLM: effective rank of what the FFN adds over its input's, largest",
-            (ranks[4] / ranks[3]).max(),
-            at_most=1,
+        claim(what, max(first, key=lambda ratio: abs(ratio - 1)), 1.0, 0.1, "observed"),
+        at_least("MiniLM: the same for the norm of the FFN, smallest", second.min(), 1),
+        at_most(
+            "MiniLM: effective rank of what the FFN adds over its input's, largest", (ranks[4] / ranks[3]).max(), 1
         ),
     ]
     for name in ("trained", "untrained"):
         spread = real[name]["spread"]
-        claims.append(bound(f"{name}: last spread without residuals", spread["without residuals"][-1], at_most=1e-6))
-        claims.append(bound(f"{name}: last spread as it is", spread["as it is"][-1], at_least=0.1))
+        claims.append(at_most(f"{name}: last spread without residuals", spread["without residuals"][-1], 1e-6))
+        claims.append(at_least(f"{name}: last spread as it is", spread["as it is"][-1], 0.1))
     return claims
 
 
@@ -182,8 +175,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
     places = np.arange(len(PARTS))
     real = numbers["encoders"]
     for run in numbers["counts"][:1]:
-        for r, found, colour in zip(RANKS, run["counts"], COLOURS):
-            a.plot(places, found, "o", color=colour, label=f"$r={r}$ in")
+        for r, ranks_by_part, colour in zip(RANKS, run["counts"], COLOURS):
+            a.plot(places, ranks_by_part, "o", color=colour, label=f"$r={r}$ in")
             a.plot(places, predicted(r, run["heads"], TOKENS), **THEORY)
         a.set_ylim(0, 1.35 * TOKENS)
         a.set_xlabel("part")

@@ -18,12 +18,9 @@ import torch
 from torch import Tensor
 
 from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
-from attn_flow.observe.quantities import attention_statistics, clusters, effective_rank
-from attn_flow.probe.recording import directions
 from attn_flow.probe.untrained import untrained_copy
 
 STEP = 1e-3  # of a tangent, in units of the cloud's spread
-CLUSTER = 0.5  # directions nearer than this (cosine .875) are one cluster
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class TableDistribution:
 
     def draw(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """n rows and their classes."""
-        return draw_table(n, self.features, self.classes, self.spread, law=self.number, generator=generator)
+        return draw_table(n, self.features, self.classes, self.spread, centres=self.number, generator=generator)
 
 
 DISTRIBUTIONS = (
@@ -89,14 +86,14 @@ def two_samples(
 def passive_error(model: TableEncoder, A: Tensor, B: Tensor) -> dict[str, list[float]]:
     """By layer, in units of A's spread: |p - x|, and its two parts, carried and added by the field (see above)."""
     p = A
-    found: dict[str, list[float]] = {name: [] for name in ("error", "carried", "added")}
+    parts: dict[str, list[float]] = {name: [] for name in ("error", "carried", "added")}
     for layer in model.layers:
         mixed = moved(layer, A, B)
         p, A, B = moved(layer, p, B), moved(layer, A, A), moved(layer, B, B)
         unit = spread_of(A)
         for name, part in (("error", p - A), ("carried", p - mixed), ("added", mixed - A)):
-            found[name].append(size(part) / unit)
-    return found
+            parts[name].append(size(part) / unit)
+    return parts
 
 
 def growth(model: TableEncoder, x: Tensor, generator: torch.Generator) -> dict[str, list[float]]:
@@ -104,7 +101,7 @@ def growth(model: TableEncoder, x: Tensor, generator: torch.Generator) -> dict[s
 
     passive: every token by itself in the field of the cloud; collective: the field moves along. Start at random.
     """
-    found: dict[str, list[float]] = {}
+    growth_by_kind: dict[str, list[float]] = {}
     start = torch.randn(x.shape, generator=generator).to(x)
     start = start / size(start)
     for kind in ("passive", "collective"):
@@ -116,44 +113,8 @@ def growth(model: TableEncoder, x: Tensor, generator: torch.Generator) -> dict[s
             tangent = (moved(layer, near, near if kind == "collective" else cloud) - after) / h
             factors.append(size(tangent) * spread_of(cloud) / spread_of(after))
             tangent, cloud = tangent / size(tangent), after
-        found[kind] = factors
-    return found
-
-
-def independent_sampling(model: TableEncoder, x: Tensor, n: int, generator: torch.Generator) -> list[float]:
-    """What two fields of n tokens drawn at random from each level's cloud x (N, d) would add, in units of its spread.
-
-    Measured with one random part of n against all N, whose variance is 1/n - 1/N, and scaled to the 2/n of two samples.
-    """
-    scale, found = math.sqrt((2 / n) / (1 / n - 1 / len(x))), []
-    for layer in model.layers:
-        part = x[torch.randperm(len(x), generator=generator)[:n]]
-        after = moved(layer, x, x)
-        found.append(scale * size(moved(layer, x, part) - after) / spread_of(after))
-        x = after
-    return found
-
-
-def cloud_statistics(model: TableEncoder, attentions: Sequence[Any], x: Tensor, y: Tensor) -> dict[str, list[float]]:
-    """Numbers of the cloud x (n, d) of rows of classes y, level by level.
-
-    clusters: groups of directions nearer than CLUSTER that hold a hundredth of the tokens; rank: effective; between:
-    share of variance between classes; beta: effective, mean over heads; entropy: of attention over log n.
-    """
-    found: dict[str, list[float]] = {name: [] for name in ("clusters", "rank", "between", "beta", "entropy")}
-    for level in range(len(model.layers) + 1):
-        unit = directions(x)
-        groups = clusters(unit, CLUSTER).labels.bincount()
-        found["clusters"].append(float((groups >= len(x) / 100).sum()))
-        found["rank"].append(float(effective_rank(unit)))
-        means = torch.stack([x[y == c].mean(0) for c in y.unique()])
-        found["between"].append((spread_of(means[torch.searchsorted(y.unique(), y)]) / spread_of(x)) ** 2)
-        if level < len(model.layers):
-            seen = attention_statistics(attentions[level], x)
-            found["beta"].append(float(seen.effective_beta.mean()))
-            found["entropy"].append(float(seen.entropy.mean()) / math.log(len(x)))
-            x = moved(model.layers[level], x, x)
-    return found
+        growth_by_kind[kind] = factors
+    return growth_by_kind
 
 
 def exponent(n: Sequence[int], error: Sequence[Sequence[float]]) -> tuple[float, float]:

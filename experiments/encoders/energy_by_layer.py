@@ -1,9 +1,9 @@
 """Energy of real tokens by layer, with and without the FFN: which part of a trained layer lets tokens leave clusters.
 
 arXiv 2605.07772 says that a trained FFN lets tokens leave clusters near the last layers; only a digest is known to us,
-so quantities and nulls are ours. Directions u = x/|x|; e = (1/beta) log mean_ij exp(beta <u_i, u_j>), i != j, is the
-energy of docs/theory.md up to constants: 1 for one cluster. Its change in a layer is that of the attention
-part plus that of the FFN part. Nulls: the untrained twin, and FFN outputs given to other tokens of the same text.
+so quantities and baselines are ours. Directions u = x/|x|; e = (1/beta) log mean_ij exp(beta <u_i, u_j>), i != j, is
+the energy of docs/theory.md up to constants: 1 for one cluster. Its change in a layer is that of the attention part
+plus that of the FFN part. Baselines: the untrained copy, and FFN outputs given to other tokens of the same text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import at_least, at_most, claim
 from attn_flow.experiments.figures import COLOURS, caption, label, not_installed, panels
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ RUNS = {"as it is": (), "without FFN": ("ffn",), "FFN of other tokens": ("shuffl
 
 
 def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
-    """Energies by half layer of MiniLM and its twin, as they are and changed."""
+    """Energies by half layer of MiniLM and its untrained copy, as they are and changed."""
     texts, n = (4, 32) if quick else (16, 128)
     one, spread = torch.ones(5, 3), torch.eye(4)
     claims = [
@@ -61,14 +61,13 @@ def energy_of(x: Tensor) -> Tensor:
 
 def encoders(texts: int, n: int, seed: int, progress: bool) -> dict[str, Any] | None:
     """Energies (2L + 1, texts) at the input, after attention and after the FFN of every layer, for every run."""
-    from attn_flow.experiments.encoders.minilm_variants import remove_parts, token_ids, trained_and_untrained
+    from attn_flow.experiments.encoders.minilm_variants import remove_parts, trained_and_untrained
     from attn_flow.hooks import record
 
-    found = trained_and_untrained(seed)
-    if found is None:
+    variants = trained_and_untrained(texts, n, seed)
+    if variants is None:
         return None
-    models, tokenizer = found
-    inputs = token_ids(tokenizer, texts, n)
+    models, inputs = variants
     runs: dict[str, Any] = {"texts": texts, "n": n, "energy": {}}
     with progress_bar("energy by layer", len(models) * len(RUNS), progress) as advance:
         for name, model in models.items():
@@ -92,20 +91,20 @@ def encoder_claims(real: dict[str, Any]) -> list[dict[str, Any]]:
     """Means over texts; the last FFN part against its norm alone, in standard errors of their difference."""
     attention, ffn = changes(real["energy"]["trained, as it is"])
     _, norm = changes(real["energy"]["trained, without FFN"])
-    _, twin = changes(real["energy"]["untrained, as it is"])
+    _, untrained = changes(real["energy"]["untrained, as it is"])
     more = norm[-1] - ffn[-1]
     ends = [np.array(real["energy"][f"trained, {how}"])[-1].mean() for how in RUNS]
     return [
-        bound("MiniLM: what attention changes e by, smallest of its layers", attention.mean(-1).min(), at_least=0),
-        bound("MiniLM: what the last FFN changes e by", ffn[-1].mean(), at_most=-0.02),
-        bound(
+        at_least("MiniLM: what attention changes e by, smallest of its layers", attention.mean(-1).min(), 0),
+        at_most("MiniLM: what the last FFN changes e by", ffn[-1].mean(), -0.02),
+        at_least(
             "MiniLM, last layer: fall of e by the FFN part beyond that of its norm without FFNs, in errors",
             more.mean() / (more.std(ddof=1) / math.sqrt(len(more))),
-            at_least=3,
+            3,
         ),
-        bound("untrained twin: what the FFN changes e by, smallest of its layers", twin.mean(-1).min(), at_least=-0.01),
-        bound("MiniLM: last e without FFN less as it is (no collapse without it)", ends[1] - ends[0], at_most=0.1),
-        bound("MiniLM: last e as it is less with FFN outputs of other tokens", ends[0] - ends[2], at_least=0.1),
+        at_least("untrained copy: what the FFN changes e by, smallest of its layers", untrained.mean(-1).min(), -0.01),
+        at_most("MiniLM: last e without FFN less as it is (no collapse without it)", ends[1] - ends[0], 0.1),
+        at_least("MiniLM: last e as it is less with FFN outputs of other tokens", ends[0] - ends[2], 0.1),
     ]
 
 
@@ -113,7 +112,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     """Energies through depth, and what the two parts of a layer change."""
     real = numbers["encoders"]
     figure, axes = panels(3, title="Energy of tokens by layer, with and without the FFN")
-    titles = ("MiniLM, trained", "its untrained twin", "trained: what each part changes")
+    titles = ("MiniLM, trained", "its untrained copy", "trained: what each part changes")
     for axis, name, words in zip(axes, ("trained", "untrained", ""), titles):
         if real is None:
             not_installed(axis)

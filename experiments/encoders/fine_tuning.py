@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound
+from attn_flow.experiments.claims import at_least, at_most
 from attn_flow.experiments.figures import caption, label, panels
 from attn_flow.experiments.parts import kept_part
 
@@ -48,14 +48,14 @@ def sentences(seed: int) -> tuple[list[str], list[int], list[str], list[int]]:
     parts: tuple[list[str], list[int], list[str], list[int]] = ([], [], [], [])
     for y, page in enumerate(PAGES):
         text = re.sub(r"\s+", " ", topics[page])
-        found = sorted({s for s in re.split(r"(?<=[.:]) ", text) if WORDS[0] <= len(s.split()) <= WORDS[1]})
-        order = torch.randperm(len(found), generator=generator).tolist()
-        train, held = TRAINING // len(PAGES), HELD_OUT // len(PAGES)
+        candidates = sorted({s for s in re.split(r"(?<=[.:]) ", text) if WORDS[0] <= len(s.split()) <= WORDS[1]})
+        order = torch.randperm(len(candidates), generator=generator).tolist()
+        train, held_out = TRAINING // len(PAGES), HELD_OUT // len(PAGES)
         for i in order[:train]:
-            parts[0].append(found[i])
+            parts[0].append(candidates[i])
             parts[1].append(y)
-        for i in order[train : train + held]:
-            parts[2].append(found[i])
+        for i in order[train : train + held_out]:
+            parts[2].append(candidates[i])
             parts[3].append(y)
     return parts
 
@@ -89,7 +89,7 @@ def fine_tune(options: dict[str, Any], seed: int, updates: int) -> dict[str, Any
     replace_attention(encoder, **options, learn_beta=True)
     encoder.embeddings.requires_grad_(False)  # type: ignore[operator, union-attr]
     model = Classifier(encoder, len(PAGES), seed)
-    texts, y, held, held_y = sentences(seed)
+    texts, y, held_texts, held_y = sentences(seed)
 
     def rows(texts: list[str], y: list[int]) -> list[dict[str, Any]]:
         ids = tokenizer(texts, truncation=True, max_length=24, return_token_type_ids=False)
@@ -115,7 +115,7 @@ def fine_tune(options: dict[str, Any], seed: int, updates: int) -> dict[str, Any
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows(texts, y), data_collator=collate)  # type: ignore[arg-type]
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-        predicted = trainer.predict(rows(held, held_y)).predictions.argmax(-1)  # type: ignore[arg-type, union-attr]
+        predicted = trainer.predict(rows(held_texts, held_y)).predictions.argmax(-1)  # type: ignore[arg-type, union-attr]
     history = trainer.state.log_history
     norms = [row["grad_norm"] for row in history if "grad_norm" in row]
     losses = [row["loss"] for row in history if "loss" in row]
@@ -159,26 +159,24 @@ def _claims(table: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[dic
     plain, rest = table[0], table[1:]
     short = [row for row in rest if row["horizon"] <= 2]
     claims = [
-        bound("ordinary layers: held-out accuracy", plain["accuracy"], at_least=1 / len(PAGES)),
-        bound(
+        at_least("ordinary layers: held-out accuracy", plain["accuracy"], 1 / len(PAGES)),
+        at_most(
             "horizon at most 2: largest norm of a gradient",
             max(run["largest_gradient"] for run in runs if run["horizon"] <= 2),
-            at_most=100,
+            100,
         ),
-        bound(
+        at_most(
             "horizon at most 2, beta as trained or colder: held-out accuracy below that of ordinary layers by at most",
             max(plain["accuracy"] - row["accuracy"] for row in short if row["beta_factor"] >= 1),
-            at_most=0.05,
+            0.05,
         ),
     ]
     for row in rest:
         if row["beta_factor"] < 1:
             lost = plain["accuracy"] - row["accuracy"]
-            claims.append(
-                bound(f"beta x {row['beta_factor']:g}: accuracy lost to ordinary layers", lost, at_least=0.05)
-            )
+            claims.append(at_least(f"beta x {row['beta_factor']:g}: accuracy lost to ordinary layers", lost, 0.05))
         if row["horizon"] > 2:
-            claims.append(bound(f"horizon {row['horizon']:g}: largest norm", row["largest_gradient"], at_least=100))
+            claims.append(at_least(f"horizon {row['horizon']:g}: largest norm", row["largest_gradient"], 100))
     return claims
 
 
@@ -211,10 +209,10 @@ def plot(numbers: dict[str, Any]) -> Figure:
     axes[0].legend(loc="lower right")
     label(axes[0], "held-out accuracy", "share right", "")
     label(axes[1], "norm of the gradient before clipping", "norm", "")
-    held = sum(c["holds"] for c in numbers["claims"])
+    count = sum(c["holds"] for c in numbers["claims"])
     caption(
         figure,
         f"{TRAINING} training and {HELD_OUT} held-out sentences of {len(PAGES)} help pages, {numbers['updates']} "
-        f"updates, {numbers['seeds']} seed(s). {held} of {len(numbers['claims'])} claims hold.",
+        f"updates, seeds: {numbers['seeds']}. {count} of {len(numbers['claims'])} claims hold.",
     )
     return figure

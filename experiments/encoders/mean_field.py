@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import at_least, at_most, claim
 from attn_flow.experiments.encoders import fetched, load_fetched
 from attn_flow.experiments.encoders.chaos import (
     DISTRIBUTIONS,
     TableDistribution,
-    cloud_statistics,
     exponent,
     growth,
-    independent_sampling,
     passive_error,
     two_samples,
     untrained_layers,
@@ -35,7 +33,6 @@ from attn_flow.experiments.encoders.tables import TableEncoder
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.experiments.parts import kept_part
 from attn_flow.hooks.fingerprints import fingerprint
-from attn_flow.hooks.weights import attentions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,16 +64,10 @@ def errors_by_seed(
     return {name: [run[name] for run in runs] for name in runs[0]}
 
 
-def one_cloud(model: TableEncoder, rows: TableDistribution, n: int, seed: int) -> dict[str, Any]:
-    """Growth of displacements, sampling errors and statistics of the cloud, for one sample of n rows."""
+def growth_of_sample(model: TableEncoder, rows: TableDistribution, n: int, seed: int) -> dict[str, Any]:
+    """Growth of displacements by layer, for one sample of n rows."""
     generator = torch.Generator().manual_seed(seed)
-    x, y = rows.draw(n, generator)
-    tokens = model.rows(x, y)
-    return {
-        "growth": growth(model, tokens, generator),
-        "sampling": independent_sampling(model, tokens, n // 2, generator),
-        "cloud": cloud_statistics(model, attentions(model), tokens, y),
-    }
+    return growth(model, model.rows(*rows.draw(n, generator)), generator)
 
 
 def compute(
@@ -103,7 +94,7 @@ def compute(
                 options = {"rows": repr(rows), "n": n, "seeds": seeds, "baseline": baseline}
                 jobs[_part_name(rows, baseline, n)] = options, partial(errors_by_seed, model, rows, n, seeds, baseline)
         options = {"rows": repr(rows), "n": cloud_size, "seed": seed}
-        jobs[_part_name(rows, "cloud", cloud_size)] = options, partial(one_cloud, model, rows, cloud_size, seed)
+        jobs[_part_name(rows, "growth", cloud_size)] = options, partial(growth_of_sample, model, rows, cloud_size, seed)
     results, weights = {}, fingerprint(model)
     with progress_bar("mean field", len(jobs), progress) as advance, torch.no_grad():
         for name, (options, run) in jobs.items():
@@ -128,7 +119,7 @@ def _part_name(rows: TableDistribution, kind: str, n: int) -> str:
 def _summary(
     rows: TableDistribution, results: dict[str, Any], sizes: dict[int, int], few: dict[int, int], cloud_size: int
 ) -> dict[str, Any]:
-    """Errors by n and layer, their exponents by layer, the same of the baselines, and the numbers of one cloud."""
+    """Errors by n and layer, their exponents by layer, the same of the baselines, and the growth in one cloud."""
     runs = {n: results[_part_name(rows, "", n)] for n in sizes}
     layers = range(len(runs[min(sizes)]["error"][0]))
 
@@ -143,7 +134,7 @@ def _summary(
             "error": {str(n): _means(run["error"]) for n, run in these.items()},
             "exponent": exponents(these, "error"),
         }
-    cloud, largest = results[_part_name(rows, "cloud", cloud_size)], runs[max(sizes)]
+    growth, largest = results[_part_name(rows, "growth", cloud_size)], runs[max(sizes)]
     return {
         "error": {str(n): _means(run["error"]) for n, run in runs.items()},
         "carried": _means(largest["carried"]),
@@ -151,8 +142,8 @@ def _summary(
         "added_exponent": exponents(runs, "added"),
         "exponent": exponents(runs, "error"),
         "baselines": baselines,
-        **cloud,
-        "lyapunov": {kind: sum(map(math.log, f)) / len(f) for kind, f in cloud["growth"].items()},
+        "growth": growth,
+        "lyapunov": {kind: sum(map(math.log, f)) / len(f) for kind, f in growth.items()},
     }
 
 
@@ -166,20 +157,21 @@ def _claims(summary: dict[str, Any], is_trained: bool) -> list[dict[str, Any]]:
         first, *_, last = numbers["error"].values()
         ratio = max(b / a for a, b in zip(first, last))
         what = f"{name}: error at the largest n over that at the smallest, worst layer"
-        claims.append(bound(what, ratio, at_most=0.8 if is_trained else 0.9))
+        claims.append(at_most(what, ratio, 0.8 if is_trained else 0.9))
         if not is_trained:
             continue
         for baseline in BASELINES[:2]:
             slope = numbers["baselines"][baseline]["exponent"][-1][0]
-            claims.append(bound(f"{name}: exponent after the last layer, {baseline}", slope, at_least=-0.15))
-        slopes = [numbers["exponent"][i][0] for i in (1, -1)]
-        claims += [
-            claim(f"{name}: exponent of what the field adds, layer 1", numbers["added_exponent"][1][0], -0.5, 0.1),
-            claim(f"{name}: exponent of the error after 2 layers", slopes[0], -0.5, 0.1),
-            claim(f"{name}: exponent of the error after 12 layers", slopes[1], -0.5, 0.1),
-            bound(f"{name}: growth rate per layer of a displacement, size", abs(numbers["lyapunov"]["passive"]),
-                  at_most=0.05),
-        ]  # fmt: skip
+            claims.append(at_least(f"{name}: exponent after the last layer, {baseline}", slope, -0.15))
+        slopes = {
+            "what the field adds, layer 1": numbers["added_exponent"][1],
+            "the error after 2 layers": numbers["exponent"][1],
+            "the error after 12 layers": numbers["exponent"][-1],
+        }
+        for what, (slope, _) in slopes.items():
+            claims.append(claim(f"{name}: exponent of {what}", slope, -0.5, 0.1, "theorem"))
+        rate = abs(numbers["lyapunov"]["passive"])
+        claims.append(at_most(f"{name}: growth rate of a displacement by layer, size", rate, 0.05))
     return claims
 
 

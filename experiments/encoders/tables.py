@@ -47,12 +47,12 @@ class TableEncoder(nn.TransformerEncoder):
 
 
 def draw_table(
-    n: int, features: int = 10, classes: int = 3, spread: float = 1.5, *, law: int = 0, generator: torch.Generator
+    n: int, features: int = 10, classes: int = 3, spread: float = 1.5, *, centres: int = 0, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """n independent rows of one law: a class at random, features normal around its centre.
+    """n independent rows of one distribution: a class at random, features normal around its centre.
 
-    n: rows. features, classes: of the table. spread: of the centres, in units of the noise. law: which centres; the
-    same number is the same law, whatever the generator. generator: of the rows.
+    n: rows. features, classes: of the table. spread: of the centres, in units of the noise. centres: a seed of the
+    centres, and so of the distribution, whatever the generator. generator: of the rows.
 
     Returns x (n, features) and y (n,), the classes as floats.
 
@@ -61,6 +61,6 @@ def draw_table(
         >>> tuple(x.shape), tuple(y.shape)
         ((5, 10), (5,))
     """
-    centres = spread * torch.randn(classes, features, generator=torch.Generator().manual_seed(law))
+    means = spread * torch.randn(classes, features, generator=torch.Generator().manual_seed(centres))
     y = torch.randint(classes, (n,), generator=generator)
-    return centres[y] + torch.randn(n, features, generator=generator), y.float()
+    return means[y] + torch.randn(n, features, generator=generator), y.float()

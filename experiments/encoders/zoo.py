@@ -173,12 +173,7 @@ _ENTRIES = (
         "MIT",
         (RXNMAPPER, DRFP),
         recipes.pickled(
-            _ALBERT,
-            "AlbertModel",
-            "albert.",
-            recipes.smiles,
-            recipes.reactions,
-            vocabulary=f"{_ALBERT}/vocab.txt",
+            _ALBERT, "AlbertModel", "albert.", recipes.smiles, recipes.reactions, vocabulary=f"{_ALBERT}/vocab.txt"
         ),
         load_without_pooler,
     ),
@@ -345,7 +340,7 @@ def own_inputs(name: str, tokenizer: Any, model: Any, number: int, length: int) 
     """Inputs of the kind a fetched encoder was made for, as `record` and `probe` take them after the model.
 
     The longest of a hundred texts, with their tokenizer; where there is none, tokens that the model itself made, at
-    most `length` of each: of tables, each of a law of its own (TabPFN), or of reactions of one size (rxnmap).
+    most `length` of each: of tables, each of its own distribution (TabPFN), or of reactions of one size (rxnmap).
     """
     if tokenizer is not None:
         return tokenizer, sorted(sample_inputs(name)[:100], key=len, reverse=True)[:number]
@@ -353,7 +348,7 @@ def own_inputs(name: str, tokenizer: Any, model: Any, number: int, length: int) 
         if isinstance(model, ReactionEncoder):
             chosen = of_one_size(sample_inputs(name), min(number, 8), length)
             return {"src": torch.stack([model.atoms(reaction) for reaction in chosen])}, None
-        tables = [draw_table(length, law=i, generator=torch.Generator().manual_seed(i)) for i in range(number)]
+        tables = [draw_table(length, centres=i, generator=torch.Generator().manual_seed(i)) for i in range(number)]
         return {"src": torch.stack([model.rows(x, y) for x, y in tables])}, None
 
 
@@ -369,13 +364,5 @@ def _here(name: str, cache: str | Path | None) -> Path:
 
 def listing(cache: str | Path | None = None) -> Sequence[dict[str, Any]]:
     """Every encoder of the zoo: name, what it is, licence, megabytes to fetch, and its folder or None."""
-    return [
-        {
-            "name": e.name,
-            "what": e.what,
-            "licence": e.licence,
-            "megabytes": e.megabytes,
-            "folder": fetched(e.name, cache),
-        }
-        for e in ZOO.values()
-    ]
+    shown = ("name", "what", "licence", "megabytes")
+    return [{key: getattr(e, key) for key in shown} | {"folder": fetched(e.name, cache)} for e in ZOO.values()]

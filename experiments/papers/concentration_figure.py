@@ -30,8 +30,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
         f"(a-c) d = 2, G = diag(3,1), V = diag(1,2), density exp(cos(theta - 1)), {field['n']} weighted nodes, Euler "
         f"h = .04; tokens in (c) drawn with seed {numbers['seed']}. (d) V = I, G = [[2,.5],[0,1]], n = "
         f"{numbers['oblique']['n']}, beta = 50, t = 12. (e, f) beta = inf, exact flow; the Jordan "
-        "block [[1,1],[0,1]] from the uniform law (even) and 1 + .9 cos(theta - .5) (uneven). (g, h) beta = 300, 300 "
-        f"nodes. (i) n = {numbers['three']['n']} tokens, G = diag(3,1,1), V = diag(1,2,1), h = .1. "
+        "block [[1,1],[0,1]] from the uniform density (even) and 1 + .9 cos(theta - .5) (uneven). (g, h) beta = 300, "
+        f"300 nodes. (i) n = {numbers['three']['n']} tokens, G = diag(3,1,1), V = diag(1,2,1), h = .1. "
         "W2 is exact throughout.",
     )
     return figure
@@ -111,7 +111,7 @@ def _cases(axis: Any, cases: dict[str, Any]) -> None:
     t = np.array(jordan["t"][2:])
     for name, colour, power in (("even", COLOURS[1], 1.0), ("uneven", COLOURS[4], 0.5)):
         w2 = jordan[name]["w2"]
-        axis.loglog(jordan["t"][1:], w2[1:], "o-", color=colour, markersize=3, label=f"Jordan, {name} law, $W_2$")
+        axis.loglog(jordan["t"][1:], w2[1:], "o-", color=colour, markersize=3, label=f"Jordan, {name} density, $W_2$")
         words = r"$t^{-1}$, $t^{-1/2}$" if name == "uneven" else None
         axis.loglog(t, w2[-1] * (t[-1] / t) ** power, **THEORY, label=words)
     axis.loglog(rotating["t"][1:], rotating["moving"][1:], color=COLOURS[0], label="rotating, moving")

@@ -1,4 +1,4 @@
-"""A Gaussian law stays Gaussian: its mean and covariance obey an ODE that blows up for V = I and decays for V = -I.
+"""A Gaussian stays Gaussian: its mean and covariance obey an ODE that blows up for V = I and decays for V = -I.
 
 Castin et al., arXiv 2501.18322: m' = V(m + beta S G m), S' = beta(V S G S + S G^T S V^T). Differs from the paper:
 closed forms for V = v I and any G (blow-up time) or symmetric G (whole path) are drawn with particles, and where
@@ -14,7 +14,7 @@ import torch
 
 from attn_flow import Attention, Euclidean, flow
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import at_most, claim
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
 from attn_flow.theory import gaussian as theory
 
@@ -26,11 +26,7 @@ S0 = np.array([[0.6, 0.2], [0.2, 0.3]])
 M0 = np.array([0.3, -0.2])
 SYMMETRIC = np.array([[1.0, 0.3], [0.3, 0.5]])
 SKEW = np.array([[0.5, 1.5], [-1.5, 0.5]])
-CASES = {
-    "blow-up: V = I": (1.0, SYMMETRIC),
-    "stable: V = -I": (-1.0, SYMMETRIC),
-    "V = I, G rotates": (1.0, SKEW),
-}
+CASES = {"blow-up: V = I": (1.0, SYMMETRIC), "stable: V = -I": (-1.0, SYMMETRIC), "V = I, G rotates": (1.0, SKEW)}
 
 
 def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
@@ -42,35 +38,26 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
             runs.append(case(name, v, G, n, generator))
             advance()
     claims = [
-        bound(
-            f"{r['case']}: integrated ODE against the closed form of S, relative",
-            r["closed_error"],
-            at_most=1e-7,
-            source="derived",
+        at_most(
+            f"{r['case']}: integrated ODE against the closed form of S, relative", r["closed_error"], 1e-7, "derived"
         )
         for r in runs
     ]
     claims += [
-        bound(
+        at_most(
             f"{r['case']}: particles' covariance at t = {r['t_check']:.2f}, relative distance from the ODE",
             r["particle_error"],
-            at_most=0.1 if quick else 0.05,
-            source="theorem",
+            0.1 if quick else 0.05,
+            "theorem",
         )
         for r in runs
     ]
-    first = runs[0]
-    claims.append(
-        claim("blow-up time of the ODE over its closed form", first["integrated_blow_up"] / first["blow_up"], 1.0, 2e-3)
-    )
-    claims.append(
-        claim(
-            "stable case: t S(t) -> (2 beta G)^{-1}, largest entry",
-            runs[1]["tail"],
-            runs[1]["tail_theory"],
-            0.02 * abs(runs[1]["tail_theory"]),
-        )
-    )
+    first, stable = runs[:2]
+    ratio, tail = first["integrated_blow_up"] / first["blow_up"], stable["tail_theory"]
+    claims += [
+        claim("blow-up time of the ODE over its closed form", ratio, 1.0, 2e-3),
+        claim("stable case: t S(t) -> (2 beta G)^{-1}, largest entry", stable["tail"], tail, 0.02 * abs(tail)),
+    ]
     return {"seed": seed, "n": n, "beta": BETA, "runs": runs, "claims": claims}
 
 
@@ -128,7 +115,7 @@ def case(name: str, v: float, G: np.ndarray, n: int, generator: torch.Generator)
 
 
 def plot(numbers: dict[str, Any]) -> Figure:
-    figure, axes = panels(3, title=r"Gaussian closure of attention in $\mathbb{R}^2$")
+    figure, axes = panels(3, title=r"Gaussian tokens under attention in $\mathbb{R}^2$")
     for axis, run, colour in zip(axes, numbers["runs"], COLOURS):
         t = np.array(run["t"])
         axis.semilogy(t, run["particles"], "o", color=colour, markersize=3, label="particles, |S|")
@@ -153,8 +140,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     caption(
         figure,
         f"n={numbers['n']} tokens with the exact initial mean and covariance, softmax beta={numbers['beta']:g}, "
-        f"RK4. Particles leave the "
-        f"Gaussian law before blow-up: the tilted mean m + beta S g needs tokens at beta |S^(1/2) g| standard "
-        f"deviations, and n tokens reach $\\sqrt{{2\\log{{}}n}}$. Seed {numbers['seed']}.",
+        f"RK4. Particles leave the Gaussian before blow-up: the tilted mean m + beta S g needs tokens at "
+        f"beta |S^(1/2) g| standard deviations, and n tokens reach $\\sqrt{{2\\log{{}}n}}$. Seed {numbers['seed']}.",
     )
     return figure

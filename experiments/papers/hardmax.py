@@ -17,7 +17,7 @@ from attn_flow import Attention, Euclidean, euler, flow
 from attn_flow.attention import Transformed
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.step_size import StepWarning
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import at_least, at_most, claim
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.theory import hardmax as theory
 
@@ -43,27 +43,22 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         parting = leaving(x0, betas, np.concatenate([[0], marks]))
         advance()
     claims = [
-        bound(
+        at_most(
             "flow with hardmax attention against x <- (x + alpha mean)/(1 + alpha): largest distance",
             cells["definition"],
-            at_most=1e-12,
-            source="derived",
+            1e-12,
+            "derived",
         ),
-        bound("leaders: largest displacement in 60 steps", cells["leader_motion"], at_most=1e-12, source="theorem"),
-        bound(
-            "followers of a leader that ever change whom they follow", cells["changed"], at_most=0.0, source="theorem"
+        at_most("leaders: largest displacement in 60 steps", cells["leader_motion"], 1e-12, "theorem"),
+        at_most("followers of a leader that ever change whom they follow", cells["changed"], 0.0, "theorem"),
+        at_most(
+            "distance to the leader over (1+alpha)^-k: largest relative error", cells["rate_error"], 1e-6, "derived"
         ),
-        bound(
-            "distance to the leader over (1+alpha)^-k: largest relative error",
-            cells["rate_error"],
-            at_most=1e-6,
-            source="derived",
-        ),
-        bound("Frank-Wolfe: largest ratio of the best gap to its bound", gaps["ratio"], at_most=1.0, source="theorem"),
-        bound(
+        at_most("Frank-Wolfe: largest ratio of the best gap to its bound", gaps["ratio"], 1.0, "theorem"),
+        at_least(
             "hull vertices that move although G = I is positive (vertices, but no leaders)",
             cells["moving_vertices"],
-            at_least=1.0,
+            1.0,
         ),
         claim(
             "distance from the hardmax path after 100 steps: exponent in beta, 10 to 100",
@@ -192,8 +187,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
     caption(
         figure,
         f"alpha={numbers['alpha']:g}, G=I. (a) {numbers['n']} Gaussian tokens in R^2, hull in grey: "
-        f"{cells['moving_vertices']} of its "
-        f"{len(cells['vertices'])} vertices are no leaders and move. (b) tokens that follow a leader from the start. "
-        f"(d) the same tokens under softmax: a leader is pulled by those that arrive. Seed {numbers['seed']}.",
+        f"{cells['moving_vertices']} of its {len(cells['vertices'])} vertices are no leaders and move. (b) tokens that "
+        f"follow a leader from the start. (d) under softmax a leader is pulled by those that arrive. "
+        f"Seed {numbers['seed']}.",
     )
     return figure

@@ -1,7 +1,7 @@
 """One layer on a long context: at beta = gamma log n attention averages, balances or copies; uniform keys: Poisson.
 
 arXiv 2510.05554 (equiangular tokens, critical gamma = 1/(1-rho)), arXiv 2605.08505 (uniform keys, beta ~ n^{2/(d-1)}).
-Differs from the papers: the exact finite-n correlation is drawn beside its limits, and the Poisson law is turned into
+Differs from the papers: the exact finite-n correlation is drawn beside its limits, and the Poisson limit is turned into
 numbers (mean self-weight and participation) by quadrature.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from attn_flow import Attention, Sphere
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import at_most, claim
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.theory import long_context as theory
 
@@ -48,44 +48,20 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     limit = theory.output_correlation_limit(RHO, critical * np.array([0.7, 1.0, 1.4]))
     error = max(float(np.abs(np.array(layers[m]) - np.array(exact[m])).max()) for m in layers)
     claims = [
-        bound(
-            "one layer of equiangular tokens: largest distance from the exact correlation",
-            error,
-            at_most=1e-10,
-            source="derived",
-        )
+        at_most("one layer of equiangular tokens: largest distance from the exact correlation", error, 1e-10, "derived")
     ]
     claims += [
         claim(f"correlation {where} critical gamma, n = 1e30", f, e, 1e-3, source="theorem")
         for where, f, e in zip(("below", "at", "above"), far, limit)
     ]
     for dim, run in poisson.items():
-        claims.append(
-            bound(
-                f"uniform keys, d = {dim}: mean self-weight, largest distance from the Poisson law",
-                run["self_error"],
-                at_most=0.03,
-                source="derived",
-            )
-        )
-        claims.append(
-            bound(
-                f"uniform keys, d = {dim}: participation, largest distance from the Poisson law",
-                run["part_error"],
-                at_most=0.03,
-                source="derived",
-            )
-        )
+        for key, words in (("self_error", "mean self-weight"), ("part_error", "participation")):
+            what = f"uniform keys, d = {dim}: {words}, largest distance from the Poisson limit"
+            claims.append(at_most(what, run[key], 0.03, "derived"))
     for dim, run in scaling.items():
         expected = 2 / (int(dim) - 1)
-        claims.append(
-            claim(
-                f"uniform keys, d = {dim}: exponent of the critical beta in n",
-                run["exponent"],
-                expected,
-                0.1 * expected,
-            )
-        )
+        what = f"uniform keys, d = {dim}: exponent of the critical beta in n"
+        claims.append(claim(what, run["exponent"], expected, 0.1 * expected))
     return {
         "seed": seed,
         "rho": RHO,
@@ -118,7 +94,7 @@ def weights(d: int, n: int, beta: torch.Tensor, generator: torch.Generator) -> t
 
 
 def uniform_keys(d: int, n: int, clouds: int, b: np.ndarray, generator: torch.Generator) -> dict[str, Any]:
-    """Mean self-weight and participation sum_j w_j^2 at beta = b n^{2/(d-1)}, and the Poisson law's."""
+    """Mean self-weight and participation sum_j w_j^2 at beta = b n^{2/(d-1)}, and the Poisson limit's."""
     beta = torch.as_tensor(theory.critical_beta(n, d, b))
     rows = torch.stack([weights(d, n, beta, generator) for _ in range(clouds)])  # (clouds, b, 100, n)
     own = rows[..., torch.arange(100), torch.arange(100)].mean((0, 2)).numpy()
@@ -137,13 +113,13 @@ def uniform_keys(d: int, n: int, clouds: int, b: np.ndarray, generator: torch.Ge
 
 def half_points(d: int, sizes: tuple[int, ...], generator: torch.Generator) -> dict[str, Any]:
     """The beta at which tokens pay half of their attention to themselves, for several n, and its exponent in n."""
-    found = []
+    betas = []
     for n in sizes:
         b = np.geomspace(0.5, 2, 4) * theory.critical_constant(d)
         own = uniform_self(d, n, b, generator)
-        found.append(float(np.exp(np.interp(0.5, own, np.log(theory.critical_beta(n, d, b))))))
-    slope = np.polyfit(np.log(sizes), np.log(found), 1)[0]
-    return {"n": list(sizes), "beta": found, "exponent": float(slope), "balance": theory.critical_constant(d)}
+        betas.append(float(np.exp(np.interp(0.5, own, np.log(theory.critical_beta(n, d, b))))))
+    slope = np.polyfit(np.log(sizes), np.log(betas), 1)[0]
+    return {"n": list(sizes), "beta": betas, "exponent": float(slope), "balance": theory.critical_constant(d)}
 
 
 def uniform_self(d: int, n: int, b: np.ndarray, generator: torch.Generator) -> np.ndarray:
@@ -183,8 +159,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     label(d, "critical beta: half of attention on itself", "number of keys n", r"$\beta$")
     caption(
         figure,
-        f"(a) dots: one layer run on exact simplices; lines: exact formula; dashed: limit. (b, c) "
-        f"{numbers['clouds']} clouds of "
-        f"n={numbers['n']} uniform tokens, 100 queries each; dashed: Poisson law. Seed {numbers['seed']}.",
+        f"(a) dots: one layer run on exact simplices; lines: exact formula; dashed: limit. (b, c) {numbers['clouds']} "
+        f"clouds of n={numbers['n']} uniform tokens, 100 queries each; dashed: Poisson limit. Seed {numbers['seed']}.",
     )
     return figure

@@ -18,7 +18,7 @@ from torch import Tensor
 from attn_flow import Attention, Cloud, Sphere, flow
 from attn_flow.attention import Transformed
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import at_least, at_most, claim
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.theory import causal as theory
 
@@ -52,29 +52,22 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
             theory.consensus_rates(2)[1],
             0.01,
         ),
-        bound("causal: largest distance from x_1(0) at the end", collapse_["end"], at_most=1e-2, source="theorem"),
+        at_most("causal: largest distance from x_1(0) at the end", collapse_["end"], 1e-2, "theorem"),
         claim("t_crit at lambda = 1, M = 8, beta = 1", t_crit, 2.457489, 5.1e-7, source="theorem"),
         claim("t_crit at beta = 2", theory.recency_time(2.0, LAM, SYMBOLS), 0.600716, 5.1e-7, source="theorem"),
-        bound(
-            "recency slope while every profile is U-shaped",
-            ends(theory.u_shape_time(BETA, LAM)),
-            at_least=0.0,
-            source="theorem",
-        ),
-        bound("recency slope of the profile just before t_crit", ends(0.99 * t_crit), at_least=0.0, source="theorem"),
-        bound("recency slope just after", ends(1.01 * t_crit), at_most=0.0, source="theorem"),
+        at_least("recency slope while every profile is U-shaped", ends(theory.u_shape_time(BETA, LAM)), 0.0, "theorem"),
+        at_least("recency slope of the profile just before t_crit", ends(0.99 * t_crit), 0.0, "theorem"),
+        at_most("recency slope just after", ends(1.01 * t_crit), 0.0, "theorem"),
     ]
     for p in profiles:
         what = f"particles at t = {p['t']:.3g}, N = {N}: "
+        claims.append(at_most(what + "mean relative distance from N-position theory", p["error"], 0.1, "derived"))
         claims.append(
-            bound(what + "mean relative distance from N-position theory", p["error"], at_most=0.1, source="derived")
-        )
-        claims.append(
-            bound(
+            at_most(
                 what + "mean relative distance from its limit",
                 p["continuum_error"],
-                at_most=3 * max(1.0, p["t"]) / N,
-                source="theorem",
+                3 * max(1.0, p["t"]) / N,
+                "theorem",
             )
         )
     return {
@@ -114,9 +107,9 @@ def profile(t: float, N: int, m: int, sources: np.ndarray, generator: torch.Gene
     position = torch.arange(N).repeat_interleave(m)
     weights = torch.exp(LAM * position.double() / N)
     weights = weights / weights.sum()
-    seen = torch.stack([weights[position < j].sum() for j in range(N)])[position]
+    visible = torch.stack([weights[position < j].sum() for j in range(N)])[position]
     # theta_j' = sum_{k<j} A_jk w'(theta_j - theta_k): A is normalised over k < j, and w' carries a factor beta
-    scale = torch.where(seen > 0, BETA / torch.where(seen > 0, seen, 1.0), 0.0)
+    scale = torch.where(visible > 0, BETA / torch.where(visible > 0, visible, 1.0), 0.0)
     attention = Attention.identity(2, BETA, kind="unnormalised", causal=True, self_attention=False)
     memory = Transformed(attention, lambda A, time, x: scale[:, None] * A(time, x), "memory")
     x0 = torch.stack([moved.cos(), moved.sin()], -1).flatten(-3, -2)
@@ -142,9 +135,9 @@ def profile(t: float, N: int, m: int, sources: np.ndarray, generator: torch.Gene
 def finite_score(t: float, N: int) -> np.ndarray:
     """S_t of N positions, exactly: N e^{a_n t A} for its limit g_{a_n}; a position's tokens see half of it."""
     weights = np.exp(LAM * np.arange(N) / N)
-    seen = np.concatenate([[1.0], np.cumsum(weights)[:-1]])  # the first position sees nobody before it
-    A = np.tril(np.broadcast_to(weights, (N, N)), -1) / seen[:, None]
-    A[np.arange(1, N), np.arange(1, N)] = weights[1:] / seen[1:] / 2
+    visible = np.concatenate([[1.0], np.cumsum(weights)[:-1]])  # the first position sees nobody before it
+    A = np.tril(np.broadcast_to(weights, (N, N)), -1) / visible[:, None]
+    A[np.arange(1, N), np.arange(1, N)] = weights[1:] / visible[1:] / 2
     a, w = theory.mode_rates(BETA, MODES), theory.mode_weights(SYMBOLS, MODES)
     return sum(w_n * N * expm(a_n * t * A)[-1] for a_n, w_n in zip(a, w))
 
@@ -167,11 +160,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     for profile_, colour in zip(numbers["profiles"], COLOURS):
         ratio = profile_["t"] / numbers["t_crit"]
         b.plot(
-            profile_["s"],
-            profile_["score"],
-            "o",
-            color=colour,
-            label=rf"particles, t={ratio:.1f} $t_{{\rm crit}}$ ",
+            profile_["s"], profile_["score"], "o", color=colour, label=rf"particles, t={ratio:.1f} $t_{{\rm crit}}$ "
         )
         b.plot(profile_["s"], profile_["finite"], color=colour, linewidth=0.8)
         b.plot(profile_["s"], profile_["theory"], **THEORY)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_flow import Attention, Cloud, Sphere, flow
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import at_least, at_most, claim
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, not_installed, panels
 from attn_flow.observe.quantities import log_energy
 from attn_flow.theory import multi_head as theory
@@ -42,38 +42,31 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     entropy_rho = np.linspace(-0.03, 1, 60)
     entropy = {str(b): theory.attention_entropy(entropy_rho, b, 32).tolist() for b in (1.0, 4.0, 9.0)}
     claims = [
-        bound(
-            "total energy: largest fall between times, relative", energy["total_fall"], at_most=1e-12, source="theorem"
-        ),
-        bound("a single head's energy falls at some time: largest fall, relative", energy["head_fall"], at_least=1e-3),
+        at_most("total energy: largest fall between times, relative", energy["total_fall"], 1e-12, "theorem"),
+        at_least("a single head's energy falls at some time: largest fall, relative", energy["head_fall"], 1e-3),
     ]
     claims += [
         claim(f"terminal rate of heads 1 + {s:.2f} (-1, 0, 1)", r["rate"], r["theory"], 5e-3 * r["theory"])
         for s, r in zip(spreads, rates)
     ]
     claims += [
-        bound(
+        at_least(
             "unequal heads are faster than averaged ones: smallest ratio",
             min(r["theory"] / rates[0]["theory"] for r in rates[1:]),
-            at_least=1.0,
-            source="derived",
+            1.0,
+            "derived",
         ),
         claim("V_h = G_h: fraction of steps where the energy falls", broken[0]["fraction"], 0.0, 0.0, source="theorem"),
-        bound("V_h orthogonal to G_h: fraction of steps where the energy falls", broken[-1]["fraction"], at_least=0.05),
+        at_least("V_h orthogonal to G_h: fraction of steps where the energy falls", broken[-1]["fraction"], 0.05),
     ]
     off = max(float(np.abs(np.subtract(run["measured"], run["theory"])).max()) for run in simplex)
     claims.append(
-        bound(
-            "scalar heads on a simplex: largest distance of rho' from its closed form",
-            off,
-            at_most=1e-12,
-            source="derived",
-        )
+        at_most("scalar heads on a simplex: largest distance of rho' from its closed form", off, 1e-12, "derived")
     )
     if trained is not None:
         largest = max(abs(layer["mean"]) for layer in trained["layers"])
         what = "MiniLM: largest mean cosine of attention outputs with the energy gradient (1 for a gradient flow)"
-        claims.append(bound(what, largest, at_most=0.3))
+        claims.append(at_most(what, largest, 0.3))
     return {
         "seed": seed,
         "encoder": trained,

@@ -64,14 +64,8 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     for dim, run in transition.items():
         slope = abs(float(np.gradient(run["theory"], betas)[np.abs(betas - run["critical"]).argmin()]))
         tolerance = (4 * max(run["error"]) + width(h, int(dim)) * (int(dim) - 1) ** 2 / 2) / slope
-        claims.append(
-            claim(
-                f"random values, d = {dim}: beta where antipodal pairs turn attracting",
-                run["zero"],
-                run["critical"],
-                tolerance,
-            )
-        )
+        what = f"random values, d = {dim}: beta where antipodal pairs turn attracting"
+        claims.append(claim(what, run["zero"], run["critical"], tolerance))
     return {
         "seed": seed,
         "h": h,
@@ -202,14 +196,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
     label(b, r"random values: exponent of $1+\rho$", r"$\beta$", "Lyapunov exponent at the antipode")
     basin = numbers["basin"]
     for beta_, rho, colour in zip(basin["beta"], basin["rho"], shades(4)):
-        c.hist(
-            rho,
-            bins=np.linspace(-1, 1, 21).tolist(),
-            histtype="step",
-            color=colour,
-            label=rf"$\beta$={beta_:g}",
-            density=True,
-        )
+        bins = np.linspace(-1, 1, 21).tolist()
+        c.hist(rho, bins, histtype="step", color=colour, label=rf"$\beta$={beta_:g}", density=True)
     c.set_yscale("log")
     label(
         c,
@@ -219,10 +207,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
     )
     caption(
         figure,
-        f"{numbers['pairs']} pairs per point, layers of h={numbers['h']:g} (times 25/(d-1)^2 for d > 6), T <= "
-        f"1; bars are two standard errors. (a) "
-        f"squares: linear kernel with attention of strength a. Exponents carry a bias of h (d-1)^2/2. (c) both "
-        f"ends attract above "
-        f"beta_c, only consensus below. Seed {numbers['seed']}.",
+        f"{numbers['pairs']} pairs a point, layers of h={numbers['h']:g} (times 25/(d-1)^2 for d > 6), T <= 1; bars: "
+        f"two standard errors. (a) squares: linear kernel with attention of strength a. Exponents carry a bias of "
+        f"h (d-1)^2/2. (c) both ends attract above beta_c, only consensus below. Seed {numbers['seed']}.",
     )
     return figure

@@ -1,9 +1,9 @@
-"""Noise against unnormalised attention: the uniform law is left smoothly below beta*, with a jump above it.
+"""Noise against unnormalised attention: the uniform distribution is left smoothly below beta*, with a jump above it.
 
 arXiv 2606.05140 states a threshold beta* with I_{d/2+1}/I_{d/2}(beta*) = 1/d; only its abstract is known to us, so what
 it separates is derived here. Noise D makes degree 1 marginal at D_c = gamma_1/(d-1). There degree 2 is slaved to it,
 and d log a_1/dt = q a_1^2 with q of the sign of d I_{d/2+1} - I_{d/2}: for beta < beta* clusters grow from nothing as
-D falls below D_c, for beta > beta* an ordered law survives beside the uniform one above D_c.
+D falls below D_c, for beta > beta* an ordered distribution survives beside the uniform one above D_c.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from attn_flow import Attention, VonMisesFisher, density_flow
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import at_least, at_most, claim
 from attn_flow.experiments.figures import THEORY, caption, label, panels
 from attn_flow.theory.metastability import growth_rate
 from attn_flow.theory.noise import jump_beta
@@ -23,12 +23,12 @@ from attn_flow.theory.noise import jump_beta
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SMALL, ABOVE = 0.02, 1.02  # mean of the law whose growth is measured; D over D_c in the test for two stable laws
+SMALL, ABOVE = 0.02, 1.02  # mean of the small start; D over D_c where two distributions are stable
 SCANNED = (1.0, 4.0)  # where a threshold might have been found
 
 
 def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
-    """Signs of q over beta in d = 2, 3, and on the circle small and ordered laws just above D_c."""
+    """Signs of q over beta in d = 2, 3, and on the circle small and ordered starts just above D_c."""
     steps = np.linspace(*SCANNED, 3 if quick else 13)
     runs = []
     with progress_bar("noisy threshold", 2 * len(steps) + 4, progress) as advance:
@@ -48,16 +48,9 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         for r in runs
     ]
     claims += [
-        bound(
-            "circle, below beta*: an ordered law decays above D_c",
-            ends["below, ordered"],
-            at_most=0.5,
-            source="derived",
-        ),
-        bound(
-            "circle, above beta*: an ordered law survives there", ends["above, ordered"], at_least=0.5, source="derived"
-        ),
-        bound("circle, above beta*: a small law decays there", ends["above, small"], at_most=0.9, source="derived"),
+        at_most("circle, below beta*: an ordered start decays above D_c", ends["below, ordered"], 0.5, "derived"),
+        at_least("circle, above beta*: an ordered start survives there", ends["above, ordered"], 0.5, "derived"),
+        at_most("circle, above beta*: a small start decays there", ends["above, small"], 0.9, "derived"),
     ]
     return {"seed": seed, "runs": runs, "ends": ends, "claims": claims}
 
@@ -81,7 +74,7 @@ def cubic(beta: float, d: int) -> float:
 
 
 def survivor(beta: float, kappa: float) -> float:
-    """|mean| at a late time over |mean| at the start, from a von Mises-Fisher law, just above D_c."""
+    """|mean| at a late time over |mean| at the start, from a von Mises-Fisher distribution, just above D_c."""
     attention, D = attention_and_noise(beta, 2)
     mu = VonMisesFisher(torch.eye(2, dtype=torch.float64)[0], kappa)
     path = density_flow(attention, mu, [0.0, 20 / D], diffusion=ABOVE * D, bandwidth=24, tol=1e-7, tail=1e-4)

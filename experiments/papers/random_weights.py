@@ -2,7 +2,7 @@
 
 arXiv 2604.01978, 2601.21942 (random weights, drawn anew in every layer); what follows for BERT's layer is derived here.
 Post-norm tokens have |x|^2 = d; C_ij are their cosines. With weights of variance s^2 the parts of a layer add Gaussian
-fields of kernel kappa: attention, nearly uniform, one kick for all, kappa = (s^2 d)^2 mean(C); the FFN d_ff s^2
+fields of kernel kappa: attention, nearly uniform, one noise vector for all, kappa = (s^2 d)^2 mean(C); the FFN d_ff s^2
 E[phi(u) phi(v)], (u, v) normal of variance s^2 d and correlation rho. The norm: C <- (C + kappa(C))/(1 + kappa(1)).
 Around this a cosine spreads over draws of the weights, 2 (1-rho^2) (kappa(1) - rho kappa(rho))/d of variance a part.
 """
@@ -18,7 +18,7 @@ import torch
 from scipy.special import erf
 
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import at_least, claim
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, not_installed, panels
 from attn_flow.theory import noise
 
@@ -33,12 +33,12 @@ Kernel = Callable[[np.ndarray], np.ndarray]
 
 
 def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
-    """Cosines of untrained twins at every level, over draws of all weights, against the recursion and its spread."""
+    """Cosines of untrained encoders at every level, over draws of all weights, against the recursion and its spread."""
     depth, draws = (6, 8) if quick else (24, 24)
     measured, expected, alone, square, variance = [], [], [], [], []
     with progress_bar("random weights", draws, progress) as advance:
         for draw in range(draws):
-            path = twin_cosines(depth, seed + draw)
+            path = untrained_cosines(depth, seed + draw)
             C, V = recursion(path[0], depth)
             measured.append(path[:, OFF].mean(-1))
             expected.append(C[:, OFF].mean(-1))
@@ -52,7 +52,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     missed = float(np.mean(alone, 0)[-1] - np.mean(measured, 0)[-1])
     claims = [
         claim(
-            f"{depth} layers: mean cosine of the twins less the recursion's, over what that moved",
+            f"{depth} layers: mean cosine of untrained encoders less the recursion's, over what that moved",
             float(away[:, -1].mean()) / moved,
             0.0,
             3 * error / moved,
@@ -63,17 +63,15 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
             1.0,
             3 * float(ratio.std(ddof=1)) / math.sqrt(draws),
         ),
-        bound(
-            "null, kicks of each token's own: its error over what the recursion moved", abs(missed / moved), at_least=1
+        at_least(
+            "baseline, noise of each token's own: its error over what the recursion moved", abs(missed / moved), 1
         ),
     ]
     trained = trained_cosines()
     if trained is not None:
         gap = abs(trained["mean"][-1] - trained["recursion"][-1])
         spread = math.sqrt(float(np.mean(variance, 0)[len(trained["mean"]) - 1]))
-        claims.append(
-            bound("MiniLM: last mean cosine off the recursion, in spreads of a pair", gap / spread, at_least=3)
-        )
+        claims.append(at_least("MiniLM: last mean cosine off the recursion, in spreads of a pair", gap / spread, 3))
     return {
         "seed": seed,
         "depth": depth,
@@ -88,7 +86,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     }
 
 
-def twin_cosines(depth: int, seed: int) -> np.ndarray:
+def untrained_cosines(depth: int, seed: int) -> np.ndarray:
     """Cosines (depth + 1, n, n) of n words at every level of a BERT of MiniLM's sizes with fresh weights."""
     from transformers import BertConfig, BertModel
 
@@ -117,14 +115,13 @@ def cosines(x: torch.Tensor) -> np.ndarray:
 
 def trained_cosines() -> dict[str, Any] | None:
     """Mean cosine of MiniLM's tokens by level, and the recursion from its embeddings; None where it is missing."""
-    from attn_flow.experiments.encoders.minilm_variants import token_ids, trained_and_untrained
+    from attn_flow.experiments.encoders.minilm_variants import trained_and_untrained
     from attn_flow.hooks import record
 
-    found = trained_and_untrained(0)
-    if found is None:
+    variants = trained_and_untrained(1, TOKENS)
+    if variants is None:
         return None
-    models, tokenizer = found
-    path = cosines(record(models["trained"], token_ids(tokenizer, 1, TOKENS)).x[:, 0])
+    path = cosines(record(variants[0]["trained"], variants[1]).x[:, 0])
     C = recursion(path[0], len(path) - 1)[0]
     return {"mean": path[:, OFF].mean(-1).tolist(), "recursion": C[:, OFF].mean(-1).tolist()}
 
@@ -150,7 +147,7 @@ def gelu_kernel(rho: np.ndarray, variance: float) -> np.ndarray:
 def recursion(C: np.ndarray, depth: int, common: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Cosines (depth + 1, n, n) from C on, and the variance of each over draws of the weights.
 
-    common = False is the null: every token gets kicks of its own, as large.
+    common = False is the baseline: every token gets noise of its own, as large.
     """
     grid = np.linspace(-1, 1, 401)
     table = WIDE * S**2 * gelu_kernel(grid, S**2 * D)
@@ -158,17 +155,17 @@ def recursion(C: np.ndarray, depth: int, common: bool = True) -> tuple[np.ndarra
     V = np.zeros_like(C)
     path, variance = [C], [V]
     for _ in range(depth):
-        kick = (S**2 * D) ** 2 * float(C.mean())
-        C, V = one_part(C, V, constant(kick), common)
+        size = (S**2 * D) ** 2 * float(C.mean())
+        C, V = one_part(C, V, constant(size), common)
         C, V = one_part(C, V, ffn, common)
         path.append(C)
         variance.append(V)
     return np.array(path), np.array(variance)
 
 
-def constant(kick: float) -> Kernel:
-    """The kernel of one kick for all tokens."""
-    return lambda rho: np.full_like(rho, kick)
+def constant(size: float) -> Kernel:
+    """The kernel of one noise vector for all tokens."""
+    return lambda rho: np.full_like(rho, size)
 
 
 def one_part(C: np.ndarray, V: np.ndarray, kernel: Kernel, common: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -190,7 +187,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
         )
     a.plot(levels, np.mean(numbers["measured"], 0), color=COLOURS[0], linewidth=2, label="their mean")
     a.plot(levels, numbers["expected"], label="recursion", **THEORY)
-    a.plot(levels, numbers["alone"], color=COLOURS[1], linestyle=":", label="null: each token its own kicks")
+    a.plot(levels, numbers["alone"], color=COLOURS[1], linestyle=":", label="baseline: each token its own noise")
     a.set_ylim(0, 1)
     label(a, "mean cosine of two tokens", "layer", r"$\rho$")
     b.plot(levels, numbers["spread"], "o", markersize=4, color=COLOURS[0], label="measured")

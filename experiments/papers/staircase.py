@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_flow import Adaptive, Attention, Sphere, consensus, flow
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import at_most, claim
 from attn_flow.experiments.figures import THEORY, caption, label, panels, shades
 from attn_flow.geometry import angle as geodesic
 from attn_flow.observe.quantities import clusters, log_energy
@@ -35,34 +35,22 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
             runs.append(energy_steps(x0, beta, 60 if quick else 200))
             advance()
     claims = [
-        bound(
-            f"beta = {r['beta']:g}: energy never falls; largest relative drop",
-            r["drop"],
-            at_most=1e-9,
-            source="theorem",
-        )
+        at_most(f"beta = {r['beta']:g}: energy never falls; largest relative drop", r["drop"], 1e-9, "theorem")
         for r in runs
     ]
     claims += [
-        bound(
+        at_most(
             f"beta = {r['beta']:g}: plateaus equal point clusters' energies; largest error of log E",
             r["level_error"],
-            at_most=0.02,
-            source="derived",
+            0.02,
+            "derived",
         )
         for r in runs
     ]
     for r in runs:
         if r["last"] is not None:
-            last = r["last"]
-            claims.append(
-                claim(
-                    f"beta = {r['beta']:g}: time of the last merger over the two-cluster ODE",
-                    last["time"] / last["theory"],
-                    1.0,
-                    0.03,
-                )
-            )
+            what = f"beta = {r['beta']:g}: time of the last merger over the two-cluster ODE"
+            claims.append(claim(what, r["last"]["time"] / r["last"]["theory"], 1.0, 0.03))
     return {"seed": seed, "n": n, "runs": runs, "claims": claims}
 
 
@@ -93,9 +81,9 @@ def energy_steps(x0: Tensor, beta: float, points: int) -> dict[str, Any]:
 
 def groups(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Centres (k, 2) and masses (k,) of tokens chained by gaps below .02."""
-    found = clusters(x, 0.02)
-    mean = torch.zeros(int(found.counts), 2, dtype=x.dtype).index_add(0, found.labels, x)
-    mass = torch.bincount(found.labels).double() / len(x)
+    chained = clusters(x, 0.02)
+    mean = torch.zeros(int(chained.counts), 2, dtype=x.dtype).index_add(0, chained.labels, x)
+    mass = torch.bincount(chained.labels).double() / len(x)
     return Sphere().retract(mean).numpy(), mass.numpy()
 
 

@@ -16,7 +16,7 @@ import torch
 
 from attn_flow import Attention, Cloud, Sphere, flow
 from attn_flow.base.progress import progress_bar
-from attn_flow.experiments.claims import bound, claim
+from attn_flow.experiments.claims import at_most, claim
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.measures.quadrature import circle
 from attn_flow.theory import synchronisation as theory
@@ -48,7 +48,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         for r in density
     ]
     claims += [
-        bound("2/3-1/3 measure is stationary: largest speed", atoms["speed"], at_most=1e-12, source="theorem"),
+        at_most("2/3-1/3 measure is stationary: largest speed", atoms["speed"], 1e-12, "theorem"),
         claim("beta at which the smaller atom becomes stable", atoms["threshold"], math.log(2) / 2, 1e-3),
         claim("fraction of random starts in one cluster, d >= 3", spread["fraction"], 1.0, 0.0, source="theorem"),
     ]

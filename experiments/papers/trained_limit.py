@@ -21,7 +21,7 @@ from torch import Tensor
 from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.experiments.claims import bound
+from attn_flow.experiments.claims import at_least, at_most
 from attn_flow.experiments.figures import COLOURS, caption, label, panels
 from attn_flow.experiments.parts import kept_part
 from attn_flow.nn.stack import DeepStack
@@ -178,15 +178,11 @@ def claims(numbers: dict[str, Any]) -> list[dict[str, Any]]:
     base = numbers["table"][0]
     w2, untrained, rotated = (float(np.mean(base[name])) for name in ("trained_w2", "untrained_w2", "rotated"))
     return [
-        bound("G = I, V symmetric: mean accuracy", float(np.mean(base["trained_accuracy"])), at_least=0.9),
-        bound("accuracy of the sign of the mean token", base["mean_sign"], at_most=0.75),
-        bound(
-            "G = I, V symmetric: W2 to the limit over W2 at the start, worst seed",
-            max(base["trained_w2"]),
-            at_most=0.5,
-        ),
-        bound("the same over that of untrained stacks", w2 / untrained, at_most=0.8),
-        bound("the same over that to limits of rotated weights", w2 / rotated, at_most=0.5),
+        at_least("G = I, V symmetric: mean accuracy", float(np.mean(base["trained_accuracy"])), 0.9),
+        at_most("accuracy of the sign of the mean token", base["mean_sign"], 0.75),
+        at_most("G = I, V symmetric: W2 to the limit over W2 at the start, worst seed", max(base["trained_w2"]), 0.5),
+        at_most("the same over that of untrained stacks", w2 / untrained, 0.8),
+        at_most("the same over that to limits of rotated weights", w2 / rotated, 0.5),
     ]
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from attn_flow.experiments.encoders import affine_rank, energy_by_layer, layer_jacobians
+from attn_flow.experiments.encoders import affine_rank, energy_by_layer
 from attn_flow.experiments.encoders.minilm_variants import _derangement, remove_parts
 from attn_flow.experiments.papers import random_weights
-from attn_flow.hooks import attentions, blocks, record
+from attn_flow.hooks import blocks, record
 from attn_flow.hooks.demo import tiny_bert
 
 F64 = torch.float64
@@ -26,53 +26,6 @@ def bert():
             if "encoder" in name:
                 weight.add_(0.3 * torch.randn(weight.shape, generator=generator, dtype=F64))
     return model
-
-
-# --- Jacobians -------------------------------------------------------------------------------------------------------
-
-
-def test_departure_of_a_triangle():
-    """[[a, b], [0, c]]: |J|^2 - a^2 - c^2 = b^2; T = diag(+-(a-c)/2) + b e1 e2^T."""
-    a, b, c = 2.0, 0.7, -1.0
-    size = math.sqrt((a - c) ** 2 / 2 + b**2)
-    found = layer_jacobians.departure(torch.tensor([[a, b], [0.0, c]], dtype=F64))
-    assert found == pytest.approx((b / size, b / math.sqrt(2) / size, (a + c) / 2), rel=1e-9)
-
-
-def test_departure_does_not_see_a_shift_nor_a_rotation_of_axes():
-    generator = torch.Generator().manual_seed(1)
-    J = torch.randn(7, 7, generator=generator, dtype=F64)
-    R = torch.linalg.qr(torch.randn(7, 7, generator=generator, dtype=F64))[0]
-    before = layer_jacobians.departure(J)[:2]
-    assert layer_jacobians.departure(R @ (J + 3 * torch.eye(7, dtype=F64)) @ R.mT)[:2] == pytest.approx(
-        before, rel=1e-8
-    )
-
-
-def test_the_layer_written_out_is_the_layer_and_its_jacobian_that_of_differences(bert):
-    x = record(bert, INPUTS).x[:, 0]
-    for i, (block, attention) in enumerate(zip(blocks(bert), attentions(bert))):
-        layer = layer_jacobians.layer_of(block, attention, x[i], 2)
-        J = torch.func.jacrev(layer)(x[i, 2]).detach()
-        for k, h in ((0, 1e-5), (7, 1e-5)):
-            moved = [x[i].clone(), x[i].clone()]
-            for cloud, sign in zip(moved, (1, -1)):
-                cloud[2, k] += sign * h
-            with torch.no_grad():  # through the encoder's own block
-                up, down = (block.module(cloud[None]) for cloud in moved)
-            up, down = (out[0] if isinstance(out, tuple) else out for out in (up, down))
-            slope = (up - down)[0, 2] / (2 * h)
-            assert float((J[:, k] - slope).norm()) < 1e-7 * float(J.norm())
-        numbers = layer_jacobians.jacobian_numbers(layer, x[i, 2], x[i + 1, 2])
-        assert numbers[4] < 1e-13
-
-
-def test_shuffled_weights_are_the_same_numbers(bert):
-    other = layer_jacobians.shuffled(bert, 0)
-    for a, b in zip(blocks(bert), blocks(other)):
-        w, v = (block["output.dense"].weight for block in (a, b))
-        assert not torch.equal(w, v)
-        assert torch.equal(w.flatten().sort().values, v.flatten().sort().values)
 
 
 # --- parts taken out -------------------------------------------------------------------------------------------------
@@ -177,15 +130,15 @@ def test_one_part_is_a_gaussian_field_and_a_norm():
     x, y = np.zeros(d), np.zeros(d)
     x[0], y[:2] = 1.0, (rho, math.sqrt(1 - rho**2))
     root = np.linalg.cholesky(np.array([[kernel(1.0), kernel(rho)], [kernel(rho), kernel(1.0)]]) / d)
-    kicks = np.einsum("ab,nbd->nad", root, rng.standard_normal((draws, 2, d)))
-    a, b = x + kicks[:, 0], y + kicks[:, 1]
+    noise = np.einsum("ab,nbd->nad", root, rng.standard_normal((draws, 2, d)))
+    a, b = x + noise[:, 0], y + noise[:, 1]
     found = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
     # means differ by O(kappa/d), variances by O(kappa): 4%
     assert abs(found.mean() - cosine[0, 1]) < 4 * found.std() / math.sqrt(draws) + 0.04 / d
     assert found.var() == pytest.approx(variance[0, 1], rel=0.04 + 4 * math.sqrt(2 / draws))
 
 
-def test_the_null_has_no_common_kick():
+def test_the_baseline_has_no_common_noise():
     n = random_weights.TOKENS
     C = np.full((n, n), 0.5) + 0.5 * np.eye(n)
     together, _ = random_weights.recursion(C, 2)

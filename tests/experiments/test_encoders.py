@@ -191,11 +191,11 @@ def test_rows_of_tables_are_tokens_without_order(generator: torch.Generator) -> 
 
 
 def test_a_law_of_tables_is_one_law(generator: torch.Generator) -> None:
-    """The means of two large samples by class agree to 6 standard errors; those of another law do not."""
+    """The means of two large samples by class agree to 6 standard errors; those of another distribution do not."""
     n, features = 4000, 10
     means = []
-    for law in (0, 0, 1):
-        x, y = draw_table(n, features, law=law, generator=generator)
+    for centres in (0, 0, 1):
+        x, y = draw_table(n, features, centres=centres, generator=generator)
         means.append(torch.stack([x[y == c].mean(0) for c in range(3)]))
     within = 6 * (2 / (n / 4)) ** 0.5
     assert float((means[0] - means[1]).abs().max()) < within < float((means[0] - means[2]).abs().max())

@@ -95,7 +95,7 @@ def test_tabpfn_classifies_rows_it_has_not_seen(tabpfn: TableEncoder, generator:
 
 
 def passive_errors(model: TableEncoder, n: int, seed: int) -> tuple[float, float]:
-    """|passive - own| / spread after 2 and 5 layers: A's tokens in the field of an independent sample B of one law."""
+    """|passive - own| / spread after 2 and 5 layers: A's tokens in the field of an independent sample B."""
     generator = torch.Generator().manual_seed(seed)
     own, field = (model.rows(*draw_table(n, spread=0.5, generator=generator))[None] for _ in "AB")
     passive, errors = own, []
@@ -109,10 +109,10 @@ def passive_errors(model: TableEncoder, n: int, seed: int) -> tuple[float, float
 
 
 def test_propagation_of_chaos_in_tabpfn(tabpfn: TableEncoder) -> None:
-    """The mean-field limit: passive tokens err less the more tokens make their field, in every law tried.
+    """The mean-field limit: passive tokens err less the more tokens make their field, for every distribution tried.
 
     The numbers, of the spread after 2 and 5 layers, are those of classes that overlap; classes far apart err half as
-    much after 5 layers. This law was chosen among four because it has them: they pin a run, they prove no constant.
+    much after 5 layers. This one of four distributions has them: they pin a run, they prove no constant.
     """
     with torch.no_grad():
         small, large = (torch.tensor([passive_errors(tabpfn, n, seed) for seed in range(3)]).mean(0) for n in (64, 512))

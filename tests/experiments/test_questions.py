@@ -1,6 +1,7 @@
 """The four questions over many encoders: table, figure, what is missing, and a real encoder where it was fetched."""
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def numbers() -> dict:
 
 
 def test_table_and_figure(numbers: dict) -> None:
-    rows = questions.table_rows(numbers)
+    rows = questions.table_rows(numbers["encoders"])
     assert [row[0] for row in rows] == ["minilm", "sre"]
     assert {len(row) for row in rows} == {len(questions.COLUMNS)} == {8}
     figure = questions.plot(numbers)
@@ -34,7 +35,26 @@ def test_claims_can_fail(numbers: dict) -> None:
     for head in result["questions"]["averaging"]["numbers"]["heads"]:
         head["logits_b"] = 1 - head["b"]
     result["questions"]["limit"]["verdict"] = "supported"
-    assert not any(claim["holds"] for claim in questions._claims({"a": result}) if "averag" not in claim["claim"])
+    claims = questions._claims({"a": result})
+    assert not any(claim["holds"] for claim in claims if "mean-field rate" not in claim["claim"])
+
+
+def test_errors_of_heads_are_those_of_the_definitions(numbers: dict) -> None:
+    rows = questions.heads_of(numbers["encoders"]["minilm"])
+    b, predicted = [row["b"] for row in rows], [row["logits_b"] for row in rows]
+    mean = sum(b) / len(b)
+    correlation, error, of_mean = questions.head_errors(numbers["encoders"]["minilm"])
+    assert correlation == pytest.approx(statistics.correlation(b, predicted))
+    assert error == pytest.approx((sum((x - y) ** 2 for x, y in zip(b, predicted)) / len(b)) ** 0.5)
+    assert of_mean == pytest.approx((sum((x - mean) ** 2 for x in b) / len(b)) ** 0.5)
+
+
+def test_clusters_beyond_the_measured_sizes_are_said_so() -> None:
+    curve = lambda *w2: {"curve": {"foreign_queries": {str(8 * 2**i): {"w2": w} for i, w in enumerate(w2)}}}
+    assert questions._clusters_needed({"clusters_for_w2_goal": {"foreign_queries": 11.6}}) == "12"
+    assert questions._clusters_needed(curve(0.2, 0.1)) == "below 8"
+    assert questions._clusters_needed(curve(0.9, 0.4)) == "above 16"
+    assert questions._clusters_needed({}) == "not defined"
 
 
 def test_encoders_that_were_not_fetched_are_named(tmp_path: Path, monkeypatch) -> None:
