@@ -4,7 +4,8 @@
 #                      own) with 1 and 2 threads, shuffled, with new random numbers; a table at the end. SEED=7 repeats.
 # make test-foreign    the numerical tests on one instruction set that is not the machine's own (what .ci/run adds)
 # make test-core-only  a wheel without the optional dependencies, in an environment of its own (what .ci/run adds)
-# make mutants         does a wrong package fail its tests: mutants drawn from every file
+# make mutants         how many of 100 small changes of the source do the tests notice; SEED=7 draws others
+# make coverage        branch coverage of the packages that give answers, at least 95%
 # make docs            the site, in site/: open site/index.html; a broken link is an error
 # make check-docs      the same, built aside, and every link followed (what .ci/run adds)
 # make test-docs       its notebooks, its blocks of code as written, its links, its pages in a browser
@@ -26,7 +27,7 @@ export HF_HUB_OFFLINE := 1
 export MPLBACKEND := Agg
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat mutants bench bench-targets reproduce clean
+.PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat mutants coverage bench bench-targets reproduce clean
 .PHONY: test-core-only encoders test-encoders docs check-docs test-docs tutorials animation report-figures
 
 $(READY): pyproject.toml constraints.txt
@@ -81,6 +82,10 @@ test-compat: $(READY)
 
 mutants: $(READY)
 	$(BIN)/python tests/mutation.py $(if $(SEED),--seed $(SEED))
+
+coverage: $(READY)
+	$(BIN)/pytest -n 2 -m "not slow and not docs" --cov-branch --cov-report=term:skip-covered --cov-fail-under=95 \
+		$(foreach p,attention prediction transport probe,--cov=attn_flow.$(p))
 
 DOCUMENTED := $(VENV)/.documented
 

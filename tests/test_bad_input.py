@@ -55,7 +55,6 @@ WRONG_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "an unknown method": (lambda: wasserstein(X, X, method="sinkhrn"), "sinkhorn"),
     "layers without enough times": (lambda: Layers([A, A], [0.0, 1.0]), "times"),
     "a time outside the layers": (lambda: flow(Layers([A], [0.0, 1.0]), X, 2.0), "no field"),
-    "a limit of unknown support": (lambda: limit(A, support="sphere"), "support"),
 }
 
 
@@ -72,6 +71,7 @@ WRONG_TYPES: dict[str, Callable[[], object]] = {
     "a list of tokens": lambda: A.drift([[1.0, 0.0, 0.0]]),  # type: ignore[arg-type]
     "integer tokens": lambda: A.drift(torch.ones(4, 3, dtype=torch.long)),
     "a mask of numbers": lambda: Cloud(X, mask=torch.ones(6)),
+    "a support as a word": lambda: limit(A, support="sphere"),  # type: ignore[arg-type]
     "tokens as words": lambda: flow(A, "tokens", 1.0),  # type: ignore[arg-type]
     "a drift that is not a function": lambda: flow(Drift(3.0), X, 1.0),  # type: ignore[arg-type]
     "an attention that is a number": lambda: flow(3.0, X, 1.0),  # type: ignore[arg-type]
