@@ -32,6 +32,13 @@ PACKAGES = {
     "probe": "Four questions about a trained encoder",
     "train": "Small deep stacks",
 }
+GROUPS = {  # of the page of the papers
+    "Low temperature": "concentration trained_limit hardmax gap_counting long_context",
+    "Clusters": "synchronisation spectral_selection metastability multiscale phase_diagram staircase multi_head",
+    "Noise, norms, masks": "noise noisy_threshold random_weights normalisation lost_in_the_middle gaussian",
+    "Trained encoders, as a whole": "questions mean_field cold_heads temperature_and_length fine_tuning",
+    "Trained encoders, layer by layer": "histograms energy_by_layer wrapped_layer layer_jacobians affine_rank",
+}
 MODULES = {  # packages without a list of public names: their modules
     "observe": "Quantities of a cloud, events of a path",
     "theory": "Closed forms of the papers",
@@ -57,7 +64,13 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         text = re.sub(r"^(?![-|>#\s])(.+)\n(?=- |\*\*[^*\n]+\.\*\* )", r"\1\n\n", text, flags=re.MULTILINE)
         return re.sub(rf"<{TAGS}(?=[/A-Za-z|])", "&lt;", text)
 
-    return outside_code(markdown, change)
+    return label_shell(outside_code(markdown, change))
+
+
+def label_shell(markdown: str) -> str:
+    """Fences without a language hold commands: they get a language, so that they look different from output."""
+    fence = r"^```(\w*)\n(.*?)^```$"
+    return re.sub(fence, lambda m: f"```{m[1] or 'bash'}\n{m[2]}```", markdown, flags=re.DOTALL | re.MULTILINE)
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -103,7 +116,7 @@ def experiments() -> dict[str, str]:
 
 def papers() -> dict[str, str]:
     """A page for every experiment, and one that lists them."""
-    pages, rows = {}, []
+    pages, rows = {}, {}
     for name, docstring in experiments().items():
         claim, _, rest = docstring.partition("\n")
         text = [f"# {claim.rstrip('.')}\n"]
@@ -113,9 +126,14 @@ def papers() -> dict[str, str]:
         text.append(f"Run it yourself:\n\n```\nattn-flow reproduce {name}\n```\n")
         text += claims_table(name)
         pages[f"papers/{name}.md"] = "\n".join(text)
-        rows.append(f"| [{name}](papers/{name}.md) | {linked(claim)} |")
-    head = (ROOT / "experiments/README.md").read_text().partition("\n| ")[0]
-    pages["papers.md"] = head.strip() + "\n\n| experiment | result |\n|---|---|\n" + "\n".join(rows) + "\n"
+        rows[name] = f"| [{name}](papers/{name}.md) | {linked(claim)} |"
+    text = [(ROOT / "experiments/README.md").read_text().partition("\n| ")[0].strip()]
+    others = set(rows).difference(*(names.split() for names in GROUPS.values()))
+    for title, names in {**GROUPS, "Others": " ".join(sorted(others))}.items():
+        listed = [rows[name] for name in names.split() if name in rows]
+        if listed:
+            text.append("\n".join([f"## {title}\n", "| experiment | result |", "|---|---|", *listed]))
+    pages["papers.md"] = "\n\n".join(text) + "\n"
     return pages
 
 
@@ -152,13 +170,15 @@ def notebook_page(path: Path) -> str:
         if cell["cell_type"] == "markdown":
             text.append(source)
             continue
+        if source.startswith("assert "):  # a check for `make test-docs`
+            continue
         text.append(f"```python\n{source}\n```")
         for output in cell["outputs"]:
             said = output.get("text") or output.get("data", {}).get("text/plain")
             picture = output.get("data", {}).get("image/png")
             if picture:
                 text.append(f"![drawn by the code above](data:image/png;base64,{''.join(picture).strip()})")
-            elif said:
+            elif said and "text/html" not in output.get("data", {}):  # a frame needs the notebook
                 text.append(f"```text\n{''.join(said).rstrip()}\n```")
     text.append(f"[This page as a notebook]({path.name}).")
     return "\n\n".join(text) + "\n"
@@ -176,30 +196,29 @@ def public_names(path: Path) -> list[str]:
 
 def api() -> dict[str, str]:
     """A page for every package, and one that lists them with the names `import attn_flow` gives."""
-    pages, rows = {}, []
+    pages, listed, links = {}, [], {}
     for package, words in {**PACKAGES, **MODULES}.items():
         place = ROOT / ("hooks" if package == "hooks" else f"attn_flow/{package}")
         text = [f"# attn_flow.{package}: {words[0].lower()}{words[1:]}\n"]
-        shown = []
+        shown = {}
         if package in MODULES:
             for module in sorted(place.glob("[a-z]*.py")):
-                names = public_names(module)
-                options = "    options:\n      heading_level: 2\n      members:\n" + "".join(
-                    f"        - {n}\n" for n in names
-                )
+                members = "".join(f"        - {name}\n" for name in public_names(module))
+                options = f"    options:\n      heading_level: 2\n      members:\n{members}"
                 text.append(f"::: attn_flow.{package}.{module.stem}\n{options}")
-                shown.append(f"[`{module.stem}`](api/{package}.md#attn_flow.{package}.{module.stem})")
+                shown[module.stem] = f"attn_flow.{package}.{module.stem}"
         else:
             source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
             for name in public_names(source):
-                if name[0] != name[0].upper() or not name.isupper():
+                if not name.isupper():
                     text.append(f"::: attn_flow.{package}.{name}\n    options:\n      heading_level: 2\n")
-                    shown.append(f"[`{name}`](api/{package}.md#attn_flow.{package}.{name})")
+                    shown[name] = f"attn_flow.{package}.{name}"
         pages[f"api/{package}.md"] = "\n".join(text)
-        rows.append(f"| [`attn_flow.{package}`](api/{package}.md) | {words} | {', '.join(shown)} |")
-    core = ", ".join(f"`{name}`" for name in public_names(ROOT / "attn_flow/__init__.py"))
-    pages["api.md"] = (
-        "# API\n\nFrom the docstrings; every example in them runs in the tests. `from attn_flow import ...` gives the\n"
-        f"names most used:\n{core}.\n\n| package | what it answers | names |\n|---|---|---|\n" + "\n".join(rows) + "\n"
-    )
+        addresses = {name: f"[`{name}`](api/{package}.md#{path})" for name, path in shown.items()}
+        links |= addresses if package in PACKAGES else {}
+        title = f"## [{words}](api/{package}.md)\n\n`attn_flow.{package}`"
+        listed.append(f"{title}: {', '.join(addresses.values())}.")
+    core = ", ".join(links.get(name, f"`{name}`") for name in public_names(ROOT / "attn_flow/__init__.py"))
+    head = "# API\n\nFrom the docstrings; every example in them runs in the tests. `from attn_flow import ...` gives:"
+    pages["api.md"] = "\n\n".join([head, core + ".", *listed]) + "\n"
     return pages
