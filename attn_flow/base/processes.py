@@ -95,10 +95,11 @@ def processes(device: str | torch.device = "cpu", timeout: timedelta = timedelta
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        atexit.register(_leave)  # torchrun's rendezvous serves one group, so it stays open for the next run
+        atexit.register(leave)  # torchrun's rendezvous serves one group, so it stays open for the next run
     return Processes(dist.get_rank(), dist.get_world_size(), device)
 
 
-def _leave() -> None:
+def leave() -> None:
+    """Close the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -23,9 +23,13 @@ def main() -> None:
     try:
         app(prog_name="attn-flow")
     except SystemExit as end:
-        if end.code != INTERRUPTED:
+        if end.code != INTERRUPTED and "WORLD_SIZE" not in os.environ:
             raise
-        # After Ctrl-C files are closed by now. Python would take seconds to take torch and transformers apart.
+        # Files are closed by now. After Ctrl-C Python would take seconds to unload torch and transformers; under
+        # torchrun communication threads of torch may still run while Python ends, which aborts the process.
+        from attn_flow.base.processes import leave
+
+        leave()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(INTERRUPTED)
+        os._exit(int(end.code or 0))

@@ -81,6 +81,11 @@ class Sweep:
             the predicted limit at the times t; "w2_min" and "t_min", the least of them and its time; "w2_end";
             "t_min_predicted"; "phases", their names; "exit_rate" and "exit_rate_predicted"; "clusters" at the end; and
             "unmet", the requirements of the prediction that the run does not meet. None: not predicted or not measured.
+
+    Example:
+        >>> runs = sweep(Attention.from_matrices(torch.eye(2), torch.eye(2)), 1.0, betas=[1, 4], n=[50])
+        >>> runs.values("beta"), runs.rows[0]["n"]
+        ([1.0, 4.0], 50)
     """
 
     t: Tensor
