@@ -15,7 +15,7 @@ from attn_flow.attention import Attention, Field, peri_norm, pre_norm
 from attn_flow.attention.attention import Kind
 from attn_flow.base import checks
 from attn_flow.geometry import Euclidean, Sphere, place
-from attn_flow.nn.masks import choose_mask, fill_padding, token_mask
+from attn_flow.nn.masks import choose_mask, token_mask
 from attn_flow.nn.module import FlowModule, default_beta
 from attn_flow.nn.options import FlowKeywords
 
@@ -152,7 +152,8 @@ class ContinuousAttentionLayer(FlowModule):
             tokens, is_padding = token_mask(mask, x, self._attention.causal)
             count = tokens.sum(-1, keepdim=True).clamp_min(1).to(x.dtype)
             log_weights = torch.where(tokens, -count.log(), -torch.inf)
-            start = fill_padding(x, tokens)
+            unit = torch.arange(self.dim, device=x.device).eq(0).to(x.dtype)
+            start = torch.where(tokens[..., None], x, unit)  # padding may hold zeros, which have no direction
         field = self.field()
         dtype, geometry = x.dtype, self.options.geometry
         if self.validate and checks.can_read(x, self.Q, self.log_beta):
@@ -166,13 +167,10 @@ class ContinuousAttentionLayer(FlowModule):
         def output(y: Tensor) -> Tensor:
             return y.to(x.dtype) if tokens is None else torch.where(tokens[..., None], y.to(x.dtype), x)
 
-        start = geometry.retract(start.to(dtype))
-        path = [start] if return_path else []
-        state = start
-        for state in self.options.states(velocity, start, self.noise if self.training else 0.0):
-            if return_path:
-                path.append(state)
-        return torch.stack([output(y) for y in path]) if return_path else output(state)
+        path = [geometry.retract(start.to(dtype))]
+        for state in self.options.states(velocity, path[0], self.noise if self.training else 0.0):
+            path = [*path, state] if return_path else [state]
+        return torch.stack([output(y) for y in path]) if return_path else output(path[-1])
 
     def _check_shape(self, x: Tensor) -> None:
         checks.require_floating("x", x)
@@ -197,21 +195,21 @@ class ContinuousAttentionLayer(FlowModule):
             # In flat space tokens may grow: the bound allows twice their length.
             longest: float | Tensor = 2 * x.norm(dim=-1).amax() if radius is None else radius
             bound = field.logit_bound(longest).to(x.device)
-        numbers = torch.stack([start.sum().double(), bound.double(), is_empty.double(), is_wrong.double()]).tolist()
-        if not math.isfinite(numbers[0]):
+        flags = torch.stack([z.double() for z in (start.sum(), bound, is_empty, is_wrong)])
+        total, size, has_empty, has_wrong = flags.tolist()
+        if not math.isfinite(total):
             checks.require_finite("x", x)
             place("x", x, self.options.geometry)
-        if numbers[3]:
+        if has_wrong:
             raise ValueError(
                 "the mask hides tokens from some queries and not from others, or has positive numbers in a mask that "
                 "is added to logits; expected padding. For the causal mask build the layer with causal=True."
             )
-        if numbers[2]:
+        if has_empty:
             warnings.warn("the mask hides every token of a cloud, which comes out as it went in.", stacklevel=6)
-        return checks.working_dtype(x.dtype, torch.tensor(numbers[1]))
+        return checks.working_dtype(x.dtype, torch.tensor(size))
 
     def extra_repr(self) -> str:
-        words = [self._attention.kind] + ["causal"] * self._attention.causal + [f"{self.norm}-norm"]
-        beta = "learned" if self.learn_beta else "fixed"
+        beta, causal = "learned" if self.learn_beta else "fixed", "causal, " * self._attention.causal
         sizes = f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, beta {beta}"
-        return f"{sizes}, {', '.join(words)}, {self.options}"
+        return f"{sizes}, {self._attention.kind}, {causal}{self.norm}-norm, {self.options}"

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from attn_flow.base import checks
 
-FORMS = "(batch, n), (batch, n, n), (batch, 1, 1, n) or (batch, 1, n, n)"
-
 
 def choose_mask(mask: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
     """The mask that was given, under either of its two names."""
@@ -47,26 +45,17 @@ def token_mask(mask: Tensor, x: Tensor, causal: bool = False) -> tuple[Tensor, T
     n = x.shape[-2]
     pairs = tokens if tokens.ndim == x.ndim and tokens.shape[-2:] in ((1, n), (n, n)) else None
     tokens = tokens if pairs is None else pairs.any(-2)
-    if (
-        tokens.ndim != x.ndim - 1
-        or any(a not in (1, b) for a, b in zip(tokens.shape[:-1], x.shape[:-2]))
-        or (tokens.shape[-1] != n)
-    ):
-        raise ValueError(
-            f"mask has shape {tuple(mask.shape)}, expected {FORMS} with (batch, n) = {tuple(x.shape[:-1])}."
-        )
+    is_batch = all(a in (1, b) for a, b in zip(tokens.shape[:-1], x.shape[:-2]))
+    if tokens.ndim != x.ndim - 1 or tokens.shape[-1] != n or not is_batch:
+        forms = "(batch, n), (batch, n, n), (batch, 1, 1, n) or (batch, 1, n, n)"
+        expected = f"{forms} with (batch, n) = {tuple(x.shape[:-1])}"
+        raise ValueError(f"mask has shape {tuple(mask.shape)}, expected {expected}.")
     if pairs is not None and pairs.shape[-2] == n > 1:
         is_query = tokens[..., None]  # the rows of padding may hold anything
         is_plain = ((pairs == tokens[..., None, :]) | ~is_query).all()
         is_causal = ((pairs == tokens[..., None, :].expand_as(pairs).tril()) | ~is_query).all()
         is_padding = is_padding & (is_plain | is_causal if causal else is_plain)
     return tokens.expand(x.shape[:-1]), is_padding
-
-
-def fill_padding(x: Tensor, tokens: Tensor) -> Tensor:
-    """Tokens x (..., n, d) with a unit vector as padding, which may hold zeros, and these have no direction."""
-    unit = torch.arange(x.shape[-1], device=x.device).eq(0).to(x.dtype)
-    return torch.where(tokens[..., None], x, unit)
 
 
 class Masks(NamedTuple):

@@ -105,8 +105,6 @@ class ContinuousMultiheadAttention(FlowModule):
                 nn.init.zeros_(projection.bias)
         self.beta = self._initial_beta
 
-    # --- from and to nn.MultiheadAttention --------------------------------------------------------------------------
-
     @classmethod
     def from_multihead(
         cls, multihead: nn.MultiheadAttention, *, beta: float | Tensor | None = None, **options: Unpack[FlowKeywords]
@@ -127,8 +125,7 @@ class ContinuousMultiheadAttention(FlowModule):
         if multihead.bias_k is not None or multihead.add_zero_attn or multihead.in_proj_weight is None:
             raise ValueError("the nn.MultiheadAttention has add_bias_kv, add_zero_attn, kdim or vdim; expected none.")
         if multihead.dropout:
-            message = f"attention dropout {multihead.dropout} is left out: a flow is deterministic."
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(f"attention dropout {multihead.dropout} is left out: a flow is deterministic.", stacklevel=2)
         options.setdefault("step", "euler")
         module = cls(
             multihead.embed_dim,
@@ -189,8 +186,6 @@ class ContinuousMultiheadAttention(FlowModule):
                 state_dict.setdefault(f"{prefix}log_beta", self.log_beta.detach())
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    # --- the forward pass -------------------------------------------------------------------------------------------
-
     def forward(
         self,
         query: Tensor,
@@ -222,15 +217,15 @@ class ContinuousMultiheadAttention(FlowModule):
         start = self.geometry.retract(x)
         q, k = self._split(self.q_proj(start)), self._split(self.k_proj(start if is_self else y))
         if self.validate and checks.can_read(q, k, self.log_beta) and self._needs_float64(x, y, q, k, masks):
-            padding = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, attention_mask)
-            return self._forward_in_float64(query, query if is_self else key, *padding)
+            options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, attention_mask)
+            return self._forward_in_float64(query, query if is_self else key, *options)
         # The first evaluation has its queries and keys; a checkpoint has to compute them again.
-        ready = [] if self.options.checkpoint else [(q, k)]
+        first = [] if self.options.checkpoint else [(q, k)]
         context = None if is_self else (k, self._split(self.v_proj(y)))
 
         def velocity(t: float, z: Tensor) -> Tensor:
-            if ready:
-                q, k = ready.pop()
+            if first:
+                q, k = first.pop()
             else:
                 q = self._split(self.q_proj(z))
                 k = self._split(self.k_proj(z)) if context is None else context[0]
@@ -238,13 +233,13 @@ class ContinuousMultiheadAttention(FlowModule):
             average = self._average(q, k, v, masks)
             return self.geometry.tangent(z, self.out_proj(average.transpose(-2, -3).flatten(-2)).to(z.dtype))
 
-        moved = self.options.displacement(velocity, x)
+        shift = self.options.displacement(velocity, x)
         if masks.log_weights is not None:  # a cloud without keys does not move
-            moved = torch.where(masks.log_weights.isneginf().all(-1)[..., None, None], 0.0, moved)
+            shift = torch.where(masks.log_weights.isneginf().all(-1)[..., None, None], 0.0, shift)
         weights = self._weights(q, k, masks) if need_weights else None
         if weights is not None and average_attn_weights:
             weights = weights.mean(-3)
-        return (moved if query.ndim == 2 or self.batch_first else moved.transpose(0, 1)), weights
+        return (shift if query.ndim == 2 or self.batch_first else shift.transpose(0, 1)), weights
 
     def _forward_in_float64(self, query: Tensor, key: Tensor, *options: Any) -> tuple[Tensor, Tensor | None]:
         """The forward pass with weights and tokens in float64, returned in the dtype of the tokens."""
@@ -252,8 +247,8 @@ class ContinuousMultiheadAttention(FlowModule):
         weights = {name: z.double() for name, z in tensors if z.is_floating_point()}
         x = query.double()
         y = x if key is query else key.double()
-        moved, attention = torch.func.functional_call(self, weights, (x, y, y, *options))
-        return moved.to(query.dtype), None if attention is None else attention.to(query.dtype)
+        shift, attention = torch.func.functional_call(self, weights, (x, y, y, *options))
+        return shift.to(query.dtype), None if attention is None else attention.to(query.dtype)
 
     def _split(self, z: Tensor) -> Tensor:
         """([batch,] n, heads * k) -> ([batch,] heads, n, k)."""
@@ -282,8 +277,6 @@ class ContinuousMultiheadAttention(FlowModule):
         if self._is_hardmax:
             return dense.hardmax_weights(q, k, q.new_zeros(k.shape[-2]), bias.isneginf())[0]
         return dense.normalised_exp((q * self.beta[:, None, None].to(q.dtype)) @ k.mT + bias)[0]
-
-    # --- checks -----------------------------------------------------------------------------------------------------
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Tokens x ([batch,] n, d) and keys y ([batch,] m, d), and whether they are the same."""

@@ -117,8 +117,8 @@ class FlowOptions:
         if like.is_meta or not tensors:
             return self
         dtype = like.dtype if like.dtype in (torch.float32, torch.float64) else torch.float32
-        moved = {name: z.to(like.device, dtype) for name, z in tensors.items()}
-        return dataclasses.replace(self, geometry=dataclasses.replace(self.geometry, **moved))  # type: ignore[type-var]
+        copies = {name: z.to(like.device, dtype) for name, z in tensors.items()}
+        return dataclasses.replace(self, geometry=dataclasses.replace(self.geometry, **copies))  # type: ignore[type-var]
 
     def __str__(self) -> str:
         return (

@@ -151,8 +151,6 @@ class DeepStack(nn.Module):
         drift = self.ffns[0 if self.shared else l](self._normalise(x)).to(x.dtype)
         return self.geometry.retract(x + self.geometry.tangent(x, drift))
 
-    # --- what happens inside ------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def paths(self, inputs: Tensor, mask: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
         """For every layer the clouds of its flow (steps + 1, batch, n, dim) and the cloud after its FFN; no noise."""

@@ -91,17 +91,12 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> str:
     return "; ".join(f"{name} {then.get(name)} (there) and {now.get(name)} (now)" for name in names)
 
 
-def read_log(path: str | Path, before: int | None = None) -> list[dict[str, Any]]:
-    """The complete lines of a log, for updates before `before`."""
-    entries = []
-    for line in Path(path).read_text(errors="replace").splitlines() if Path(path).is_file() else ():
-        try:
-            entry = json.loads(line)
-            if before is None or entry["update"] < before:
-                entries.append(entry)
-        except (json.JSONDecodeError, KeyError, TypeError):  # cut short by a kill
-            continue
-    return entries
+def _is_before(line: str, update: int) -> bool:
+    """Whether a line of a log is of an update before this one; False if a kill cut it short."""
+    try:
+        return bool(json.loads(line)["update"] < update)
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return False
 
 
 @contextmanager
@@ -114,7 +109,8 @@ def open_log(folder: Path | None, start: int) -> Iterator[Callable[[dict[str, An
     for temporary in folder.glob(f".{CHECKPOINT}.*"):  # left by a kill during a write
         temporary.unlink(missing_ok=True)
     path = folder / LOG
-    write_bytes("".join(json.dumps(entry) + "\n" for entry in read_log(path, start)).encode(), path)
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    write_bytes("".join(f"{line}\n" for line in lines if _is_before(line, start)).encode(), path)
     with path.open("a", buffering=1) as log:  # line by line
         yield lambda line: print(json.dumps(line, allow_nan=False), file=log)
 
@@ -131,5 +127,4 @@ def load(path: str | Path) -> DeepStack:
     tensors, about = read_checkpoint(path)
     stack = make_stack(Recipe(**about["recipe"]), about["stack"])
     _load_weights(stack, tensors, path)
-    stack.eval()
-    return stack
+    return stack.eval()

@@ -76,26 +76,25 @@ def train_stack(
         raise ValueError(f"batch = {recipe.batch}, expected a multiple of the {world.count} processes.")
     task, start_time = recipe.make_task() if task is None else task, time.perf_counter()
     folder = None if out is None else Path(out)
-    is_writer = folder is not None and world.is_first
+    target = folder if world.is_first else None  # one process writes
     stack = make_stack(recipe, task.stack_options).to(world.device)
     groups = [group for group in parameter_groups(stack, recipe.weight_decay) if group["params"]]
     optimiser = torch.optim.AdamW(groups, lr=recipe.lr)
 
     def save(update: int) -> None:
-        if folder is not None and is_writer:
-            write_checkpoint(folder, recipe, task, update, stack, optimiser)
+        if target is not None:
+            write_checkpoint(target, recipe, task, update, stack, optimiser)
 
     with ExitStack() as contexts:
-        if folder is not None and is_writer:
-            contexts.enter_context(lock_for_writing(folder / CHECKPOINT))
+        if target is not None:
+            contexts.enter_context(lock_for_writing(target / CHECKPOINT))
         start = 0 if folder is None else resume(folder, recipe, task, stack, optimiser)
         world.wait()  # all have read before one writes
-        log = contexts.enter_context(open_log(folder if is_writer else None, start))
-        advance = contexts.enter_context(
-            progress_bar(f"train {task.name}", recipe.updates, progress and world.is_first)
-        )
+        log = contexts.enter_context(open_log(target, start))
+        bar = progress_bar(f"train {task.name}", recipe.updates, progress and world.is_first)
+        advance = contexts.enter_context(bar)
         advance(start)
-        completed, is_stepping = start, False
+        next_update, is_stepping = start, False
         try:
             for update in range(start, recipe.updates):
                 numbers = _compute_gradient(recipe, task, world, stack, optimiser, update)
@@ -110,12 +109,12 @@ def train_stack(
                 log({"update": update, **numbers, **_betas(recipe, stack)})
                 is_stepping = True
                 optimiser.step()
-                completed, is_stepping = update + 1, False
+                next_update, is_stepping = update + 1, False
                 advance(1, note=f"loss {numbers['loss']:.4f}  accuracy {numbers['accuracy']:.3f}")
         except KeyboardInterrupt:
             is_finite = all(bool(p.isfinite().all()) for p in stack.parameters())
-            if completed > start and not is_stepping and is_finite:
-                save(completed)
+            if next_update > start and not is_stepping and is_finite:
+                save(next_update)
             raise
         final = evaluate(stack, task, recipe.seed)
         if not math.isfinite(final["held_out_loss"]):
@@ -137,17 +136,11 @@ def train_stack(
         "seconds": round(time.perf_counter() - start_time, 1),
         "recipe": asdict(recipe),
     }
-    stack.eval()
-    return Trained(stack, task, summary)
+    return Trained(stack.eval(), task, summary)
 
 
 def _compute_gradient(
-    recipe: Recipe,
-    task: Task,
-    world: Processes,
-    stack: DeepStack,
-    optimiser: torch.optim.Optimizer,
-    update: int,
+    recipe: Recipe, task: Task, world: Processes, stack: DeepStack, optimiser: torch.optim.Optimizer, update: int
 ) -> dict[str, float]:
     """Compute the clipped gradient of batch number `update`; returns its loss and accuracy."""
     stack.train()

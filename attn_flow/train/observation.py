@@ -53,6 +53,7 @@ def what_was_learned(stack: DeepStack, task: Task, seed: int = 0, inputs: int = 
 
 
 def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: Tensor | None) -> dict[str, Any]:
+    """The numbers of a layer with clouds (T, batch, n, d); W2 only where the weights have a certified limit."""
     target = limit(attention)
     start, end = (Cloud(x, mask=mask) for x in (path[0], path[-1]))
     numbers: dict[str, Any] = {
@@ -67,9 +68,13 @@ def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: T
         "clusters": {name: float(count_clusters(x).double().mean()) for name, x in (("start", start), ("end", end))},
         "w2": None,
     }
-    curve, reason = distance_to_limit(stack, attention, path, mask)
-    if curve is None:
-        return numbers | {"w2_missing": reason}
+    if not isinstance(stack.geometry, Sphere) or stack.norm != "post":
+        return numbers | {"w2_missing": "the limit map is for tokens on the sphere, normalised after each step"}
+    t = torch.linspace(0, stack.options.horizon, path.shape[0], dtype=torch.float64)
+    try:
+        curve = w2_curve(Trajectory(t, path.double(), None, mask), limit(attention.to(torch.float64)))
+    except ValueError as failure:  # tokens without a certified limit
+        return numbers | {"w2_missing": str(failure)}
     w2, error = curve.mean(-1), float(curve[-1].std() / math.sqrt(curve.shape[1]))
     numbers["w2"] = {"start": float(w2[0]), "end": float(w2[-1]), "standard_error": error, "curve": w2.tolist()}
     return numbers
@@ -79,22 +84,6 @@ def count_clusters(cloud: Cloud) -> Tensor:
     """The number of clusters of each cloud of directions, (batch,)."""
     x = cloud.x / cloud.x.norm(dim=-1, keepdim=True)
     return clusters(Cloud(x, mask=cloud.mask), CLUSTER_WIDTH).counts
-
-
-def distance_to_limit(
-    stack: DeepStack, attention: Attention, path: Tensor, mask: Tensor | None = None
-) -> tuple[Tensor | None, str]:
-    """W2 of a layer's clouds (T, batch, n, d) to the limit that its weights predict for the first one, (T, batch).
-
-    None and the reason if no limit is established: for other geometries, and tokens without a certified limit.
-    """
-    if not isinstance(stack.geometry, Sphere) or stack.norm != "post":
-        return None, "the limit map is for tokens on the sphere, normalised after each step"
-    t = torch.linspace(0, stack.options.horizon, path.shape[0], dtype=torch.float64)
-    try:
-        return w2_curve(Trajectory(t, path.double(), None, mask), limit(attention.to(torch.float64))), ""
-    except ValueError as error:
-        return None, str(error)
 
 
 def _describe(layer: dict[str, Any]) -> str:
