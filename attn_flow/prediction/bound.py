@@ -87,23 +87,23 @@ def fit_bound(
     if len({b for b in betas if isinstance(b, (int, float)) and 0 < b < math.inf}) < max(2, len(set(map(str, betas)))):
         raise ValueError(f"paths of beta {betas}; expected two or more finite inverse temperatures to tell C from c.")
     curves = [w2_curve(path, limit) for path in paths] if w2 is None else [torch.as_tensor(np.asarray(w)) for w in w2]
-    every: list[list[Points]] = []  # by beta, then by seed
+    points: list[list[Points]] = []  # by beta, then by seed
     for path, beta, curve in zip(paths, betas, curves, strict=True):
         t, w = path.t.double().numpy() - float(path.t[0]), curve.detach().cpu().double().numpy()
         if w.ndim not in (1, 2) or w.shape[0] != len(t) or w.size == 0:
             raise ValueError(f"w2 has shape {w.shape}, expected ({len(t)},) or ({len(t)}, seeds), as its path.")
-        every.append([_before_saturation(t, float(beta), each) for each in w.reshape(len(t), -1).T])
-    seeds = len(every[0])
-    if any(len(each) != seeds for each in every):
-        raise ValueError(f"paths of {[len(each) for each in every]} seeds, expected the same number for each beta.")
-    highest = max(float(p[2].max(initial=-np.inf)) for each in every for p in each)
+        points.append([_before_saturation(t, float(beta), each) for each in w.reshape(len(t), -1).T])
+    seeds = len(points[0])
+    if any(len(each) != seeds for each in points):
+        raise ValueError(f"paths of {[len(each) for each in points]} seeds, expected the same number for each beta.")
+    highest = max(float(p[2].max(initial=-np.inf)) for each in points for p in each)
     start = np.array([highest, 0.5, 0.5 if limit.rates is None else limit.rates.decay()])
-    best, residuals, errors = _fit([p for each in every for p in each], start)
+    best, residuals, errors = _fit([p for each in points for p in each], start)
     if seeds > 1:
-        rows = np.random.default_rng(0).integers(0, seeds, (resamples, len(every), seeds))
-        again = [_fit([e[i] for e, row in zip(every, draw) for i in row], best)[0] for draw in rows]
+        rows = np.random.default_rng(0).integers(0, seeds, (resamples, len(points), seeds))
+        fits = [_fit([e[i] for e, row in zip(points, draw) for i in row], best)[0] for draw in rows]
         # At C = 0 or c = 0 the draws pile up at the boundary, and their spread says nothing.
-        errors = np.where(best > [-np.inf, 0, 0], np.std(again, axis=0, ddof=1), errors)
+        errors = np.where(best > [-np.inf, 0, 0], np.std(fits, axis=0, ddof=1), errors)
     K, (C, c) = math.exp(best[0]), best[1:].tolist()
     K_error, C_error, c_error = (errors * [K, 1, 1]).tolist()
     cover, residual = float(np.exp(-residuals.min())), float(np.sqrt(np.mean(residuals**2)))

@@ -109,8 +109,8 @@ def check_requirements(
         count = int((((y @ A.to(y).mT).norm(dim=-1) <= rounding) & (p > 0)).sum())
         checks[name] = (count == 0, f"{count} of {len(y)} here")
     if beta is not None:
-        seen = resolution(attention, cloud, beta=beta, warn=False)
-        number, noise = float(seen.number.max()), float(seen.noise.max())
+        sample = resolution(attention, cloud, beta=beta, warn=False)
+        number, noise = float(sample.number.max()), float(sample.noise.max())
         checks["enough tokens"] = (number <= 1, f"here {number:.3g}")
         if cloud.weights is None:
             words = "" if noise <= 1 else f": sampling, not temperature, sets the least W2; {_remedy(y.shape[-1])}"

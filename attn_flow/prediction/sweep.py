@@ -24,7 +24,6 @@ from attn_flow.base.extras import require_extra
 from attn_flow.base.files import digest, lock_for_writing, to_plain, write_bytes, write_json
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.flow import flow
-from attn_flow.dynamics.noise import Noise
 from attn_flow.measures import Cloud, VonMisesFisher, as_cloud, quadrature
 from attn_flow.observe.quantities import clusters
 from attn_flow.prediction.limit_map import LimitMap, limit
@@ -126,8 +125,8 @@ class Sweep:
         others = [name for name in names if name != against and len(self.values(name)) > 1]
         lines = []
         for values in itertools.product(*(self.values(name) for name in others)):
-            chosen = [row for row in self.rows if all(row[k] == v for k, v in zip(others, values))]
-            points = [[row for row in chosen if row[against] == value] for value in self.values(against)]
+            group = [row for row in self.rows if all(row[k] == v for k, v in zip(others, values))]
+            points = [[row for row in group if row[against] == value] for value in self.values(against)]
             lines.append((", ".join(f"{k} {v}" for k, v in zip(others, values)), points))
         return lines_figure(against, self.values(against), lines)
 
@@ -174,28 +173,34 @@ def sweep(
         >>> [round(row["w2_min"], 2) for row in result.rows]  # colder is nearer
         [0.53, 0.18, 0.06]
     """
-    named = _named(attentions)
-    d = next(iter(named.values())).dim
+    if isinstance(attentions, Attention):
+        attentions = [attentions]
+    fields = dict(attentions if isinstance(attentions, Mapping) else {str(i): a for i, a in enumerate(attentions)})
+    if len({each.dim for each in fields.values()}) != 1 or any(each.G.ndim != 3 for each in fields.values()):
+        shapes = [tuple(each.G.shape) for each in fields.values()]
+        raise ValueError(f"attentions with G of shapes {shapes}, expected (heads, d, d) with the same dimension d.")
+    d = next(iter(fields.values())).dim
     make = clouds or (lambda count, seed: starting_cloud(d, count, seed))
     times = torch.tensor(checks.time_grid(t), dtype=torch.float64)
     grid: dict[str, list[Any]] = {
         "betas": [None] if betas is None else [float(b) for b in betas],
         "noise": [float(z) for z in noise],
+        "n": [int(count) for count in n],
+        "seeds": [int(seed) for seed in seeds],
     }
-    grid |= {"n": [int(count) for count in n], "seeds": [int(seed) for seed in seeds]}
     if empty := [name for name, values in grid.items() if not values]:
         raise ValueError(f"{empty[0]} is empty, expected at least one value.")
     checks.require_positive(h=h)
     checks.require_nonnegative(**{"the largest noise": max(noise), "the least noise": min(noise)})
     settings = {
-        "attentions": {name: _identity(each) for name, each in named.items()},
+        "attentions": {name: _identity(each) for name, each in fields.items()},
         "grid": grid,
         "t": times.tolist(),
         "h": h,
         "start": digest({str(count): as_cloud(make(count, seeds[0])).x for count in n}),
     }
     file = None if folder is None else Path(folder) / "sweep.json"
-    batches = list(_batches(list(named), *grid.values()))
+    batches = list(_batches(list(fields), *grid.values()))
     with ExitStack() as contexts:
         if file is not None:
             contexts.enter_context(lock_for_writing(file))
@@ -205,23 +210,11 @@ def sweep(
         for batch in batches:
             done += len(batch)
             if len(rows) < done:
-                rows += _run(batch, named[batch[0]["attention"]], make, times, h)
+                rows += _run(batch, fields[batch[0]["attention"]], make, times, h)
                 if file is not None:
                     write_json({"settings": settings, "rows": rows}, file)
             advance(len(batch), note=", ".join(f"{name} {batch[0][name]}" for name in ("attention", "n", "noise")))
     return Sweep(times, tuple(rows))
-
-
-def _named(attentions: Attention | Sequence[Attention] | Mapping[str, Attention]) -> dict[str, Attention]:
-    """Attentions by name; those without a name are numbered."""
-    if isinstance(attentions, Attention):
-        attentions = [attentions]
-    if not isinstance(attentions, Mapping):
-        attentions = {str(i): each for i, each in enumerate(attentions)}
-    if len({each.dim for each in attentions.values()}) != 1 or any(each.G.ndim != 3 for each in attentions.values()):
-        shapes = [tuple(each.G.shape) for each in attentions.values()]
-        raise ValueError(f"attentions with G of shapes {shapes}, expected (heads, d, d) with the same dimension d.")
-    return dict(attentions)
 
 
 def _identity(attention: Attention) -> str:
@@ -269,8 +262,11 @@ def _run(
     if beta is not None:
         betas = torch.tensor([run["beta"] for run in batch], dtype=cloud.x.dtype)[:, None]
         attention = replace(attention, beta=beta if beta == math.inf else betas.expand(-1, attention.heads))
-    noise = _noise_by_seed(sigma, [run["seed"] for run in batch]) if sigma else None
-    path = flow(attention, cloud, times, h=h, noise=noise)
+    # The noise of each cloud comes from a generator of its own, so that a run does not depend on its batch.
+    generators = [torch.Generator().manual_seed(run["seed"]) for run in batch]
+    draw = lambda x, generator: torch.randn(x.shape[1:], generator=generator, dtype=x.dtype)
+    noise = lambda x: sigma * torch.stack([draw(x, each) for each in generators]).to(x.device)
+    path = flow(attention, cloud, times, h=h, noise=noise if sigma else None)
     counts = clusters(Cloud(path.x[-1], weights), tol=CLUSTER_DISTANCE).counts.tolist()
     own = {"beta": float(torch.as_tensor(attention.beta).flatten()[0])} if beta is None else {}
     rows = [run | own | {"clusters": count} for run, count in zip(batch, counts)]
@@ -297,10 +293,3 @@ def _comparison(row: dict[str, Any], target: LimitMap, result: Phases) -> dict[s
         result.w2.tolist(),
     )
     return dict(zip(COMPARED, values, strict=True))
-
-
-def _noise_by_seed(sigma: float, seeds: list[int]) -> Noise:
-    """Independent noise of every token, drawn for each cloud of the batch from a generator of its own."""
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    draw = lambda x, generator: torch.randn(x.shape[1:], generator=generator, dtype=x.dtype)
-    return lambda x: sigma * torch.stack([draw(x, each) for each in generators]).to(x.device)
