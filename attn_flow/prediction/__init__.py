@@ -1,7 +1,6 @@
 """Where a flow ends: the limit map, zero-temperature flows, rates, certificates, what n tokens resolve, phases."""
 
 from attn_flow.prediction.bound import Bound, fit_bound
-from attn_flow.prediction.certificate import settle
 from attn_flow.prediction.finite_n import Resolution, ResolutionWarning, resolution
 from attn_flow.prediction.limit_map import LimitMap, limit
 from attn_flow.prediction.phases import (
@@ -19,7 +18,7 @@ from attn_flow.prediction.requirements import PredictionWarning, Requirement
 from attn_flow.prediction.spectrum import Spectrum, spectrum
 from attn_flow.prediction.sweep import Sweep, starting_cloud, sweep
 from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase
-from attn_flow.prediction.zero_temperature import zero_temperature_flow
+from attn_flow.prediction.zero_temperature import settle, zero_temperature_flow
 
 __all__ = [
     "Bound",

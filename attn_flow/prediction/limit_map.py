@@ -20,13 +20,18 @@ from attn_flow.attention import Attention
 from attn_flow.base import checks, drawing
 from attn_flow.base.files import to_plain
 from attn_flow.measures import Cloud, Measure, UniformSphere, as_cloud
-from attn_flow.prediction.certificate import settle
-from attn_flow.prediction.rates import Rates, concentration_rates, jordan_power
+from attn_flow.prediction.rates import Rates, concentration_rates
 from attn_flow.prediction.requirements import Requirement, check_requirements, requirements
 from attn_flow.prediction.spectrum import Spectrum, spectrum
-from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase, exit_of_clusters, terminal_phase
+from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase, exit_of_clusters
 from attn_flow.prediction.words import limit_sentences
-from attn_flow.prediction.zero_temperature import check_support, is_nonzero, linear_part, zero_temperature_flow
+from attn_flow.prediction.zero_temperature import (
+    check_support,
+    is_nonzero,
+    linear_part,
+    settle,
+    zero_temperature_flow,
+)
 
 Times = float | Sequence[float] | Tensor
 
@@ -141,13 +146,8 @@ class LimitMap:
     def t_min(self, beta: float) -> float | None:
         """The time of least W2, to leading order in log(beta): log(beta)/(2g) (g + x)/(c_2 + x), with exit rate x.
 
-        Clusters are as narrow as the temperature resolves, e^{-gt} = beta^{-1/2}, at t = log(beta)/(2g). From then on
-        their offset, beta^{-1/2}, grows at the exit rate, while the W2 of tokens that linger falls like e^{-c_2 t}.
-        min W2 ~ beta^{-1/2} is claimed for rates.tail >= 3 g and beta >= 100, where the exponent is within 0.03 of it.
-        Near tail = 2 g it is reached slowly, and for tail < 2 g it is smaller (docs/theory.md).
-
-        None where this does not apply: dim E > 1, V does not map E into itself, or clusters do not leave at a known,
-        finite rate. `requires` names the condition, and the distribution must not be symmetric.
+        The distribution must not be symmetric (docs/theory.md). None where this does not apply: dim E > 1, V does not
+        map E into itself, or clusters do not leave at a known, finite rate; `requires` names the condition.
         """
         _require_cold(beta)
         exit_rate = None if self.terminal is None else self.terminal.exit_rate
@@ -278,11 +278,11 @@ def limit(attention: Attention, support: Measure | None = None, tol: float = 1e-
         raise ValueError(f"tol = {tol}, expected a relative tolerance between 0 and 1.")
     bias, shift = attention.G_bias, attention.value_bias
     weights = {"Q": (attention.G, 3), "V": (attention.OV, 3), "query_bias": (bias, 2), "value_bias": (shift, 1)}
-    given = {name: (z, axes) for name, (z, axes) in weights.items() if z is not None}
-    shape = torch.broadcast_shapes(*(z.shape[:-axes] for z, axes in given.values()))
+    arrays = {name: (z, axes) for name, (z, axes) in weights.items() if z is not None}
+    shape = torch.broadcast_shapes(*(z.shape[:-axes] for z, axes in arrays.values()))
     if not shape:
         return _limit(attention, support, tol)
-    flat = {name: z.expand(*shape, *z.shape[-k:]).flatten(0, len(shape) - 1) for name, (z, k) in given.items()}
+    flat = {name: z.expand(*shape, *z.shape[-k:]).flatten(0, len(shape) - 1) for name, (z, k) in arrays.items()}
     each = tuple(_limit(Attention(**dict(zip(flat, one))), support, tol) for one in zip(*flat.values()))
     return LimitMap("batch", f"{len(each)} limits", attention, support, tol, elements=each, shape=tuple(shape))
 
@@ -291,7 +291,8 @@ def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMa
     """The limit map of one attention."""
     linear = linear_part(attention, support, tol)
     values = attention.to(torch.float64).OV.detach().sum(-3)
-    phase, width = terminal_phase(values, tol), None
+    top, width = spectrum(values, tol), None
+    phase = TerminalPhase(top.case, top.basis, top.gap)
     if linear is None:
         causes = {"several heads": attention.heads > 1, "a query bias": is_nonzero(attention.G_bias)}
         causes["a value bias"] = is_nonzero(attention.value_bias)
@@ -310,7 +311,10 @@ def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMa
     if kernel is not None:
         case, reason = _outside_kernel(main, reason, M, N, tol)
     rates = concentration_rates(main, W, N, tol)
-    power = jordan_power(main, tol)
+    power = None
+    if main.case == "jordan" and not main.frequencies:
+        # Tokens are 1/t from their limits, and a share t^{-rank} of the mass still crosses between limits.
+        power = min(1.0, int(torch.linalg.matrix_rank(main.direction, rtol=tol)) / 2)
     return LimitMap(case, reason, attention, support, tol, main, kernel, rates, power, phase, width)
 
 
@@ -329,10 +333,8 @@ def _reason(spectrum: Spectrum, threshold: float) -> str:
 def _outside_kernel(spectrum: Spectrum, reason: str, M: Tensor, N: Tensor, tol: float) -> tuple[str, str]:
     """The case of tokens outside ker N and its reason, for singular N: "undefined" if they run into it in finite time.
 
-    Time is t = int |N x|/|x| dtau along x = e^{tau M} x_0, and 0 is an eigenvalue of M. A positive leading part keeps
-    |N x|/|x| away from 0. With leading part 0 directions tend to E; if E is semisimple, |N Pi x| decides. At a Jordan
-    block of index q, M^{q-1} Pi = V (N M^{q-2} Pi) is not 0, so that |N x|/|x| falls no faster than 1/tau: time goes on
-    like log tau, and tokens approach exponentially in t.
+    A positive leading part keeps dt/dtau = |N x|/|x| away from 0. With leading part 0, |N Pi x| decides; at a Jordan
+    block |N x|/|x| falls no faster than 1/tau, so that tokens approach exponentially in t.
     """
     norm = lambda A: float(torch.linalg.matrix_norm(A, 2))
     if spectrum.leading <= tol * norm(M):

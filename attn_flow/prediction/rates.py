@@ -54,17 +54,16 @@ def concentration_rates(spectrum: Spectrum, W: Tensor, N: Tensor, tol: float) ->
     """
     if math.isinf(spectrum.gap) or spectrum.case == "jordan":
         return None
-    M, matrix = W @ N, N.cpu().numpy()
-    groups = levels(M, tol)
-    lower = [group for group in groups if group[0] <= spectrum.leading - spectrum.gap / 2]
+    M, score = (W @ N).cpu().numpy(), N.cpu().numpy()
+    lower = [level for level in levels(M, tol) if level[0] <= spectrum.leading - spectrum.gap / 2]
     upper = [(spectrum.leading, spectrum.dimension)]
     decays: list[float] = []
     for real, imag, basis in lower:
-        speed = _speed(M.cpu().numpy(), matrix, basis, real, imag)
+        speed = _speed(M, score, basis, real, imag)
         decays.append(sum(k * (above - real) for above, k in upper) / speed if speed > 0 else math.inf)
         upper.append((real, len(imag)))
     basis, frequencies = spectrum.basis.cpu().numpy(), np.array(spectrum.frequencies)
-    speed = _speed(M.cpu().numpy(), matrix, basis, spectrum.leading, frequencies)
+    speed = _speed(M, score, basis, spectrum.leading, frequencies)
     singular = torch.linalg.svdvals(N)
     condition = float(singular[0] / singular[-1]) if float(singular[-1]) > 0 else math.inf
     return Rates(
@@ -84,14 +83,3 @@ def _speed(M: Array, N: Array, basis: Array, real: float, imag: Array) -> float:
         u = basis @ (np.cos(s)[:, None, None] * np.eye(2) + np.sin(s)[:, None, None] * A)[..., 0].T
         return float((np.linalg.norm(N @ u, axis=0) / np.linalg.norm(u, axis=0)).mean())
     return float(np.linalg.norm(N @ basis, 2))
-
-
-def jordan_power(spectrum: Spectrum, tol: float) -> float | None:
-    """The exponent a of W_2 ~ t^{-a} at a Jordan block with real eigenvalue; None in other cases.
-
-    A token is 1/t from its limit, and a share t^{-m} of the mass still crosses between limits, m = rank(N^{q-1}):
-    a = min(1, m/2). If equal masses cross both ways, as for even distributions, W_2 ~ 1/t whatever m is.
-    """
-    if spectrum.case != "jordan" or spectrum.frequencies:
-        return None
-    return min(1.0, int(torch.linalg.matrix_rank(spectrum.direction, rtol=tol)) / 2)

@@ -143,12 +143,11 @@ def _last_power(A: Array, size: float, tol: float) -> tuple[int, Array]:
     return q, power
 
 
-def levels(M: Tensor, tol: float = 1e-6) -> list[tuple[float, Array, Array]]:
+def levels(A: Array, tol: float) -> list[tuple[float, Array, Array]]:
     """Eigenvalues grouped by real part, largest first: (real part, imaginary parts, orthonormal basis (d, m)).
 
     The basis of a defective group may miss directions; it serves for the speeds of tokens near a lower level.
     """
-    A = M.detach().double().cpu().numpy()
     eigenvalues, W = np.linalg.eig(A)
     order = np.argsort(-eigenvalues.real)
     eigenvalues, W = eigenvalues[order], W[:, order]

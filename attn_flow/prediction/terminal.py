@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attn_flow.prediction.spectrum import Array, Spectrum, spectrum
+from attn_flow.prediction.spectrum import Array, Spectrum
 
 MAX_DEGREE, MAX_MODES = 12, 120  # perturbations of a cluster are examined up to this degree and count of monomials
 
@@ -73,12 +73,6 @@ class ClusterWidth:
         return math.sqrt(self.coefficient / beta)
 
 
-def terminal_phase(V: Tensor, tol: float) -> TerminalPhase:
-    """The terminal phase as far as V (d, d), summed over heads, determines it."""
-    top = spectrum(V, tol)
-    return TerminalPhase(top.case, top.basis, top.gap)
-
-
 def exit_of_clusters(
     phase: TerminalPhase, limit: Spectrum, value: Tensor, score: Tensor, tol: float
 ) -> tuple[TerminalPhase, ClusterWidth | None]:
@@ -121,7 +115,10 @@ def _exit(V: Array, G: Array, e: Array, leading: float, tol: float) -> tuple[flo
     lower = np.linalg.eigvalsh((block + block.T) / 2)
     # A cluster that sees its antipode is the reflection of one that sees itself: G, V, gamma and v change sign.
     sign = 1.0 if gamma > 0 else -1.0
-    rates = [mode_rates(sign * V_, sign * G_, sign * v, sign * gamma, n).real for n in _degrees(len(V_))]
+    count = 1
+    while count < MAX_DEGREE and math.comb(len(V_) + count, count + 1) <= MAX_MODES:
+        count += 1
+    rates = [mode_rates(sign * V_, sign * G_, sign * v, sign * gamma, n).real for n in range(1, count + 1)]
     modes = tuple(float(z.max() if gamma > 0 else np.abs(z).max()) for z in rates)
     width = ClusterWidth(float((abs(v) / (leading - lower)).sum()), modes)
     fastest = int(np.argmax(np.array(modes) >= max(modes) - tol * abs(v)))  # the lowest degree of equal rates
@@ -148,11 +145,3 @@ def mode_rates(V: Array, G: Array, v: float, gamma: float, degree: int) -> NDArr
     monomials = lambda z: np.prod(z[:, None, :] ** powers, axis=-1)
     images = monomials(y @ (B + 1e-30j * A).T).imag / 1e-30
     return np.linalg.eigvals(np.linalg.lstsq(monomials(y), images)[0]).astype(np.complex128)
-
-
-def _degrees(m: int) -> range:
-    """The degrees 1, 2, ... with at most MAX_MODES monomials in m variables."""
-    n = 1
-    while n < MAX_DEGREE and math.comb(m + n, n + 1) <= MAX_MODES:
-        n += 1
-    return range(1, n + 1)

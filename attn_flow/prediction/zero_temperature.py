@@ -2,13 +2,13 @@
 
 With full support and one head x' = P_x V G x / |G x|. A centred ellipsoid {y^T S^{-1} y <= rho^2} as support gives
 x' = P_x rho V S G x / |S^{1/2} G x|. In both cases the drift is W N x / |N x|, which `linear_flow` solves exactly.
-Several heads, biases and other supports are integrated.
+Several heads, biases and other supports are integrated, and `settle` certifies limits token by token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
 from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Measure, UniformSphere, as_cloud
 from attn_flow.prediction.linear_flow import linear_flow
+
+NEWTON_STEPS = 5  # convergence is quadratic
+REMEDY = "Run flow(attention, x0, t) at a finite beta instead, or give the support that tokens have."
+Velocity = Callable[[Tensor], Tensor]
 
 
 def zero_temperature_flow(
@@ -61,8 +65,8 @@ def zero_temperature_flow(
         path = integrate(attention, x, times, support)
         return Trajectory(path.t, path.x, cloud.weights, cloud.mask, path.about)
     about = {"field": attention.with_beta(math.inf).summary(), "geometry": "Sphere", "step": "exact time change"}
-    saved = torch.tensor(times, dtype=torch.float64)
-    return Trajectory(saved, linear_flow(*linear, x, saved - saved[0]), cloud.weights, cloud.mask, about)
+    grid = torch.tensor(times, dtype=torch.float64)
+    return Trajectory(grid, linear_flow(*linear, x, grid - grid[0]), cloud.weights, cloud.mask, about)
 
 
 def integrate(
@@ -124,3 +128,84 @@ def check_support(attention: Attention, support: Measure | None) -> None:
         dimension = (support.x if isinstance(support, Cloud) else support.mean).shape[-1]
     if dimension != attention.dim:
         raise ValueError(f"support has dimension {dimension}, expected d = {attention.dim} of the attention.")
+
+
+def settle(
+    attention: Attention, x0: Tensor, support: Measure | None = None, *, horizon: float = 100.0
+) -> tuple[Tensor, Tensor]:
+    """Run the zero-temperature flow until every token is certified at a stable equilibrium, or up to the horizon.
+
+    A token is certified if Newton's iteration stays near it and ends at a zero of the velocity where all eigenvalues of
+    the Jacobian along the sphere have negative real part; a small speed proves nothing, since tokens may rest on a
+    plateau. Heads whose drift jumps, because G has rank one or tokens run into its kernel, raise ValueError.
+
+    Args:
+        attention: one `Attention`, without a batch.
+        x0: tokens (..., n, d) of one norm.
+        support: as in `limit`.
+        horizon: the latest time.
+
+    Returns:
+        The tokens (..., n, d) at their limits, or at their last positions, and whether each is certified (..., n).
+
+    Example:
+        >>> from attn_flow import Attention
+        >>> G, V = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.diag(torch.tensor([2.0, 1.0])).double()
+        >>> biased = Attention.from_matrices(G, V, query_bias=torch.tensor([0.1, 0.0]).double())
+        >>> x, certified = settle(biased, torch.tensor([[0.6, 0.8], [-0.6, 0.8]]).double())
+        >>> x[:, 0].round(decimals=6), certified
+        (tensor([ 1., -1.], dtype=torch.float64), tensor([True, True]))
+    """
+    check_support(attention, support)
+    checks.require_tokens("x0", x0)
+    checks.require_positive(horizon=horizon)
+    cold = attention.to(torch.float64).with_beta(math.inf)
+    context = UniformSphere(cold.dim) if support is None else support.to(torch.float64)
+    # Of rank 1: the direction of G x + b has two values only.
+    columns = [cold.G.detach()] + ([] if cold.G_bias is None else [cold.G_bias.detach()[..., None]])
+    ranks = torch.linalg.matrix_rank(torch.cat(columns, dim=-1))
+    if not isinstance(context, Cloud) and cold.dim > 1 and bool((ranks == 1).any()):
+        raise ValueError(f"a head has G of rank 1: at beta = inf its drift jumps where G x = 0. {REMEDY}")
+    x = x0.detach().double().flatten(0, -2)
+    geometry, size = Sphere(float(x.norm(dim=-1).mean())), float(torch.linalg.matrix_norm(cold.OV, 2).sum())
+    velocity = lambda x: geometry.tangent(x, cold.drift(x, context))
+    now, span, certified = 0.0, min(5.0, horizon), torch.zeros(len(x), dtype=torch.bool)
+    with torch.no_grad():
+        while span > 0 and not bool(certified.all()):
+            # Newton's iteration decides the digits. A smooth drift turns by O(1) in times of 1/|V|: many more steps
+            # mean that it jumps.
+            step = Adaptive(tol=1e-6, max_steps=int(1000 + 200 * span * size))
+            try:
+                x = integrate(cold, x, [0.0, span], context, step).x[-1]
+            except (ValueError, FloatingPointError) as error:
+                if bool((ranks == cold.dim).all()):
+                    raise
+                reason = f"tokens run into the kernel of a head's G before t = {now + span:g}"
+                raise ValueError(f"{reason}, where the drift at beta = inf is undefined. {REMEDY}") from error
+            speed = velocity(x).norm(dim=-1)
+            y, rate = _newton(velocity, x, geometry, size)
+            is_close = (y - x).norm(dim=-1) <= 10 * speed / rate + 1e-12 * geometry.radius
+            certified = (rate > 1e-6 * size) & is_close & (velocity(y).norm(dim=-1) <= 1e-10 * size)
+            now, span = now + span, min(2 * span, horizon - now - span)
+    end = torch.where(certified[:, None], y, x).reshape(x0.shape).to(x0.dtype)
+    return end, certified.reshape(x0.shape[:-1])
+
+
+def _newton(velocity: Velocity, x: Tensor, geometry: Sphere, size: float) -> tuple[Tensor, Tensor]:
+    """Newton's iteration for velocity = 0 on the sphere, from tokens (n, d), and the rate of attraction at its end."""
+    for _ in range(NEWTON_STEPS):
+        # Least squares: the Jacobian is singular at a continuum of equilibria, which are refused by their rate.
+        step = torch.linalg.lstsq(_jacobian(velocity, x, size), velocity(x)[..., None], driver="gelsd").solution
+        x = geometry.retract(x - step[..., 0])
+    return x, -torch.linalg.eigvals(_jacobian(velocity, x, size)).real.amax(-1)
+
+
+def _jacobian(velocity: Velocity, x: Tensor, size: float) -> Tensor:
+    """The Jacobian of the velocity along the sphere for every token, (n, d, d), strongly attracting across it."""
+    with torch.enable_grad():
+        y = x.clone().requires_grad_()
+        # Tokens do not interact, so that one backward pass serves all of them.
+        rows = [torch.autograd.grad(out.sum(), y, retain_graph=True)[0] for out in velocity(y).unbind(-1)]
+    across = x[:, :, None] * x[:, None, :] / x.square().sum(-1)[:, None, None]
+    along = torch.eye(x.shape[-1]).to(x) - across
+    return along @ torch.stack(rows, dim=-2) @ along - 1e3 * size * across
