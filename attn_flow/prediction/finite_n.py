@@ -45,10 +45,9 @@ def resolution(
 ) -> Resolution:
     """Measure whether n tokens can follow the mean-field prediction, in memory linear in n.
 
-    The softmax sees a cap of squared radius 1/(beta |G x|), while n tokens on the sphere are n^{-1/(d-1)} apart. The
-    cap holds about m = n (beta |G x|)^{-(d-1)/2} random tokens, whose mean is off by (beta |G x| m)^{-1/2}: more than
-    the effect of the temperature, 1/(beta |G x|), unless n > (beta |G x|)^{(d+1)/2}. Tokens with weights are taken for
-    nodes of a quadrature, which have no such noise.
+    The softmax sees a cap of squared radius 1/(beta |G x|), while n tokens on the sphere are n^{-1/(d-1)} apart.
+    Random tokens in the cap have a mean that is off by more than the effect of the temperature unless
+    n > (beta |G x|)^{(d+1)/2}. Tokens with weights are taken for nodes of a quadrature, which have no such noise.
 
     Args:
         attention: an `Attention`.

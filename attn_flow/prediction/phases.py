@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 FALL = 0.75  # a path concentrates if W2 falls at least to this part of its start
 NEAR = 1.25  # it rests while W2 is within this factor of its least value, or of the predicted cluster width
 REST = 2.0  # for at least this many of the times in which W2 fell by a factor of e
-MIN_CHANGE = 1.0  # an exponential is fitted where w changes by a factor of e or more
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def _phases_of_path(path: Trajectory, limit: LimitMap, w: Tensor, warn: bool) ->
     offset = None if exit_rate is None or limit.basis is None else _offset(path, limit.basis[:, 0])
     intervals, note = split(t, w, predicted, offset, floor)
     needs = limit.examine(path.cloud(0), beta=beta)
-    doubts = [str(need) for need, known in zip(needs, limit.requires) if need.met is False and known.met is None]
+    doubts = [str(need) for need, before in zip(needs, limit.requires) if need.met is False and before.met is None]
     rounding = 8 * math.sqrt(torch.finfo(path.x.dtype).eps)  # W2^2 is a sum of squares of order one
     if beta is not None and exit_rate and float(w.min()) < rounding:
         reason = "only rounding breaks the symmetry of this distribution, and what follows is rounding too"
@@ -270,7 +269,7 @@ def split(
         offset: (T,), what grows exponentially while clusters leave; by default W2, which saturates.
         floor: the W2 at which theory expects the path to rest.
     """
-    t, w, known = np.asarray(t, dtype=np.float64), np.asarray(w2, dtype=np.float64), predicted or {}
+    t, w, theory = np.asarray(t, dtype=np.float64), np.asarray(w2, dtype=np.float64), predicted or {}
     if t.ndim != 1 or t.shape != w.shape or len(t) < 3:
         raise ValueError(f"t has shape {t.shape} and w2 {w.shape}, expected the same (T,) with at least 3 times.")
     if not (np.isfinite(w).all() and (w >= 0).all()):
@@ -283,19 +282,19 @@ def split(
     enter = _crossing(t[m::-1], w[m::-1], level, begin)
     leave = _crossing(t[m:], w[m:], level, end)
     rate, error = fit_exponential(t[: m + 1], w[: m + 1], -1.0)
-    needed = REST * (enter - begin) / math.log(w[0] / level) if 0 < level < w[0] else 0.0
-    rests = leave > enter and leave - enter >= needed
+    duration = REST * (enter - begin) / math.log(w[0] / level) if 0 < level < w[0] else 0.0
+    rests = leave > enter and leave - enter >= duration
     note = f"W2 stays within 25% of its least value for {leave - enter:.3g}, {'at least' if rests else 'less than'} "
-    note += f"twice the time in which it fell by a factor of e ({needed:.3g})"
+    note += f"twice the time in which it fell by a factor of e ({duration:.3g})"
     note = note if rests else f"no metastable phase: {note}"
     fall_end = enter if rests else float(t[m])
-    intervals = [Phase("concentrating", begin, fall_end, rate, error, known.get("concentrating"))]
+    intervals = [Phase("concentrating", begin, fall_end, rate, error, theory.get("concentrating"))]
     if rests:
         intervals.append(Phase("metastable", enter, leave, predicted=0.0))
     if leave < end:
         growth = w if offset is None else np.asarray(offset, dtype=np.float64)
         rate, error = fit_exponential(t[m:], growth[m:], 1.0)
-        intervals.append(Phase("terminal", intervals[-1].end, end, rate, error, known.get("terminal")))
+        intervals.append(Phase("terminal", intervals[-1].end, end, rate, error, theory.get("terminal")))
     return tuple(phase for phase in intervals if phase.end > phase.start), note
 
 
@@ -312,9 +311,8 @@ def _crossing(t: NDArray, w: NDArray, level: float, otherwise: float) -> float:
 def fit_exponential(t: NDArray, w: NDArray, sign: float) -> tuple[float | None, float | None]:
     """The slope of sign * log w and its standard error, where the curve is exponential; None if it is so nowhere.
 
-    A stretch of at least 5 points, over which w changes by a factor of e or more, is exponential if the residuals of
-    a line through log w are below 0.5% of its change, or what the noise of the curve explains. Of those stretches the
-    one with the largest product of change and duration is fitted.
+    A stretch of at least 5 points and a change by a factor of e is exponential if the residuals of a line through log w
+    are below 0.5% of its change, or explained by noise. The largest product of change and duration is fitted.
     """
     t, w = t[w > 0], w[w > 0]
     if len(t) < 5:
@@ -330,7 +328,7 @@ def fit_exponential(t: NDArray, w: NDArray, sign: float) -> tuple[float | None, 
         slope = both / spread
         residual = np.clip(bb - b * b / n - slope * both, 0, None)
         change = slope * duration
-        good = (n >= 5) & (np.sqrt(residual / n) <= 0.005 * change + noise) & (change >= MIN_CHANGE)
+        good = (n >= 5) & (np.sqrt(residual / n) <= 0.005 * change + noise) & (change >= 1)
     if not good.any():
         return None, None
     best = np.unravel_index(np.where(good, change * duration, 0.0).argmax(), change.shape)

@@ -90,8 +90,8 @@ def spectrum(M: Tensor, tol: float = 1e-6) -> Spectrum:
         if gap <= tol * size:
             continue
         cut = (real[k - 1] + real[k]) / 2
-        T, Q, moved, *_, failed = dtrsen(diagonal > cut, *form, job="N")
-        if failed or not np.array_equal(moved > cut, np.arange(d) < k):
+        T, Q, order, *_, error = dtrsen(diagonal > cut, *form, job="N")
+        if error or not np.array_equal(order > cut, np.arange(d) < k):
             continue  # the reordering could not separate the two groups
         Y, scale, _ = dtrsyl(T[:k, :k], T[k:, k:], -T[:k, k:], isgn=-1)
         Pi = Q[:, :k] @ np.hstack([np.eye(k), -Y / scale]) @ Q.T
@@ -136,9 +136,9 @@ def _last_power(A: Array, size: float, tol: float) -> tuple[int, Array]:
     """(q, A^{q-1}) for the last power of A that is above rounding and above the spread of eigenvalues merged by tol."""
     k, a = A.shape[0], float(np.linalg.norm(A, 2))
     spread = float(np.abs(np.linalg.eigvals(A)).max())
-    merged = k * spread if spread <= tol * size else 0.0
+    cluster = k * spread if spread <= tol * size else 0.0
     q, power = 1, np.eye(k)
-    while q < k and np.linalg.norm(power @ A, 2) > (merged + _rounding(k) * a) * a ** (q - 1):
+    while q < k and np.linalg.norm(power @ A, 2) > (cluster + _rounding(k) * a) * a ** (q - 1):
         q, power = q + 1, power @ A
     return q, power
 

@@ -204,7 +204,7 @@ def sweep(
     with ExitStack() as contexts:
         if file is not None:
             contexts.enter_context(lock_for_writing(file))
-        rows = [] if file is None else _finished(file, to_plain(settings))
+        rows = [] if file is None else _stored_rows(file, to_plain(settings))
         advance = contexts.enter_context(progress_bar("sweep", sum(map(len, batches)), progress))
         done = 0
         for batch in batches:
@@ -223,7 +223,7 @@ def _identity(attention: Attention) -> str:
     return digest(tensors, {"kind": attention.kind, "beta": repr(attention.beta), "causal": str(attention.causal)})
 
 
-def _finished(file: Path, settings: Any) -> list[dict[str, Any]]:
+def _stored_rows(file: Path, settings: Any) -> list[dict[str, Any]]:
     """The rows of an interrupted sweep with these settings."""
     if not file.exists():
         return []
@@ -255,9 +255,9 @@ def _run(
     h: float,
 ) -> list[dict[str, Any]]:
     """The rows of one batch."""
-    first = [as_cloud(make(run["n"], run["seed"])) for run in batch]
-    weights = None if first[0].weights is None else torch.stack([each.probabilities for each in first])
-    cloud, beta, sigma = Cloud(torch.stack([each.x for each in first]), weights), batch[0]["beta"], batch[0]["noise"]
+    starts = [as_cloud(make(run["n"], run["seed"])) for run in batch]
+    weights = None if starts[0].weights is None else torch.stack([each.probabilities for each in starts])
+    cloud, beta, sigma = Cloud(torch.stack([each.x for each in starts]), weights), batch[0]["beta"], batch[0]["noise"]
     attention = attention.to(cloud.x.dtype)
     if beta is not None:
         betas = torch.tensor([run["beta"] for run in batch], dtype=cloud.x.dtype)[:, None]
