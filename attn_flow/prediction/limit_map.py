@@ -146,7 +146,10 @@ class LimitMap:
     def t_min(self, beta: float) -> float | None:
         """The time of least W2, to leading order in log(beta): log(beta)/(2g) (g + x)/(c_2 + x), with exit rate x.
 
-        The distribution must not be symmetric (docs/theory.md). None where this does not apply: dim E > 1, V does not
+        The least W2 falls like beta^{-1/2} for rates.tail >= 3 g and beta >= 100, within 0.03 of that exponent. Near
+        tail = 2 g it is reached slowly, and for tail < 2 g it is smaller (docs/theory.md).
+
+        The distribution must not be symmetric. None where this does not apply: dim E > 1, V does not
         map E into itself, or clusters do not leave at a known, finite rate; `requires` names the condition.
         """
         _require_cold(beta)

@@ -137,7 +137,8 @@ def settle(
 
     A token is certified if Newton's iteration stays near it and ends at a zero of the velocity where all eigenvalues of
     the Jacobian along the sphere have negative real part; a small speed proves nothing, since tokens may rest on a
-    plateau. Heads whose drift jumps, because G has rank one or tokens run into its kernel, raise ValueError.
+    plateau. A continuum of equilibria, a cycle, and a token between two limits are not certified. Heads whose drift
+    jumps, because G has rank one or tokens run into its kernel, raise ValueError.
 
     Args:
         attention: one `Attention`, without a batch.
