@@ -263,11 +263,15 @@ class CacheSwitch:
     def __init__(self, model: Any) -> None:
         self.has_warned = False
         self.before: list[tuple[Any, bool | None]] = []
+        self.generators: list[Any] = []
         while model is not None:
             generation = getattr(model, "generation_config", None)
             if generation is not None and generation.use_cache is not False:
                 self.before.append((generation, generation.use_cache))
                 generation.use_cache = False
+            if hasattr(type(model), "generate") and "generate" not in vars(model):
+                model.generate = GenerationWithoutCache(model, self)
+                self.generators.append(model)
             model = inside(model)
 
     def __call__(
@@ -292,6 +296,20 @@ class CacheSwitch:
         """Turn the cache on again where it was on."""
         for generation, use_cache in self.before:
             generation.use_cache = use_cache
+        for model in self.generators:
+            del model.generate
+
+
+class GenerationWithoutCache:
+    """The `generate` of a model without a cache: an argument use_cache=True or another config does not turn it on."""
+
+    def __init__(self, model: Any, switch: CacheSwitch) -> None:
+        self.model, self.switch = model, switch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("use_cache"):
+            self.switch.warn(stacklevel=3)
+        return type(self.model).generate(self.model, *args, **{**kwargs, "use_cache": False})
 
 
 def stop_caching(stack: ExitStack, model: nn.Module, block: Block, stacklevel: int) -> None:

@@ -182,10 +182,13 @@ def test_generation_without_a_cache_is_a_literal_loop(name: str) -> None:
     assert torch.equal(generated, expected)
     with torch.no_grad():
         assert model(ids).past_key_values is None
-    with pytest.raises(ValueError, match=r"use_cache=False, also to generate\(\)"):
-        model.generate(ids, use_cache=True, **options)
+    assert torch.equal(model.generate(ids, use_cache=True, **options), expected)
+    config = transformers.GenerationConfig(use_cache=True)
+    assert torch.equal(copy.deepcopy(model).generate(ids, generation_config=config, **options), expected)
     restore_attention(model)
     assert model.generation_config.use_cache is before
+    cached = model.generate(ids, use_cache=True, return_dict_in_generate=True, **options)
+    assert cached.past_key_values is not None
     with torch.no_grad():
         assert model(ids).past_key_values is not None
 
