@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from attn_flow.base.lazy import lazy_names
+from attn_flow.base.imports import lazy_names
 
 if TYPE_CHECKING:
     from attn_flow.attention import Attention, Drift, Layers, Scheduled

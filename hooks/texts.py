@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_flow.base.texts import csv_rows, lines, parse_json, read_standard_input, read_text
+from attn_flow.base.texts import csv_rows, lines, parse_json, read_text
 from attn_flow.hooks.loading import pretrained
 
 PLAIN = ("", ".txt", ".text", ".md", ".rst", ".log")
@@ -36,7 +36,7 @@ def load_texts(path: str | os.PathLike[str], field: str = "text") -> list[str]:
         ['a b']
     """
     if str(path) == "-":
-        content, where = read_standard_input(), "standard input"
+        content, where = read_text("-"), "standard input"
         kind = ".jsonl" if content.lstrip().startswith("{") else ".txt"
     else:
         file, where = Path(path), str(path)

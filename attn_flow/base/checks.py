@@ -113,13 +113,13 @@ def require_weights(weights: Tensor, x: Tensor, mask: Tensor | None) -> None:
 
 def _require_token_axis(name: str, z: Tensor, x: Tensor) -> None:
     """Raise ValueError unless z (..., n) matches the tokens x (..., n, d)."""
+    error = f"{name} has shape {tuple(z.shape)}, expected (..., n) = {tuple(x.shape[:-1])} to match x."
+    if z.shape[-1:] != x.shape[-2:-1]:
+        raise ValueError(error)
     try:
         torch.broadcast_shapes(z.shape[:-1], x.shape[:-2])
-        matches = z.shape[-1:] == x.shape[-2:-1]
     except RuntimeError:
-        matches = False
-    if not matches:
-        raise ValueError(f"{name} has shape {tuple(z.shape)}, expected (..., n) = {tuple(x.shape[:-1])} to match x.")
+        raise ValueError(error) from None
     require_same_device(name, z, "x", x)
 
 
@@ -163,8 +163,6 @@ def require_choice(name: str, value: str, choices: Iterable[str]) -> None:
 def require_beta(beta: float | Tensor) -> None:
     """Raise an error unless beta is a nonnegative number or tensor; infinity is allowed."""
     if isinstance(beta, Tensor):
-        if beta.is_complex() or beta.numel() == 0:
-            raise TypeError(f"beta has dtype {beta.dtype} and shape {tuple(beta.shape)}, expected real numbers.")
         require(beta.detach() >= 0, "beta has negative or NaN entries, expected 0 <= beta <= inf.")
     elif not beta >= 0:
         raise ValueError(f"beta = {beta}, expected 0 <= beta <= inf; for repulsion negate V instead.")

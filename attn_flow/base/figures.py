@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from attn_flow.base.extras import require_extra
 from attn_flow.base.files import write_atomically
+from attn_flow.base.imports import require_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

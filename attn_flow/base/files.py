@@ -8,9 +8,8 @@ import json
 import math
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,35 +35,27 @@ def write_atomically(path: FilePath, write: Callable[[str], Any]) -> None:
 
     Args:
         path: the file; its folder is created.
-        write: a function that writes to the file whose name it gets.
+        write: a function that writes to the file whose name it gets, which ends as that of `path`.
 
     Example:
+        >>> import tempfile
         >>> folder = tempfile.mkdtemp()
         >>> write_atomically(f"{folder}/a.txt", lambda name: Path(name).write_text("text"))
         >>> Path(f"{folder}/a.txt").read_text()
         'text'
     """
-    path, temporary = Path(path), ""
+    path = Path(path)
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(handle)
-        write(temporary)
-        os.chmod(temporary, 0o666 & ~_umask())
+        write(str(temporary))
         os.replace(temporary, path)
-    except BaseException as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError | SafetensorError):
-            reason = getattr(error, "strerror", None) or error
-            raise OSError(f"{path} could not be written ({reason}); what was there before is unchanged.") from None
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"{path} could not be written ({reason}); what was there before is unchanged.") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def write_bytes(content: bytes, path: FilePath) -> None:
@@ -102,14 +93,9 @@ def write_tensors(tensors: dict[str, Tensor], path: FilePath, about: dict[str, s
 
 
 def read_tensors(path: FilePath, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a file of `write_tensors`.
+    """Tensors and metadata of a file of `write_tensors`; ValueError if it is missing, cut short or damaged.
 
-    Args:
-        path: the file. A safetensors file of another program, without metadata, is read as it is.
-        device: where the tensors go.
-
-    Returns:
-        Tensors and metadata. A file that is missing, cut short or damaged is a ValueError.
+    A safetensors file of another program, without metadata, is read as it is.
     """
     path = Path(path)
     if not path.is_file():
@@ -165,33 +151,32 @@ def versions() -> dict[str, str]:
 
 
 @contextmanager
-def lock_for_writing(path: FilePath, wait: bool = False) -> Iterator[None]:
-    """Hold a lock on `path` inside the context, so that two runs do not mix their files.
+def lock_for_writing(path: FilePath) -> Iterator[None]:
+    """Hold a lock on `path` inside the context, so that two runs do not mix their files; ValueError if another has it.
 
-    Args:
-        path: the file to write. The lock is a file beside it; the lock of a killed process is void.
-        wait: whether to wait for another writer; otherwise it is a ValueError.
+    The lock is a file beside `path`. The lock of a killed process is void.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".lock-{path.name}")
-    while True:
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if not _acquire(lock, handle):
+            raise ValueError(f"another run is writing {path}; wait for it, or use another folder.")
         try:
-            try:
-                if fcntl is not None:
-                    fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                # The previous owner may have removed the file between open and flock.
-                is_owner = os.path.exists(lock) and os.path.samestat(os.stat(lock), os.fstat(handle))
-            except BlockingIOError:
-                is_owner = False
-            if is_owner:
-                try:
-                    yield
-                finally:
-                    lock.unlink(missing_ok=True)
-                return
-            if not wait:
-                raise ValueError(f"another run is writing {path}; wait for it, or use another folder.")
+            yield
         finally:
-            os.close(handle)
+            lock.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def _acquire(lock: Path, handle: int) -> bool:
+    """Lock an open file without waiting; False if another process has it, or removed it after it was opened."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.stat(lock), os.fstat(handle))
+    except (BlockingIOError, FileNotFoundError):
+        return False

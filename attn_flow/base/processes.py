@@ -1,9 +1,11 @@
-"""This process among those that torchrun started. Recording, the probe and training share their work with it."""
+"""This process among those that torchrun started, which share recording, the probe and training; and its threads."""
 
 from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,12 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """The rank of this process among `count` processes, and the device it works on. Made by `processes()`.
-
-    Args:
-        rank: the number of this process, from 0.
-        count: the number of processes.
-        device: the device of this process.
+    """The rank of this process, from 0, among `count` processes, and the device it works on. Made by `processes()`.
 
     Example:
         >>> world = processes()
@@ -77,13 +74,6 @@ def processes(device: str | torch.device = "cpu", timeout: timedelta = timedelta
     Args:
         device: "cpu" (communication by gloo), or "cuda" (by nccl), where each process takes the GPU of its local rank.
         timeout: a process that waits longer than this for another raises an error.
-
-    Returns:
-        `Processes` of this process.
-
-    Example:
-        >>> processes().count  # without torchrun
-        1
     """
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -103,3 +93,22 @@ def leave() -> None:
     """Close the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def limit_threads(count: int) -> Iterator[None]:
+    """Let torch use at most this many threads inside the context, and as many as before afterwards.
+
+    One thread is best for eigenvalues and singular values of matrices of up to about a thousand rows: LAPACK computes
+    them in hundreds of small products, and threads take longer to wake up than to work.
+
+    >>> with limit_threads(1):
+    ...     torch.get_num_threads()
+    1
+    """
+    previous = torch.get_num_threads()
+    torch.set_num_threads(min(previous, count))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous)

@@ -1,4 +1,4 @@
-"""Reading text files and standard input, with one clear sentence for whatever is not text."""
+"""Text: read from files and standard input with one clear error for what is not text, and made safe to print."""
 
 from __future__ import annotations
 
@@ -6,20 +6,41 @@ import csv
 import io
 import json
 import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Controls, formats (such as bidirectional overrides), surrogates, private use, line and paragraph separators.
+HIDDEN_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
-def decode_text(content: bytes, source: str) -> str:
-    """UTF-8 bytes, with or without a byte order mark, as a string; `source` names them in errors.
 
-    >>> decode_text(b"\\xff", "notes.txt")
-    Traceback (most recent call last):
-    ValueError: notes.txt is not UTF-8 text (byte 0); convert it first.
+def visible(text: object) -> str:
+    """The text on one line, with control characters as escapes, which a terminal shows and does not obey.
+
+    >>> visible("model\\x1b[2J")
+    'model\\\\x1b[2J'
     """
+    return "".join(_escape(c) if unicodedata.category(c) in HIDDEN_CATEGORIES else c for c in str(text))
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def read_text(path: str | Path) -> str:
+    """The content of a UTF-8 text file, or of standard input for "-"; ValueError for whatever is not text.
+
+    Other pipes and devices, which may have no end, are refused.
+    """
+    source = "standard input" if str(path) == "-" else str(path)
     try:
+        content = _read_bytes(path)
         text = content.decode("utf-8-sig")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ValueError(f"no file {source}.") from None
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read ({error.strerror or error}).") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8 text (byte {error.start}); convert it first.") from None
     if "\x00" in text:
@@ -27,28 +48,15 @@ def decode_text(content: bytes, source: str) -> str:
     return text
 
 
-def read_text(path: str | Path) -> str:
-    """The content of a text file. Pipes and devices, which may have no end, are refused."""
+def _read_bytes(path: str | Path) -> bytes:
+    if str(path) == "-":
+        if sys.stdin is None or sys.stdin.closed:
+            raise ValueError("standard input is closed; give a file.")
+        return sys.stdin.buffer.read()
     path = Path(path)
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise ValueError(f"{path} is not a regular file; give one, or - and the texts on standard input.")
-        return decode_text(path.read_bytes(), str(path))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise ValueError(f"no file {path}.") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror or error}).") from None
-
-
-def read_standard_input() -> str:
-    """The content of standard input."""
-    if sys.stdin is None or sys.stdin.closed:
-        raise ValueError("standard input is closed; give a file.")
-    buffer = getattr(sys.stdin, "buffer", None)
-    try:
-        return sys.stdin.read() if buffer is None else decode_text(buffer.read(), "standard input")
-    except OSError as error:
-        raise ValueError(f"standard input cannot be read ({error.strerror or error}); give a file.") from None
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path} is not a regular file; give one, or - and the texts on standard input.")
+    return path.read_bytes()
 
 
 def lines(text: str) -> Iterator[tuple[int, str]]:
@@ -73,12 +81,12 @@ def parse_json(text: str, source: str) -> Any:
 
 
 def csv_rows(text: str, source: str, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
-    """The rows of a table that are not blank, with their numbers from 1. A field may be as long as the text.
+    """The rows of a table that are not blank, with their numbers from 1.
 
     >>> list(csv_rows('a,"b, c"', "table.csv"))
     [(1, ['a', 'b, c'])]
     """
-    previous_limit = csv.field_size_limit(max(len(text), 1))
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a field may be a whole document
     try:
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         for number, row in enumerate(reader, start=1):
@@ -86,5 +94,3 @@ def csv_rows(text: str, source: str, delimiter: str = ",") -> Iterator[tuple[int
                 yield number, row
     except csv.Error as error:
         raise ValueError(f"{source} is not a table ({error}).") from None
-    finally:
-        csv.field_size_limit(previous_limit)

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import typer
 
-from attn_flow.base.terminal import visible
+from attn_flow.base.texts import visible
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]

@@ -323,9 +323,9 @@ def _or_none(value: float | None) -> Any:
 
 def _write(out: Path, numbers: dict[str, Any], paths: list[Any], target: LimitMap | None) -> None:
     """Write the paths, figures, page and numbers of a run, and remove those of an earlier one."""
-    from attn_flow.base.drawing import clouds_figure
     from attn_flow.base.figures import save_figure
     from attn_flow.base.files import versions, write_json
+    from attn_flow.drawing import clouds_figure
     from attn_flow.pages.figures import beta_words, simulation_figure
     from attn_flow.pages.simulation import page_clouds, write_simulation
 

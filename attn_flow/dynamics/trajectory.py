@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attn_flow.base import checks, drawing
+from attn_flow.base import checks
 from attn_flow.base.files import read_tensors, write_tensors
+from attn_flow.drawing import animate_clouds, clouds_figure, html_text
 from attn_flow.measures.cloud import Cloud
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Trajectory:
         if indices is None:
             shown = torch.linspace(0, len(self) - 1, min(len(self), PANELS))
             indices = [int(i) for i in shown.round()]
-        return drawing.clouds_figure(self.t, self.x, indices, predicted, title=title)
+        return clouds_figure(self.t, self.x, indices, predicted, title=title)
 
     def animate(
         self,
@@ -122,11 +123,11 @@ class Trajectory:
             >>> import tempfile
             >>> Trajectory(torch.arange(3.0), torch.randn(3, 9, 2)).animate(f"{tempfile.mkdtemp()}/tokens.gif")
         """
-        drawing.animate_clouds(path, self.t, self.x, predicted, curve=curve, seconds=seconds)
+        animate_clouds(path, self.t, self.x, predicted, curve=curve, seconds=seconds)
 
     def _repr_html_(self) -> str:
         """The path in a notebook: its repr, and a figure where it is one path of tokens and matplotlib is there."""
-        return drawing.html_text([repr(self)], self.plot if self.x.ndim == 3 and self.x.shape[-1] > 1 else None)
+        return html_text([repr(self)], self.plot if self.x.ndim == 3 and self.x.shape[-1] > 1 else None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trajectory to a safetensors file, atomically."""

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from attn_flow.attention import Attention
-from attn_flow.base import checks, drawing
+from attn_flow.base import checks
 from attn_flow.base.files import to_plain
+from attn_flow.drawing import html_text
 from attn_flow.measures import Cloud, Measure, UniformSphere, as_cloud
 from attn_flow.prediction.rates import Rates, concentration_rates
 from attn_flow.prediction.requirements import Requirement, check_requirements, requirements
@@ -92,7 +93,7 @@ class LimitMap:
         return f"LimitMap({', '.join(words)})"
 
     def _repr_html_(self) -> str:  # for notebooks
-        return drawing.html_text([repr(self), *limit_sentences(self.as_dict())])
+        return html_text([repr(self), *limit_sentences(self.as_dict())])
 
     def __iter__(self) -> Iterator[LimitMap]:
         return iter(self.elements)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from attn_flow.base import drawing
+from attn_flow.drawing import distance_figure, html_text
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.measures import Cloud
 from attn_flow.prediction.limit_map import LimitMap
@@ -91,10 +91,10 @@ class Phases:
 
     def plot(self) -> Figure:
         """A figure of W2 over time with the phases as shaded intervals; it needs matplotlib."""
-        return drawing.distance_figure(self.t, self.w2, [(each.name, each.start, each.end) for each in self.intervals])
+        return distance_figure(self.t, self.w2, [(each.name, each.start, each.end) for each in self.intervals])
 
     def _repr_html_(self) -> str:  # for notebooks
-        return drawing.html_text([repr(self), self.note, *self.doubts], self.plot)
+        return html_text([repr(self), self.note, *self.doubts], self.plot)
 
     def __iter__(self) -> Iterator[Phases]:
         return iter(self.elements)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.base import checks
-from attn_flow.base.drawing import lines_figure
-from attn_flow.base.extras import require_extra
 from attn_flow.base.files import digest, lock_for_writing, to_plain, write_bytes, write_json
+from attn_flow.base.imports import require_extra
 from attn_flow.base.progress import progress_bar
+from attn_flow.drawing import lines_figure
 from attn_flow.dynamics.flow import flow
 from attn_flow.measures import Cloud, VonMisesFisher, as_cloud, quadrature
 from attn_flow.observe.quantities import clusters

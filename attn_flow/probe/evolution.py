@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_flow.base.threads import limit_threads
+from attn_flow.base.processes import limit_threads
 from attn_flow.observe.quantities import effective_rank
 from attn_flow.probe.findings import Finding, bootstrap
 from attn_flow.probe.recording import Recording, directions

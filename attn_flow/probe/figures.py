@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attn_flow.base.extras import require_extra
 from attn_flow.base.figures import BASELINE, COLOURS, PREDICTION, TRUTH, style
+from attn_flow.base.imports import require_extra
 from attn_flow.probe.measurements import Measurements
 from attn_flow.probe.sampling import gaussian_exponent
 from attn_flow.theory.random_energy import PHASES

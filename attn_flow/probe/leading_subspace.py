@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_flow.base.threads import limit_threads
+from attn_flow.base.processes import limit_threads
 from attn_flow.prediction.spectrum import spectrum
 
 SMALL = 64  # dimensions up to which the Schur form is as fast

@@ -12,9 +12,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from attn_flow.base.extras import require_extra
 from attn_flow.base.figures import LIGHT, save_figure
 from attn_flow.base.files import write_bytes
+from attn_flow.base.imports import require_extra
 from attn_flow.probe.figures import CLUSTER_METHODS, PIXELS_PER_INCH, comparison_figure, draw
 from attn_flow.probe.findings import QUESTIONS, Finding
 from attn_flow.probe.measurements import Measurements

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attn_flow.base.extras import require_extra
 from attn_flow.base.files import read_tensors, write_json, write_tensors
+from attn_flow.base.imports import require_extra
 from attn_flow.base.texts import parse_json
 from attn_flow.probe.measurements import RECORDS, About, Measurements
 from attn_flow.probe.page import write_page

@@ -7,7 +7,7 @@ learned.path, learned.layers  # a Trajectory through depth; limit, W2 and cluste
 
 from typing import TYPE_CHECKING
 
-from attn_flow.base.lazy import lazy_names
+from attn_flow.base.imports import lazy_names
 
 if TYPE_CHECKING:
     from attn_flow.nn.stack import DeepStack

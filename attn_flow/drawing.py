@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attn_flow.base.figures import BASELINE, COLOURS, PREDICTION, TRUTH, caption, style
 from attn_flow.base.files import write_atomically
+from attn_flow.base.imports import require_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,15 +105,8 @@ def animate_clouds(
 
         film = FuncAnimation(figure, draw, frames=frames)
         writer = PillowWriter(fps=max(1, round(len(frames) / seconds)))
-        # The writer takes the format from the end of the name.
-        write_atomically(path, lambda name: _save_gif(film, name, writer))
+        write_atomically(path, lambda name: film.save(name, writer=writer, dpi=100))
         pyplot.close(figure)
-
-
-def _save_gif(film: Any, name: str, writer: Any) -> None:
-    temporary = f"{name}.gif"
-    film.save(temporary, writer=writer, dpi=100)
-    os.replace(temporary, name)
 
 
 def distance_figure(t: Tensor, w2: Tensor, spans: Sequence[tuple[str, float, float]] = ()) -> Figure:
@@ -135,16 +129,9 @@ def html_text(lines: Sequence[str], draw: Callable[[], Figure] | None = None) ->
     if draw is not None and find_spec("matplotlib") is not None:
         figure, buffer = draw(), io.BytesIO()
         figure.savefig(buffer, format="png", dpi=80)
-        close(figure)
+        require_extra("matplotlib.pyplot").close(figure)  # pyplot would keep it in memory
         content += f'<img alt="figure" src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
     return f"<div>{content}</div>"
-
-
-def close(figure: Figure) -> None:
-    """Release a figure, which pyplot would otherwise keep."""
-    from matplotlib import pyplot
-
-    pyplot.close(figure)
 
 
 def _in_view(x: Tensor, *bases: Tensor | None) -> tuple[Tensor, list[Tensor | None], bool]:

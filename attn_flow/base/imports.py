@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use, so that `import attn_flow` and `attn-flow --help` are fast."""
+"""Imports on first use: names of a package, so that `import attn_flow` is fast, and optional dependencies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 
@@ -17,7 +18,7 @@ def lazy_names(
     names_by_module has the names that each module provides. The package repeats the imports under TYPE_CHECKING for
     type checkers, and lists the names in `__all__`. Its submodules are also found.
 
-    >>> find, names = lazy_names("attn_flow.base", {"attn_flow.base.terminal": ("visible",)})
+    >>> find, names = lazy_names("attn_flow.base", {"attn_flow.base.texts": ("visible",)})
     >>> find("visible")("a b"), "visible" in names()
     ('a b', True)
     """
@@ -36,3 +37,20 @@ def lazy_names(
         return sorted({*vars(sys.modules[package]), *module_of})
 
     return find, names
+
+
+def require_extra(module_name: str) -> ModuleType:
+    """Import an optional dependency such as "matplotlib.pyplot", or raise an ImportError that says how to install it.
+
+    >>> require_extra("nowhere.something")
+    Traceback (most recent call last):
+    ImportError: nowhere is not installed; install it with: pip install "attn-flow[all]"
+    """
+    package = module_name.partition(".")[0]
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:  # a broken installation, not a missing one
+            raise
+        remedy = 'install it with: pip install "attn-flow[all]"'
+        raise ImportError(f"{package} is not installed; {remedy}", name=package) from None
