@@ -22,13 +22,14 @@ from torch import Tensor
 
 from attn_flow.attention import weights
 from attn_flow.attention.fields import Field
-from attn_flow.attention.kernel import Kernel, choose_kernel
 from attn_flow.base import checks
-from attn_flow.kernels import dense, sinkhorn
+from attn_flow.kernels import dense, near, series, sinkhorn
+from attn_flow.kernels.auto import choose_kernel
 from attn_flow.measures.cloud import Cloud, as_cloud
 from attn_flow.measures.measure import Measure
 
 Kind = Literal["softmax", "hardmax", "unnormalised", "sinkhorn"]
+Kernel = Literal["auto", "dense", "near", "series"]
 MAX_MATRIX_ENTRIES = 2**30
 
 
@@ -101,9 +102,13 @@ class Attention(Field):
         set_field("beta", weights.as_beta(self.beta, self.heads))
         if self.is_hardmax and self.kind != "softmax":
             raise ValueError(f"beta = inf with kind = {self.kind!r}; only softmax attention has a limit (hardmax).")
-        if self.kind == "sinkhorn" and (self.causal or not self.self_attention):
-            raise ValueError("kind = 'sinkhorn' needs every pair of tokens; use causal=False and self_attention=True.")
-        if self.context is not None and (self.causal or not self.self_attention or self.kind == "sinkhorn"):
+        has_mask = self.causal or not self.self_attention
+        if has_mask and (self.kind == "sinkhorn" or self.kernel in ("near", "series")):
+            raise ValueError(
+                "kind='sinkhorn' and the kernels 'near' and 'series' need every pair of tokens; use causal=False and "
+                "self_attention=True, or kernel='dense'."
+            )
+        if self.context is not None and (has_mask or self.kind == "sinkhorn"):
             raise ValueError("causal, self_attention=False and 'sinkhorn' compare tokens of one cloud; drop context.")
 
     @classmethod
@@ -292,53 +297,63 @@ class Attention(Field):
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
         if self.context is not None and not isinstance(self.context, Cloud):
             return self._drift_to_measure(x, self.context)
-        y = x
-        if isinstance(self.context, Cloud):
-            y, log_weights = self.context.x, self.context.log_weights
-        queries = self._queries(x)
-        # Kernels save work where queries, keys and values are one tensor.
-        is_shared = y is x and self.Q is None and self.query_bias is None and self.K is None
-        keys = queries if is_shared else weights.project(y, self.K)
-        values = keys if self.K is None and self.V is None else weights.project(y, self.V)
+        tokens = x[..., None, :, :]  # (..., 1, n, d)
+        if self.context is None:
+            others = tokens
+        else:
+            others, log_weights = self.context.x[..., None, :, :], self.context.log_weights
         log_weights = None if log_weights is None else log_weights[..., None, :]  # (..., 1, n)
-        average = self._average(queries, keys, values, log_weights)  # (..., heads, n, v)
-        drift = weights.sum_heads(average, self.O)
-        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
+        queries, keys = self._queries(tokens), weights.project(others, self.K)  # (..., heads or 1, n, k)
+        values = weights.project(others, self.V)  # (..., heads or 1, n, v)
+        return self._output(self._average(queries, keys, values, log_weights))
 
-    def _queries(self, x: Tensor) -> Tensor:
+    def _queries(self, tokens: Tensor) -> Tensor:
         """Q x + b, (..., heads or 1, n, k)."""
-        queries = weights.project(x, self.Q)
+        queries = weights.project(tokens, self.Q)
         return queries if self.query_bias is None else queries + self.query_bias[..., None, :]
 
     def _average(self, queries: Tensor, keys: Tensor, values: Tensor, log_weights: Tensor | None) -> Tensor:
-        """The average of the values under the weights of this kind, (..., heads, n, v)."""
+        """The average of the values under the weights of this kind, (..., heads or 1, n, v), by a kernel."""
         scale = self.beta[..., None, None].to(queries) if isinstance(self.beta, Tensor) else self.beta
-        options: dict[str, Any] = {"causal": self.causal, "exclude_self": not self.self_attention}
-        if self.is_hardmax:
-            return dense.hardmax_average(queries, keys, values, log_weights, **options)
+        inputs = (queries, keys, values, log_weights)
+        masks: dict[str, Any] = {"causal": self.causal, "exclude_self": not self.self_attention}
         if self.kind == "sinkhorn":
-            return sinkhorn.softmax_average(queries, keys, values, log_weights, scale=scale, **options)
+            return sinkhorn.softmax_average(*inputs, scale=scale)
         if self.kind == "unnormalised":
-            average, log_sum = dense.average_and_log_sum(queries, keys, values, log_weights, scale=scale, **options)
+            average, log_sum = dense.average_and_log_sum(*inputs, scale=scale, **masks)
             log_sum = log_sum if log_weights is not None else log_sum - math.log(keys.shape[-2])
             return average * log_sum.exp()[..., None]
-        kernel = choose_kernel(self.kernel, queries, keys, values, log_weights, scale, self.tolerance, **options)
-        return kernel(queries, keys, values, log_weights, scale=scale, **options)
+        kernel = self.kernel
+        if self.is_hardmax or any(masks.values()):
+            kernel = "dense"
+        elif kernel == "auto":
+            kernel = choose_kernel(*inputs, scale, self.tolerance)
+        if kernel == "dense":
+            return dense.softmax_average(*inputs, scale=scale, **masks)
+        approximate = near.softmax_average if kernel == "near" else series.softmax_average
+        return approximate(*inputs, scale=scale, tolerance=self.tolerance)
+
+    def _output(self, average: Tensor) -> Tensor:
+        """sum_h O_h y_h + c, (..., n, d), for the averages y (..., heads or 1, n, v)."""
+        drift = weights.sum_heads(average, self.O)
+        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
 
     def _drift_to_measure(self, x: Tensor, mu: Measure) -> Tensor:
         """sum_h O_h V_h m_beta[mu](G_h x + K_h^T b_h) + c, times e^{beta L_beta[mu]} if unnormalised, (..., n, d)."""
-        g = self._queries(x)
-        g = g if self.K is None else g @ self.K  # (..., heads or 1, n, d)
-        drift = torch.zeros_like(x)
+        g = self._queries(x[..., None, :, :])
+        g = g if self.K is None else g @ self.K
+        heads = []
         for h in range(self.heads):
-            beta = self.beta[..., min(h, self.beta.shape[-1] - 1), None] if isinstance(self.beta, Tensor) else self.beta
-            g_h = weights.one_head(g, h)[..., 0, :, :]
-            average = mu.tilted_mean(g_h, beta)
+            g_h = g[..., min(h, g.shape[-3] - 1), :, :]
+            beta_h = self.beta
+            if isinstance(beta_h, Tensor):
+                beta_h = beta_h[..., min(h, beta_h.shape[-1] - 1), None]
+            mean = mu.tilted_mean(g_h, beta_h)
             if self.kind == "unnormalised":
-                average = average * (beta * mu.log_partition(g_h, beta)).exp()[..., None]
-            values = weights.project(average, None if self.V is None else weights.one_head(self.V, h))
-            drift = drift + weights.sum_heads(values, None if self.O is None else weights.one_head(self.O, h))
-        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
+                mean = mean * (beta_h * mu.log_partition(g_h, beta_h)).exp()[..., None]
+            heads.append(mean)
+        average = torch.stack(heads, dim=-3)  # (..., heads, n, d)
+        return self._output(average if self.V is None else average @ self.V.mT)
 
     def matrix(self, cloud: Tensor | Cloud) -> Tensor:
         """The attention matrix A (..., heads, n, n). `drift` never forms it.
@@ -356,7 +371,8 @@ class Attention(Field):
         attention, x = self._in_working_precision(cloud)
         eye = torch.eye(n, dtype=x.dtype, device=x.device)
         log_weights = None if cloud.log_weights is None else cloud.log_weights.to(x.dtype)[..., None, :]
-        queries, keys = attention._queries(x), weights.project(x, attention.K)
+        tokens = x[..., None, :, :]
+        queries, keys = attention._queries(tokens), weights.project(tokens, attention.K)
         shape = (*torch.broadcast_shapes(queries.shape[:-2], keys.shape[:-2]), n, n)
         A = attention.copy_with(kernel="dense")._average(queries, keys, eye.expand(shape), log_weights)
         return A.expand(*A.shape[:-3], self.heads, n, n).to(cloud.x.dtype)

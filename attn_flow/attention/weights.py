@@ -109,16 +109,14 @@ def random_weights(d: int, heads: int, head_dim: int | None, ensemble: Ensemble,
     return {"Q": symmetric, "V": symmetric} if ensemble == "symmetric" else {"V": symmetric}
 
 
-def one_head(z: Tensor, h: int) -> Tensor:
-    """Head h of z (..., heads or 1, a, b), with its axis."""
-    return z if z.shape[-3] == 1 else z[..., h : h + 1, :, :]
+def project(tokens: Tensor, weight: Tensor | None) -> Tensor:
+    """weight_h x_i for every head and token: (..., 1, n, d) and (..., heads, k, d) -> (..., heads, n, k).
 
-
-def project(x: Tensor, weight: Tensor | None) -> Tensor:
-    """weight_h x_i for every head and token: (..., n, d) and (..., heads, k, d) -> (..., heads or 1, n, k)."""
+    None is the identity and returns the tokens themselves: kernels save work where queries and keys are one tensor.
+    """
     if weight is None:
-        return x[..., None, :, :]
-    product = x @ weight.flatten(-3, -2).mT  # (..., n, heads * k)
+        return tokens
+    product = tokens[..., 0, :, :] @ weight.flatten(-3, -2).mT  # (..., n, heads * k)
     return product.unflatten(-1, weight.shape[-3:-1]).transpose(-2, -3)
 
 

@@ -1,23 +1,14 @@
-"""Attention averages over all pairs of queries and keys, in memory linear in the number of tokens.
+"""Softmax and hardmax averages over all pairs of queries and keys, in memory linear in the number of tokens.
 
-The kernels of this package share one signature. Leading axes broadcast, and the logits are
-scale <queries_i, keys_j> + log_weights_j.
-
-    queries       (..., m, k)
-    keys          (..., n, k)
-    values        (..., n, v)
-    log_weights   (..., n)     -inf hides a key; None stands for equal weights
-    scale         a number, or a tensor that broadcasts against the queries: the inverse temperature
-    causal        query i sees the keys j <= i
-    exclude_self  query i does not see the key i
-
-The result is (..., m, v). A query that sees no key has average zero.
+The arguments are described in `attn_flow.kernels`. Softmax averages come from torch's fused attention. What it cannot
+do (hardmax, exclude_self, log-sums with gradients, forward-mode derivatives) is done in blocks of rows by ordinary
+operations, which have derivatives of every order and mode.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +23,6 @@ MIN_WIDTH = 16  # the fused CPU kernel takes 1.5 times as long for narrower quer
 BLOCK_ENTRIES = 2**18  # logits in memory at a time in `average_by_rows`: 1 MB of float32
 TIE_ROUNDINGS = 16  # scores that differ by fewer rounding errors than this are ties of the hardmax
 
-Weights = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
 
 def softmax_average(
     queries: Tensor,
@@ -45,21 +34,24 @@ def softmax_average(
     causal: bool = False,
     exclude_self: bool = False,
 ) -> Tensor:
-    """The average of the values under softmax weights, (..., m, v), by torch's fused attention.
+    """The average of the values under softmax weights, (..., m, v).
+
+    scale = inf is the hardmax: the weighted mean of the values whose keys score highest.
 
     Example:
-        >>> x = torch.eye(2)
-        >>> softmax_average(x, x, x, torch.tensor([0.0, -torch.inf]))  # the second key is hidden
-        tensor([[1., 0.],
-                [1., 0.]])
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+        >>> softmax_average(x, x, torch.tensor([[1.0], [2.0], [4.0]]), scale=math.inf)  # ties are averaged
+        tensor([[1.],
+                [3.],
+                [3.]])
     """
-    if exclude_self or uses_forward_mode():  # the fused kernel has neither
+    if exclude_self or is_infinite(scale) or uses_forward_mode():
         options: Any = {"scale": scale, "causal": causal, "exclude_self": exclude_self}
-        return average_by_rows(softmax_weights, queries, keys, values, log_weights, **options)[0]
+        return average_by_rows(queries, keys, values, log_weights, **options)[0]
     q, k, v, scale, batch = _to_fused_layout(queries, keys, values, log_weights, scale)
     average = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     average = average[..., : values.shape[-1]].reshape(*batch, queries.shape[-2], values.shape[-1])
-    return _zero_unless_visible(average, log_weights, causal)
+    return average if log_weights is None else torch.where(_sees_a_key(log_weights, causal)[..., None], average, 0.0)
 
 
 def average_and_log_sum(
@@ -72,7 +64,7 @@ def average_and_log_sum(
     causal: bool = False,
     exclude_self: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The softmax average (..., m, v), and log sum_j exp(scale <q_i, k_j> + log w_j), (..., m).
+    """The average (..., m, v), and log sum_j exp(scale <q_i, k_j> + log w_j), (..., m); the highest score at scale inf.
 
     Example:
         >>> x = torch.zeros(3, 2)
@@ -80,42 +72,29 @@ def average_and_log_sum(
         tensor([3., 3., 3.])
     """
     tensors = [z for z in (queries, keys, values, log_weights, scale) if isinstance(z, Tensor)]
-    has_gradient = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
-    is_plain = queries.device.type == "cpu" and can_read(*tensors) and not uses_forward_mode()
-    if fused_with_log_sum is None or has_gradient or exclude_self or not is_plain:
+    has_fused = fused_with_log_sum is not None and queries.device.type == "cpu" and is_plain(*tensors)
+    if not has_fused or exclude_self or is_infinite(scale):
         options: Any = {"scale": scale, "causal": causal, "exclude_self": exclude_self}
-        return average_by_rows(softmax_weights, queries, keys, values, log_weights, **options)
+        return average_by_rows(queries, keys, values, log_weights, **options)
     q, k, v, scale, batch = _to_fused_layout(queries, keys, values, log_weights, scale)
     average, log_sum = fused_with_log_sum(q, k, v, 0.0, causal, scale=scale)
-    m = queries.shape[-2]
-    average = average[..., : values.shape[-1]].reshape(*batch, m, values.shape[-1])
-    log_sum = log_sum.to(queries.dtype).reshape(*batch, m)
-    if log_weights is not None:
-        log_sum = torch.where(_visible(log_weights, causal), log_sum, -torch.inf)
-    return _zero_unless_visible(average, log_weights, causal), log_sum
+    average = average[..., : values.shape[-1]].reshape(*batch, queries.shape[-2], values.shape[-1])
+    log_sum = log_sum.to(queries.dtype).reshape(*batch, queries.shape[-2])
+    if log_weights is None:
+        return average, log_sum
+    is_visible = _sees_a_key(log_weights, causal)
+    return torch.where(is_visible[..., None], average, 0.0), torch.where(is_visible, log_sum, -torch.inf)
 
 
-def hardmax_average(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    log_weights: Tensor | None = None,
-    *,
-    scale: float | Tensor = 1.0,
-    causal: bool = False,
-    exclude_self: bool = False,
-) -> Tensor:
-    """The limit scale -> infinity: the weighted mean of the values whose keys score highest. `scale` is ignored.
+def is_infinite(scale: float | Tensor) -> bool:
+    """Whether scale is the number infinity; tensors are finite."""
+    return not isinstance(scale, Tensor) and math.isinf(scale)
 
-    Example:
-        >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
-        >>> hardmax_average(x, x, torch.tensor([[1.0], [2.0], [4.0]]))  # ties are averaged
-        tensor([[1.],
-                [3.],
-                [3.]])
-    """
-    options = {"causal": causal, "exclude_self": exclude_self}
-    return average_by_rows(hardmax_weights, queries, keys, values, log_weights, **options)[0]
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether the tensors have values to read, and no derivatives of them are computed."""
+    has_gradient = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
+    return not has_gradient and not uses_forward_mode() and can_read(*tensors)
 
 
 def _to_fused_layout(
@@ -152,22 +131,16 @@ def _to_fused_layout(
     return q, k, v, scale, batch
 
 
-def _visible(log_weights: Tensor, causal: bool) -> Tensor:
+def _sees_a_key(log_weights: Tensor, causal: bool) -> Tensor:
     """Whether each query sees any key, (..., m) or (..., 1)."""
     is_visible = ~log_weights.isneginf()
     return is_visible.cumsum(-1) > 0 if causal else is_visible.any(-1, keepdim=True)
-
-
-def _zero_unless_visible(average: Tensor, log_weights: Tensor | None, causal: bool) -> Tensor:
-    """The average, zero for queries that see no key."""
-    return average if log_weights is None else torch.where(_visible(log_weights, causal)[..., None], average, 0.0)
 
 
 # --- by rows, from ordinary operations ----------------------------------------------------------------------------
 
 
 def average_by_rows(
-    weights: Weights,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -177,16 +150,10 @@ def average_by_rows(
     causal: bool = False,
     exclude_self: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The averages (..., m, v) under `weights`, and the log-sums (..., m), for one block of queries at a time.
-
-    It has derivatives of every order and mode. The backward pass recomputes each block.
-
-    Args:
-        weights: `softmax_weights`, `hardmax_weights`, or another function (queries, keys, log_weights, is_hidden) ->
-            weights (..., m, n) and log-sums (..., m).
-    """
+    """As `average_and_log_sum`, for one block of queries at a time. The backward pass recomputes each block."""
     m, n = queries.shape[-2], keys.shape[-2]
-    queries = scale * queries if isinstance(scale, Tensor) or scale != 1.0 else queries
+    weights = hardmax_weights if is_infinite(scale) else softmax_weights
+    queries = queries if is_infinite(scale) else scale * queries
     log_weights = keys.new_zeros(n) if log_weights is None else log_weights.to(keys.dtype)
     batch = torch.broadcast_shapes(queries.shape[:-2], keys.shape[:-2], values.shape[:-2], log_weights.shape[:-1])
     block = min(m, max(1, BLOCK_ENTRIES // (n * math.prod(batch))))
@@ -194,28 +161,25 @@ def average_by_rows(
 
     def average(i: int, queries: Tensor, keys: Tensor, values: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor]:
         is_hidden = log_weights.isneginf()[..., None, :]  # (..., 1, n)
-        if causal or exclude_self:
-            rows = torch.arange(m, device=queries.device)[i : i + block, None]
-            columns = torch.arange(n, device=queries.device)
-            is_hidden = is_hidden | (columns > rows) if causal else is_hidden
-            is_hidden = is_hidden | (columns == rows) if exclude_self else is_hidden
+        rows = torch.arange(m, device=queries.device)[i : i + block, None]
+        columns = torch.arange(n, device=queries.device)
+        if causal:
+            is_hidden = is_hidden | (columns > rows)
+        if exclude_self:
+            is_hidden = is_hidden | (columns == rows)
         A, log_sum = weights(queries[..., i : i + block, :], keys, log_weights, is_hidden)
         return A @ values, log_sum
 
     inputs = (queries, keys, values, log_weights)
-    if not can_read(*inputs) or uses_forward_mode():
-        parts = [average(i, *inputs) for i in starts]
-    elif torch.is_grad_enabled() and any(z.requires_grad for z in inputs):
-        if len(starts) == 1:
-            return average(0, *inputs)
-        parts = [checkpoint(average, i, *inputs, use_reentrant=False) for i in starts]
-    else:
+    if is_plain(*inputs):
         # Written in place: small results between the large blocks would fragment the heap until it has n^2 entries.
         result, log_sums = queries.new_empty(*batch, m, values.shape[-1]), queries.new_empty(*batch, m)
         for i in starts:
             result[..., i : i + block, :], log_sums[..., i : i + block] = average(i, *inputs)
         return result, log_sums
-    averages, sums = zip(*parts)
+    has_backward = can_read(*inputs) and not uses_forward_mode()
+    average_block = partial(checkpoint, average, use_reentrant=False) if has_backward and len(starts) > 1 else average
+    averages, sums = zip(*(average_block(i, *inputs) for i in starts))
     return torch.cat(averages, dim=-2), torch.cat(sums, dim=-1)
 
 
@@ -236,8 +200,7 @@ def hardmax_weights(q: Tensor, keys: Tensor, log_weights: Tensor, is_hidden: Ten
 def normalised_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The softmax over the last axis and its log-sum-exp; zero and -inf for a row of -inf."""
     top = logits.detach().amax(-1, keepdim=True)
-    exponentials = (logits - torch.where(top.isneginf(), 0.0, top)).exp()
-    total = exponentials.sum(-1, keepdim=True)
     is_empty = top.isneginf()
-    total = torch.where(is_empty, 1.0, total)
+    exponentials = (logits - torch.where(is_empty, 0.0, top)).exp()
+    total = torch.where(is_empty, 1.0, exponentials.sum(-1, keepdim=True))
     return exponentials / total, (total.log() + top)[..., 0]

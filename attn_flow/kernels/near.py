@@ -27,13 +27,14 @@ from torch import Tensor
 
 from attn_flow.base.checks import MAX_FLOAT32_LOGIT
 from attn_flow.kernels import dense
+from attn_flow.kernels.clouds import average_each_cloud, default_tolerance
 
 PATCH_SIZE = 32  # points in a patch of keys: smaller ones have better bounds, larger ones are faster
 MAX_WIDTH = 16  # of keys; in more dimensions patches of neighbours are as wide as the cloud
 BOUND_ENTRIES = 2**22  # bounds in memory at a time
 GATHERED_KEYS = 2**16  # keys gathered at a time
 EPS = torch.finfo(torch.float32).eps  # rounding of the bounds, which are computed in float32
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # what the dtype of the values hardly resolves
+SAMPLED_QUERIES = 8  # of every cloud, from which `estimated_share` is computed
 
 
 def softmax_average(
@@ -43,17 +44,13 @@ def softmax_average(
     log_weights: Tensor | None = None,
     *,
     scale: float | Tensor = 1.0,
-    causal: bool = False,
-    exclude_self: bool = False,
     tolerance: float | None = None,
 ) -> Tensor:
     """The average of the values under softmax weights, (..., m, v), without the keys that hardly count.
 
     Args:
-        queries, keys, values, log_weights, scale: as in `dense`; one cloud after the other is computed.
-        causal, exclude_self: must be False; masks are the business of `dense`.
-        tolerance: the share of every query's weight that may be left out; by default 1e-6 in float32 and 1e-12 in
-            float64. With 1e-6, small logits are computed in float32 whatever the dtype is.
+        tolerance: the share of every query's weight that may be left out. With 1e-6, small logits are computed in
+            float32 whatever the dtype is.
 
     Example:
         >>> x = torch.nn.functional.normalize(torch.randn(1000, 3, dtype=torch.float64), dim=-1)
@@ -61,45 +58,30 @@ def softmax_average(
         >>> bool(difference.abs().max() < 1e-11)
         True
     """
-    if causal or exclude_self:
-        raise ValueError("the kernel 'near' has no causal mask and no exclude_self; use kernel='dense'.")
-    tolerance = TOLERANCE.get(values.dtype, 1e-6) if tolerance is None else tolerance
-    log_weights = keys.new_zeros(keys.shape[-2]) if log_weights is None else log_weights
-    is_shared = queries is keys
+    tolerance = tolerance or default_tolerance(values.dtype)
+    is_shared = queries is keys and not isinstance(scale, Tensor)
     if isinstance(scale, Tensor):
-        queries, scale, is_shared = scale * queries, 1.0, False
-    m, n = queries.shape[-2], keys.shape[-2]
-    batch = torch.broadcast_shapes(queries.shape[:-2], keys.shape[:-2], values.shape[:-2], log_weights.shape[:-1])
+        queries, scale = scale * queries, 1.0
 
-    def clouds(z: Tensor, *sizes: int) -> Iterator[Tensor]:
-        return iter(z.expand(*batch, *sizes).reshape(-1, *sizes))
-
-    result = values.new_empty(math.prod(batch), m, values.shape[-1])
-    inputs = zip(
-        result,
-        clouds(queries, m, queries.shape[-1]),
-        clouds(keys, n, keys.shape[-1]),
-        clouds(values, n, values.shape[-1]),
-        clouds(log_weights, n),
-    )
-    for out, q, k, v, log_w in inputs:
+    def average(q: Tensor, k: Tensor, v: Tensor, log_w: Tensor) -> Tensor:
         key_patches = cut_into_patches(k.double(), PATCH_SIZE)
         query_patches = join_pairs(key_patches) if is_shared else cut_into_patches(q.double(), 2 * PATCH_SIZE)
-        _average_one_cloud(out, query_patches, key_patches, v, log_w.double(), float(scale), tolerance)
-    return result.reshape(*batch, m, values.shape[-1])
+        return _average_patches(query_patches, key_patches, v, log_w.double(), float(scale), tolerance)
+
+    return average_each_cloud(average, queries, keys, values, log_weights)
 
 
 def estimated_share(
-    queries: Tensor, keys: Tensor, log_weights: Tensor | None, *, scale: float | Tensor, samples: int = 8
+    queries: Tensor, keys: Tensor, log_weights: Tensor | None, scale: float | Tensor, tolerance: float
 ) -> float:
-    """The share of keys within reach of a query, estimated from a few queries of one head of every cloud.
+    """The share of keys within reach of a query, estimated from a few queries of every cloud.
 
     A key counts if its logit is less than log(n / tolerance) below the highest one; patches see somewhat more.
     """
-    step = max(1, queries.shape[-2] // samples)
+    step = max(1, queries.shape[-2] // SAMPLED_QUERIES)
     logits = (scale * queries)[..., ::step, :] @ keys.mT
     logits = logits if log_weights is None else logits + log_weights[..., None, :]
-    window = math.log(keys.shape[-2] / TOLERANCE.get(keys.dtype, 1e-6))
+    window = math.log(keys.shape[-2] / tolerance)
     return float((logits >= logits.amax(-1, keepdim=True) - window).double().mean())
 
 
@@ -160,14 +142,14 @@ def _with_balls(index: Tensor, points: Tensor, count: int) -> Patches:
     return Patches(index, points, centre, (points - centre[:, None]).norm(dim=-1).amax(1), count)
 
 
-def _average_one_cloud(
-    out: Tensor, queries: Patches, keys: Patches, values: Tensor, log_weights: Tensor, scale: float, tolerance: float
-) -> None:
-    """Write the averages of one cloud to out (m, v)."""
+def _average_patches(
+    queries: Patches, keys: Patches, values: Tensor, log_weights: Tensor, scale: float, tolerance: float
+) -> Tensor:
+    """The averages (m, v) of one cloud."""
+    result = values.new_zeros(queries.count, values.shape[-1])
     bias = keys.gather(log_weights).masked_fill(keys.is_padding, -torch.inf)  # (patches, size)
     if not bool(bias.isfinite().any()):
-        out.zero_()
-        return
+        return result
     patch_values = keys.gather(values)
     float32_is_enough = tolerance > EPS
     at_once = max(1, BOUND_ENTRIES // len(bias))
@@ -186,7 +168,8 @@ def _average_one_cloud(
             average = dense.softmax_average(*(z.to(dtype) for z in inputs), scale=scale)
             where = index[group].flatten()
             is_query = where < queries.count
-            out[where[is_query]] = average.flatten(0, 1)[is_query].to(out.dtype)
+            result[where[is_query]] = average.flatten(0, 1)[is_query].to(result.dtype)
+    return result
 
 
 def _select(

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from attn_flow.kernels import bessel, dense
+from attn_flow.kernels.clouds import average_each_cloud, default_tolerance
 
 FEATURE_ENTRIES = 2**18  # features in memory at a time
 EPS = torch.finfo(torch.float64).eps
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # accuracy below which queries are averaged by `dense`
 
 
 def softmax_average(
@@ -30,16 +30,11 @@ def softmax_average(
     log_weights: Tensor | None = None,
     *,
     scale: float | Tensor = 1.0,
-    causal: bool = False,
-    exclude_self: bool = False,
     tolerance: float | None = None,
 ) -> Tensor:
     """The average of the values under softmax weights, (..., m, v), for keys on a circle around the origin.
 
-    Args:
-        queries, keys, values, log_weights, scale: as in `dense`; one cloud after the other is computed in float64.
-        causal, exclude_self: must be False; masks are the business of `dense`.
-        tolerance: the relative accuracy; by default 1e-6 in float32 and 1e-12 in float64.
+    It is computed in float64. Queries whose average would lose more digits than the tolerance go to `dense`.
 
     Example:
         >>> angle = torch.linspace(0, 6, 1000, dtype=torch.float64)
@@ -48,20 +43,14 @@ def softmax_average(
         >>> bool(difference.abs().max() < 1e-11)
         True
     """
-    if causal or exclude_self:
-        raise ValueError("the kernel 'series' has no causal mask and no exclude_self; use kernel='dense'.")
-    tolerance = TOLERANCE.get(values.dtype, 1e-6) if tolerance is None else tolerance
+    tolerance = tolerance or default_tolerance(values.dtype)
     if not is_on_circle(keys, tolerance):
         raise ValueError("the kernel 'series' needs keys of width 2 and of equal length; use kernel='auto'.")
-    queries = (scale * queries).double()
-    log_weights = keys.new_zeros(keys.shape[-2]) if log_weights is None else log_weights
-    batch = torch.broadcast_shapes(queries.shape[:-2], keys.shape[:-2], values.shape[:-2], log_weights.shape[:-1])
-    clouds = [
-        z.expand(*batch, *z.shape[-axes:]).reshape(-1, *z.shape[-axes:]).double()
-        for z, axes in ((queries, 2), (keys, 2), (values, 2), (log_weights, 1))
-    ]
-    averages = [_average_one_cloud(*cloud, tolerance=tolerance) for cloud in zip(*clouds)]
-    return torch.stack(averages).reshape(*batch, queries.shape[-2], values.shape[-1]).to(values.dtype)
+
+    def average(q: Tensor, k: Tensor, v: Tensor, log_w: Tensor) -> Tensor:
+        return _average_one_cloud(q.double(), k.double(), v.double(), log_w.double(), tolerance).to(v.dtype)
+
+    return average_each_cloud(average, scale * queries, keys, values, log_weights)
 
 
 def is_on_circle(keys: Tensor, tolerance: float) -> bool:
@@ -87,7 +76,7 @@ def term_count(b: float) -> int:
     return math.ceil(k)
 
 
-def _average_one_cloud(q: Tensor, k: Tensor, v: Tensor, log_weights: Tensor, *, tolerance: float) -> Tensor:
+def _average_one_cloud(q: Tensor, k: Tensor, v: Tensor, log_weights: Tensor, tolerance: float) -> Tensor:
     """The averages (m, v) of one cloud in float64, for queries that are already scaled."""
     lengths = q.norm(dim=-1)
     b = lengths * k.norm(dim=-1).mean()

@@ -40,8 +40,6 @@ def softmax_average(
     log_weights: Tensor | None = None,
     *,
     scale: float | Tensor = 1.0,
-    causal: bool = False,
-    exclude_self: bool = False,
 ) -> Tensor:
     """The average of the values under doubly stochastic weights, (..., n, v), for as many queries as keys.
 
@@ -51,8 +49,6 @@ def softmax_average(
         >>> weights.sum(0)  # the columns sum to one too
         tensor([1.0000, 1.0000, 1.0000], dtype=torch.float64)
     """
-    if causal or exclude_self:
-        raise ValueError("kind = 'sinkhorn' needs every pair of tokens; use causal=False and self_attention=True.")
     queries = scale * queries
     log_w = keys.new_full(keys.shape[-2:-1], -math.log(keys.shape[-2])) if log_weights is None else log_weights
     return dense.softmax_average(queries, keys, values, potential(queries, keys, log_w) + log_w)

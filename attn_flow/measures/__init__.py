@@ -4,7 +4,6 @@ from attn_flow.measures.cloud import Cloud, as_cloud
 from attn_flow.measures.gaussian import EllipsoidSupport, Gaussian
 from attn_flow.measures.measure import Measure
 from attn_flow.measures.mixture import Mixture
-from attn_flow.measures.per_query import PerQueryCloud, PerQueryGaussian
 from attn_flow.measures.sphere import UniformSphere
 from attn_flow.measures.von_mises_fisher import VonMisesFisher
 
@@ -14,8 +13,6 @@ __all__ = [
     "Gaussian",
     "Measure",
     "Mixture",
-    "PerQueryCloud",
-    "PerQueryGaussian",
     "UniformSphere",
     "VonMisesFisher",
     "as_cloud",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.kernels import dense
-from attn_flow.measures.measure import by_temperature, log_mean_exp
+from attn_flow.measures.measure import as_tensor, is_infinite, length, over_beta
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,37 +118,23 @@ class Cloud:
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g) = (1/beta) log sum_j w_j e^{beta <g, x_j>}, (..., m), for queries g (..., m, d)."""
-
-        def hot() -> Tensor:
-            return (g * self.mean[..., None, :]).sum(-1)
-
-        def warm(b: Tensor) -> Tensor:
-            # Centred tokens keep the digits of <g, mean> at a small beta.
-            centred = self.x - self.mean[..., None, :]
-            p = self.probabilities[..., None, :]
-
-            def centred_weights(q: Tensor, keys: Tensor, _: Tensor, __: Tensor) -> tuple[Tensor, Tensor]:
-                logits = q @ keys.mT
-                return logits.new_zeros(*logits.shape[:-1], 1), log_mean_exp(logits, p)
-
-            one = self.x[..., :1, :1]
-            return hot() + dense.average_by_rows(centred_weights, b[..., None] * g, centred, one)[1] / b
-
-        def cold() -> Tensor:
-            return dense.average_by_rows(dense.hardmax_weights, g, self.x, self.x[..., :1], self.log_weights)[1]
-
-        return by_temperature(beta, g, hot, warm, cold)
+        along = (g * self.mean[..., None, :]).sum(-1)
+        centred = self.zero_padding(self.x - self.mean[..., None, :])
+        _, log_sum = dense.average_and_log_sum(g, centred, centred[..., :1], self.log_weights, scale=_scale(beta, g))
+        if is_infinite(beta):  # the log-sum is the highest score
+            return along + log_sum
+        log_mean = log_sum if self.log_weights is not None else log_sum - math.log(self.x.shape[-2])
+        spread = length(g) * length(centred).amax(-1, keepdim=True)
+        return along + over_beta(log_mean, as_tensor(beta, g), spread)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = sum_j softmax_j(beta <g, x_j> + log w_j) x_j, (..., m, d); ties are averaged at beta = inf."""
-        log_weights = self.log_weights
-        return by_temperature(
-            beta,
-            g,
-            hot=lambda: self.mean[..., None, :].expand(g.shape),
-            warm=lambda b: dense.softmax_average(g, self.x, self.x, log_weights, scale=b[..., None]),
-            cold=lambda: dense.hardmax_average(g, self.x, self.x, log_weights),
-        )
+        return dense.softmax_average(g, self.x, self.x, self.log_weights, scale=_scale(beta, g))
+
+
+def _scale(beta: float | Tensor, g: Tensor) -> float | Tensor:
+    """beta as the scale of a kernel: a tensor has an axis for the coordinates of g."""
+    return beta.to(g)[..., None] if isinstance(beta, Tensor) else beta
 
 
 def as_cloud(tokens: Tensor | Cloud, name: str = "x") -> Cloud:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.measures.cloud import Cloud
-from attn_flow.measures.measure import by_temperature, direction, largest_entry, sqrt_or_zero
+from attn_flow.measures.measure import as_tensor, direction, is_infinite, largest_entry, sqrt_or_zero
 from attn_flow.measures.sphere import UniformSphere
 
 
@@ -58,10 +58,9 @@ class Gaussian:
         return cls(mean, cov, math.sqrt(2 * math.log(n)))
 
     @classmethod
-    def fit(cls, cloud: Cloud, *, shrinkage: float | None = None, cap: float = math.inf) -> Gaussian:
-        """The Gaussian with the mean and covariance of a cloud; shrinkage in [0, 1] as in `shrink_covariance`."""
-        mean, cov = cloud.moments()
-        return cls(mean, shrink_covariance(cov, cloud, shrinkage), cap)
+    def fit(cls, cloud: Cloud, cap: float = math.inf) -> Gaussian:
+        """The Gaussian with the mean and covariance of a cloud."""
+        return cls(*cloud.moments(), cap)
 
     def to(self, *args: Any, **kwargs: Any) -> Gaussian:
         """The same measure with its tensors moved or cast, as `Tensor.to`."""
@@ -70,32 +69,27 @@ class Gaussian:
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""
         along, Sg, deviation = _project_moments(g, self.mean, self.cov)
-
-        def warm(b: Tensor) -> Tensor:
-            quadratic = b * (g * Sg).sum(-1) / 2
-            if math.isinf(self.cap):
-                return along + quadratic
-            saturated = deviation * self.cap - self.cap**2 / (2 * b)
-            return along + torch.where(b * deviation < self.cap, quadratic, saturated)
-
-        return by_temperature(beta, g, lambda: along, warm, lambda: along + self._finite_cap() * deviation)
+        if is_infinite(beta):
+            return along + self._finite_cap() * deviation
+        b = as_tensor(beta, g)
+        quadratic = b * (g * Sg).sum(-1) / 2
+        if math.isinf(self.cap):
+            return along + quadratic
+        is_saturated = b * deviation >= self.cap
+        saturated = deviation * self.cap - self.cap**2 / (2 * torch.where(is_saturated, b, 1.0))
+        return along + torch.where(is_saturated, saturated, quadratic)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = grad L_beta(g), (..., m, d)."""
         _, Sg, deviation = _project_moments(g, self.mean, self.cov)
         m = self.mean[..., None, :]
-
-        def warm(b: Tensor) -> Tensor:
-            if math.isinf(self.cap):
-                return m + b[..., None] * Sg
-            is_saturated = b * deviation >= self.cap
-            pull = torch.where(is_saturated, self.cap / torch.where(is_saturated, deviation, 1.0), b)
-            return m + pull[..., None] * Sg
-
-        def cold() -> Tensor:
+        if is_infinite(beta):
             return m + self._finite_cap() * direction(Sg, deviation)
-
-        return by_temperature(beta, g, lambda: m.expand(g.shape), warm, cold)
+        pull = as_tensor(beta, g)
+        if self.cap < math.inf:
+            is_saturated = pull * deviation >= self.cap
+            pull = torch.where(is_saturated, self.cap / torch.where(is_saturated, deviation, 1.0), pull)
+        return m + pull[..., None] * Sg
 
     def _finite_cap(self) -> float:
         if math.isinf(self.cap):
@@ -140,10 +134,9 @@ class EllipsoidSupport:
         return f"EllipsoidSupport(mean {tuple(self.mean.shape)}, cov {tuple(self.cov.shape)}, rho={self.rho:.6g})"
 
     @classmethod
-    def fit(cls, cloud: Cloud, *, shrinkage: float | None = None, rho: float | None = None) -> EllipsoidSupport:
+    def fit(cls, cloud: Cloud, rho: float | None = None) -> EllipsoidSupport:
         """The ellipsoid with a cloud's mean and covariance; rho = sqrt(rank) by default."""
         mean, cov = cloud.moments()
-        cov = shrink_covariance(cov, cloud, shrinkage)
         rank = _rank(cov)
         return cls(mean, cov, math.sqrt(rank) if rho is None else rho, rank)
 
@@ -159,12 +152,12 @@ class EllipsoidSupport:
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""
         along, _, deviation = _project_moments(g, self.mean, self.cov)
-        return along + self._sphere.radial_log_partition(deviation, g, beta)
+        return along + self._sphere.radial_log_partition(deviation, beta)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = grad L_beta(g), (..., m, d)."""
         _, Sg, deviation = _project_moments(g, self.mean, self.cov)
-        pull = self._sphere.radial_mean(deviation, g, beta)
+        pull = self._sphere.radial_mean(deviation, beta)
         return self.mean[..., None, :] + pull[..., None] * direction(Sg, deviation)
 
 
@@ -180,28 +173,6 @@ def _project_moments(g: Tensor, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tens
     size = largest_entry(g)
     Sg = (g / size) @ cov.mT
     return (g * mean[..., None, :]).sum(-1), size * Sg, size[..., 0] * sqrt_or_zero((g / size * Sg).sum(-1))
-
-
-def shrink_covariance(cov: Tensor, cloud: Cloud, shrinkage: float | None = None) -> Tensor:
-    """(1 - a) S + a tr(S)/d I with a = `shrinkage`.
-
-    By default a = 0 for clouds of more than d tokens, and the value of Ledoit and Wolf otherwise.
-    """
-    d, n = cov.shape[-1], cloud.probabilities.square().sum(-1).reciprocal()  # the effective number of tokens
-    scale = torch.diagonal(cov, dim1=-2, dim2=-1).mean(-1)
-    eye = torch.eye(d, dtype=cov.dtype, device=cov.device)
-    if shrinkage is None:
-        centred = cloud.x - cloud.mean[..., None, :]
-        fourth = (cloud.probabilities * centred.square().sum(-1).square()).sum(-1)
-        noise = (fourth - cov.square().sum((-2, -1))) / n
-        distance = (cov - scale[..., None, None] * eye).square().sum((-2, -1))
-        a = torch.where(distance > 0, torch.minimum(noise, distance) / torch.where(distance > 0, distance, 1.0), 0.0)
-        a = torch.where(n > d, torch.zeros_like(a), a)
-    elif 0 <= shrinkage <= 1:
-        a = torch.full_like(scale, shrinkage)
-    else:
-        raise ValueError(f"shrinkage = {shrinkage}, expected a number in [0, 1].")
-    return (1 - a)[..., None, None] * cov + (a * scale)[..., None, None] * eye
 
 
 def _rank(cov: Tensor) -> int:

@@ -4,19 +4,17 @@
     m_beta[mu](g) = grad_g L_beta = int y e^{beta <g,y>} dmu / int e^{beta <g,y>} dmu
 
 Self-attention is V m_beta[mu](G x). Here mu is a cloud of tokens, the uniform distribution of a sphere, a Gaussian, an
-ellipsoid, or a mixture of any of them; g is (..., m, d), beta a number or a tensor that broadcasts against (..., m).
+ellipsoid, or a mixture of any of them; g is (..., m, d). beta is a number, which may be infinite, or a tensor of finite
+numbers that broadcasts against (..., m).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-from attn_flow.base.checks import can_read
 
 
 class Measure(Protocol):
@@ -35,43 +33,24 @@ class Measure(Protocol):
         ...
 
 
-def by_temperature(
-    beta: float | Tensor,
-    g: Tensor,
-    hot: Callable[[], Tensor],
-    warm: Callable[[Tensor], Tensor],
-    cold: Callable[[], Tensor],
-) -> Tensor:
-    """hot() where beta = 0, cold() where beta = inf, and warm(beta) in between.
+def is_infinite(beta: float | Tensor) -> bool:
+    """Whether beta is the number infinity."""
+    return not isinstance(beta, Tensor) and math.isinf(beta)
 
-    A beta below the smallest normal number counts as 0, because it cannot be divided by. A tensor beta that mixes these
-    cases is read from its device.
+
+def as_tensor(beta: float | Tensor, g: Tensor) -> Tensor:
+    """beta in the dtype and on the device of g."""
+    return torch.as_tensor(beta, dtype=g.dtype, device=g.device)
+
+
+def over_beta(log_mean: Tensor, beta: Tensor, spread: Tensor) -> Tensor:
+    """(1/beta) log E e^{beta t} for a centred variable t with |t| <= spread, from log_mean = log E e^{beta t}.
+
+    By Hoeffding's lemma it lies between 0 and beta spread^2 / 2. The bounds take away the rounding errors of log_mean,
+    which a small beta would magnify, and give the limit 0 at beta = 0.
     """
-    tiny = torch.finfo(g.dtype).tiny
-    if not isinstance(beta, Tensor):
-        if beta < tiny:
-            return hot()
-        return cold() if math.isinf(beta) else warm(torch.as_tensor(beta, dtype=g.dtype, device=g.device))
-    b = beta.to(g)
-    is_zero, is_infinite = b < tiny, b.isinf()
-    if not can_read(b) or not bool((is_zero | is_infinite).any()):
-        return warm(b)
-    value = warm(torch.where(is_zero | is_infinite, 1.0, b))
-    is_vector = value.ndim > max(b.ndim, g.ndim - 1)  # a mean (..., m, d), or a number (..., m)
-    for condition, formula in ((is_zero, hot), (is_infinite, cold)):
-        if bool(condition.any()):
-            value = torch.where(condition[..., None] if is_vector else condition, formula(), value)
-    return value
-
-
-def log_mean_exp(t: Tensor, w: Tensor) -> Tensor:
-    """log sum_j w_j e^{t_j} over the last axis, for sum_j w_j = 1 and sum_j w_j t_j = 0.
-
-    It is of second order in t, so small t go through expm1 and log1p, which keep their digits.
-    """
-    is_small = t.amax(-1) <= 1
-    small = torch.where(is_small[..., None], t, 0.0)
-    return torch.where(is_small, torch.log1p((w * torch.expm1(small)).sum(-1)), torch.logsumexp(t + w.log(), dim=-1))
+    quotient = log_mean / torch.where(beta == 0, 1.0, beta)
+    return torch.minimum(quotient.clamp_min(0.0), beta * spread.square() / 2)
 
 
 def length(g: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.base import checks
-from attn_flow.measures.measure import Measure, by_temperature, log_mean_exp
+from attn_flow.measures.measure import Measure, as_tensor, is_infinite, over_beta
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,14 +55,12 @@ class Mixture:
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g) = (1/beta) log sum_c pi_c e^{beta L_c(g)}, (..., m), for queries g (..., m, d)."""
         L, log_pi = self._tilt(g, beta)
-        log_partition = by_temperature(
-            beta,
-            g.double(),
-            hot=lambda: (log_pi.exp() * L).sum(-1),
-            warm=lambda b: _centred_log_mean_exp(L, log_pi, b),
-            cold=lambda: torch.where(log_pi.isneginf(), -torch.inf, L).amax(-1),
-        )
-        return log_partition.to(g.dtype)
+        if is_infinite(beta):
+            return torch.where(log_pi.isneginf(), -torch.inf, L).amax(-1).to(g.dtype)
+        mean = (log_pi.exp() * L).sum(-1)
+        b, centred = as_tensor(beta, L), L - mean[..., None]
+        log_mean = (b[..., None] * centred + log_pi).logsumexp(-1)
+        return (mean + over_beta(log_mean, b, centred.abs().amax(-1))).to(g.dtype)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g), the mean of the components' under their tilted weights, (..., m, d)."""
@@ -72,14 +70,12 @@ class Mixture:
     def responsibilities(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """The tilted weights of the components, (..., m, components); ties are shared at beta = inf."""
         L, log_pi = self._tilt(g, beta)
-
-        def cold() -> Tensor:
-            shown = torch.where(log_pi.isneginf(), -torch.inf, L)
-            top = shown >= shown.amax(-1, keepdim=True)
-            return torch.where(top, log_pi, -torch.inf).softmax(-1)
-
-        warm = lambda b: (b[..., None] * L + log_pi).softmax(-1)
-        return by_temperature(beta, g.double(), log_pi.exp, warm, cold).to(g.dtype)
+        if is_infinite(beta):
+            visible = torch.where(log_pi.isneginf(), -torch.inf, L)
+            logits = torch.where(visible >= visible.amax(-1, keepdim=True), log_pi, -torch.inf)
+        else:
+            logits = as_tensor(beta, L)[..., None] * L + log_pi
+        return logits.softmax(-1).to(g.dtype)
 
     def _tilt(self, g: Tensor, beta: float | Tensor) -> tuple[Tensor, Tensor]:
         """The components' L_c(g) and log pi_c, each (..., m, components).
@@ -92,9 +88,3 @@ class Mixture:
         pi = pi / pi.detach().amax(-1, keepdim=True)  # so that the sum cannot overflow
         pi = pi / pi.sum(-1, keepdim=True)
         return L, pi.log()[..., None, :].expand(L.shape)
-
-
-def _centred_log_mean_exp(L: Tensor, log_pi: Tensor, b: Tensor) -> Tensor:
-    """(1/b) log sum_c pi_c e^{b L_c}, centred so that a small b does not cancel the digits of the mean."""
-    mean = (log_pi.exp() * L).sum(-1)
-    return mean + log_mean_exp(b[..., None] * (L - mean[..., None]), log_pi.exp()) / b

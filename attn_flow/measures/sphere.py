@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.kernels import bessel
-from attn_flow.measures.measure import by_temperature, direction, length
+from attn_flow.measures.measure import as_tensor, direction, is_infinite, length, over_beta
 
 
 @dataclass(frozen=True)
@@ -42,29 +41,22 @@ class UniformSphere:
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""
-        return self.radial_log_partition(length(g), g, beta)
+        return self.radial_log_partition(length(g), beta)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g), (..., m, d); zero at g = 0, where there is no direction."""
         size = length(g)
-        return self.radial_mean(size, g, beta)[..., None] * direction(g, size)
+        return self.radial_mean(size, beta)[..., None] * direction(g, size)
 
-    def radial_log_partition(self, size: Tensor, g: Tensor, beta: float | Tensor) -> Tensor:
-        """L_beta of a query of length size (..., m)."""
-        return by_temperature(
-            beta,
-            g,
-            hot=lambda: torch.zeros_like(size),
-            warm=lambda b: bessel.log_i(self.d / 2 - 1, b * self.radius * size) / b,
-            cold=lambda: self.radius * size,
-        )
+    def radial_log_partition(self, size: Tensor, beta: float | Tensor) -> Tensor:
+        """L_beta of queries of length size (..., m)."""
+        if is_infinite(beta):
+            return self.radius * size
+        b, spread = as_tensor(beta, size), self.radius * size
+        return over_beta(bessel.log_i(self.d / 2 - 1, b * spread), b, spread)
 
-    def radial_mean(self, size: Tensor, g: Tensor, beta: float | Tensor) -> Tensor:
-        """r A_d(beta r size), the length (..., m) of the tilted mean of a query of length size (..., m)."""
-        return by_temperature(
-            beta,
-            g,
-            hot=lambda: torch.zeros_like(size),
-            warm=lambda b: self.radius * bessel.ratio(self.d / 2 - 1, b * self.radius * size),
-            cold=lambda: self.radius * (size > 0).to(size.dtype),
-        )
+    def radial_mean(self, size: Tensor, beta: float | Tensor) -> Tensor:
+        """r A_d(beta r size), the length (..., m) of the tilted mean of queries of length size (..., m)."""
+        if is_infinite(beta):
+            return self.radius * (size > 0).to(size.dtype)
+        return self.radius * bessel.ratio(self.d / 2 - 1, as_tensor(beta, size) * self.radius * size)

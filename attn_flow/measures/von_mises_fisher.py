@@ -6,16 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.kernels import bessel
-from attn_flow.measures.measure import by_temperature, length
+from attn_flow.measures.measure import as_tensor, direction, is_infinite, length, over_beta
 
 MAX_SAMPLED_KAPPA = 1e9  # kappa that can be sampled: beyond, float64 has few digits of 1 - <mean, y>, and then none
-NODES = 8  # of Gauss and Legendre, over an interval of less than a quarter of the distance to the next singularity
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -108,43 +106,22 @@ class VonMisesFisher:
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""
-        along, nu = (g * self.mean[..., None, :]).sum(-1), self.d / 2 - 1
-
-        def hot() -> Tensor:
-            return bessel.ratio(nu, torch.full_like(along, self.kappa)) * along
-
-        def warm(b: Tensor) -> Tensor:
-            # log I(|z|) - log I(kappa): as an integral of the ratio where the two are close, and would cancel.
-            size, kappa = length(self._tilted(g, b)), torch.full_like(along, self.kappa)
-            total = size + kappa
-            rise = (2 * kappa * along + b * g.square().sum(-1)) / torch.where(total > 0, total, 1.0)  # (|z|-kappa)/b
-            nodes, weights = np.polynomial.legendre.leggauss(NODES)
-            mean = sum(
-                w / 2 * bessel.ratio(nu, kappa + (1 + s) / 2 * b * rise)
-                for s, w in zip(nodes.tolist(), weights.tolist())
-            )
-            close = (b * rise).abs() <= 0.25 * kappa.clamp_min(2.0)
-            apart = bessel.log_i(nu, size) - bessel.log_i(nu, kappa)
-            return torch.where(close, mean * rise, apart / b)
-
-        return by_temperature(beta, g, hot, warm, lambda: length(g))
+        if is_infinite(beta):
+            return length(g)
+        nu, b, g64 = self.d / 2 - 1, as_tensor(beta, g).double(), g.double()  # two logarithms cancel
+        kappa = torch.full_like(g64[..., 0], self.kappa)
+        along = bessel.ratio(nu, kappa) * (g64 * self.mean[..., None, :]).sum(-1)  # <g, mean of the distribution>
+        log_mean = bessel.log_i(nu, length(self._tilted(g64, b))) - bessel.log_i(nu, kappa) - b * along
+        return (along + over_beta(log_mean, b, 2 * length(g64))).to(g.dtype)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = A_d(|z|) z/|z|, z = kappa mean + beta g, (..., m, d); zero at z = 0."""
-        nu = self.d / 2 - 1
+        if is_infinite(beta):
+            return direction(g, length(g))
+        z = self._tilted(g, as_tensor(beta, g))
+        size = length(z)
+        return bessel.ratio(self.d / 2 - 1, size)[..., None] * direction(z, size)
 
-        def pulled(z: Tensor) -> Tensor:
-            size = length(z)[..., None]
-            return bessel.ratio(nu, size) * z / torch.where(size > 0, size, 1.0)
-
-        def cold() -> Tensor:
-            size = length(g)[..., None]
-            return g / torch.where(size > 0, size, 1.0)
-
-        m = self.mean[..., None, :]
-        hot = lambda: pulled((self.kappa * m).expand(torch.broadcast_shapes(m.shape, g.shape)))
-        return by_temperature(beta, g, hot, lambda b: pulled(self._tilted(g, b)), cold)
-
-    def _tilted(self, g: Tensor, b: Tensor) -> Tensor:
+    def _tilted(self, g: Tensor, beta: Tensor) -> Tensor:
         """kappa mean + beta g, (..., m, d)."""
-        return self.kappa * self.mean[..., None, :] + b[..., None] * g
+        return self.kappa * self.mean[..., None, :].to(g) + beta[..., None] * g

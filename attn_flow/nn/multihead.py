@@ -259,8 +259,7 @@ class ContinuousMultiheadAttention(FlowModule):
         scale = math.inf if self._is_hardmax else self.beta[:, None, None].to(q.dtype)
         if masks.pairs is None:
             log_weights = None if masks.log_weights is None else masks.log_weights[..., None, :]
-            kernel = dense.hardmax_average if self._is_hardmax else dense.softmax_average
-            return kernel(q, k, v, log_weights, scale=scale, causal=masks.causal)
+            return dense.softmax_average(q, k, v, log_weights, scale=scale, causal=masks.causal)
         # The kernels have no mask of pairs. A finite number stands for -inf: a query that sees no key has no NaN.
         is_hidden = masks.pairs.isneginf()
         pairs = torch.where(is_hidden, torch.finfo(q.dtype).min / 4, masks.pairs.to(q.dtype))

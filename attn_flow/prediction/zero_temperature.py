@@ -101,7 +101,7 @@ def linear_part(
     if isinstance(support, (EllipsoidSupport, Gaussian)):
         rho = support.rho if isinstance(support, EllipsoidSupport) else support.cap
         if math.isinf(rho):
-            raise ValueError("a Gaussian without cap has no support at beta = inf; use Gaussian.bulk(..., n) or a cap.")
+            raise ValueError("a Gaussian without cap has no support at beta = inf; use Gaussian.of_tokens or a cap.")
         variances, axes = torch.linalg.eigh(support.cov.double())
         deviations = variances.clamp(min=0).sqrt()  # rounding may leave a negative variance
         if float(support.mean.double().norm()) <= tol * rho * float(deviations[-1]):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attn_flow.kernels import bessel, dense, near, series, sinkhorn
+from attn_flow.kernels.clouds import default_tolerance
 
 f64 = torch.float64
 
@@ -54,7 +55,8 @@ def test_dense_kernels_are_the_two_loops(generator, causal, exclude_self, scale)
     torch.testing.assert_close(average, expected)
     torch.testing.assert_close(sums, log_sum)
     hard = literal(q, k, v, log_w, hard=True, **options)[0]
-    torch.testing.assert_close(dense.hardmax_average(q, k, v, log_w, **options), hard)
+    options["scale"] = math.inf
+    torch.testing.assert_close(dense.softmax_average(q, k, v, log_w, **options), hard)
 
 
 def test_leading_axes_broadcast_and_equal_a_loop(generator):
@@ -89,10 +91,10 @@ def test_row_blocks_change_nothing(generator):
     n = 1200  # n^2 is several blocks
     x, log_w = sphere(generator, n, 3), draw(generator, n)
     expected = dense.softmax_average(x, x, x, log_w, scale=7.0)
-    by_rows, _ = dense.average_by_rows(dense.softmax_weights, x, x, x, log_w, scale=7.0)
+    by_rows, _ = dense.average_by_rows(x, x, x, log_w, scale=7.0)
     torch.testing.assert_close(by_rows, expected)
     y = x.clone().requires_grad_()
-    dense.average_by_rows(dense.softmax_weights, y, y, y, log_w, scale=7.0)[0].square().sum().backward()
+    dense.average_by_rows(y, y, y, log_w, scale=7.0)[0].square().sum().backward()
     z = x.clone().requires_grad_()
     dense.softmax_average(z, z, z, log_w, scale=7.0).square().sum().backward()
     torch.testing.assert_close(y.grad, z.grad)
@@ -106,7 +108,7 @@ def test_near_keys_err_by_less_than_their_bound(generator, d, scale, dtype):
     log_w[::7] = -math.inf
     x, values = x.to(dtype), values.to(dtype)  # the reference has the same rounded tokens
     exact = dense.softmax_average(x.double(), x.double(), values.double(), log_w, scale=scale)
-    tolerance = near.TOLERANCE[dtype]
+    tolerance = default_tolerance(dtype)
     radius = float((values - values.mean(0)).norm(dim=-1).max())
     # the logits of the reference are rounded too
     rounding = (100 * torch.finfo(dtype).eps + 8 * scale * torch.finfo(f64).eps) * radius
@@ -156,13 +158,6 @@ def test_series_refuses_keys_off_the_circle(generator):
     x = draw(generator, 50, 2)
     with pytest.raises(ValueError, match="equal length"):
         series.softmax_average(x, x, x)
-
-
-@pytest.mark.parametrize("kernel", [near, series, sinkhorn])
-def test_kernels_without_masks_say_so(kernel):
-    x = torch.eye(2)
-    with pytest.raises(ValueError, match="causal"):
-        kernel.softmax_average(x, x, x, causal=True)
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0, 400.0])

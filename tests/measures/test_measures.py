@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_flow import Cloud, EllipsoidSupport, Gaussian, Mixture, Sphere, UniformSphere, VonMisesFisher
-from attn_flow.measures import PerQueryCloud, PerQueryGaussian, quadrature
+from attn_flow.measures import quadrature
 
 f64 = torch.float64
 D = 3
@@ -36,8 +36,6 @@ MEASURES = {
     "mixture": Mixture(
         [weighted_cloud(), UniformSphere(D), Gaussian(draw(D), covariance())], torch.tensor([1.0, 2, 3])
     ),
-    "per query": PerQueryCloud(draw(4, 5, D), draw(4, 5, seed=2).exp()),
-    "per query gaussian": PerQueryGaussian(draw(6, D), draw(4, 6, seed=2).exp(), cap=2.0),
 }
 
 
@@ -49,14 +47,15 @@ def test_tilted_mean_is_the_gradient_of_the_log_partition(name, beta):
     torch.testing.assert_close(gradient, mu.tilted_mean(g, beta), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in MEASURES if not name.startswith("per query")])
+@pytest.mark.parametrize("name", MEASURES)
 def test_a_tensor_of_betas_is_a_loop(name):
     mu, g = MEASURES[name], draw(4, D, seed=9)
     betas = [0.0, 0.5, 3.0, 20.0]
     for function in (mu.log_partition, mu.tilted_mean):
         rows = torch.stack([function(g, beta)[i] for i, beta in enumerate(betas)])
         torch.testing.assert_close(function(g, torch.tensor(betas, dtype=f64)), rows)
-    torch.testing.assert_close(mu.log_partition(g, 1e-7), mu.log_partition(g, 0.0), rtol=0, atol=1e-5)
+    for small in (1e-7, 1e-12, 1e-300):  # no rounding error is divided by beta
+        torch.testing.assert_close(mu.log_partition(g, small), mu.log_partition(g, 0.0), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["cloud", "sphere", "capped gaussian", "ellipsoid", "von mises fisher"])
@@ -91,16 +90,12 @@ def test_weights_of_any_size_and_their_gradients():
     assert bool(w.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("d", [2, 3, 4])
+@pytest.mark.parametrize("d", [2, 3])
 def test_sphere_and_von_mises_fisher_by_quadrature(d):
     g, beta = draw(1, d, seed=4), 1.7
     axis = draw(d, seed=5)
-    if d == 2:
-        nodes = quadrature.circle(200)
-    else:
-        nodes = quadrature.graded(200, 400, axis)
+    nodes, tolerance = (quadrature.circle(200), 1e-10) if d == 2 else (quadrature.fibonacci(20000), 1e-4)
     sphere = UniformSphere(d)
-    tolerance = 1e-10 if d == 2 else 2e-3
     torch.testing.assert_close(sphere.tilted_mean(g, beta), nodes.tilted_mean(g, beta), rtol=0, atol=tolerance)
     mu = VonMisesFisher(axis / axis.norm(), 2.0)
     density = Cloud(nodes.x, nodes.weights * mu.density(nodes.x))
@@ -125,8 +120,6 @@ def test_gaussian_closed_forms():
     cloud = Cloud(draw(50, D))
     fit = Gaussian.fit(cloud)
     torch.testing.assert_close(fit.cov, cloud.moments()[1])
-    few = Gaussian.fit(Cloud(draw(3, 5)))
-    assert float(torch.linalg.eigvalsh(few.cov).min()) > 0  # shrunk to full rank
     support = EllipsoidSupport.fit(cloud)
     g0 = torch.zeros(1, D, dtype=f64)
     torch.testing.assert_close(support.tilted_mean(g0, 1.0)[0], cloud.mean)
@@ -142,34 +135,15 @@ def test_mixture_of_clouds_is_the_joint_cloud():
         torch.testing.assert_close(mixture.log_partition(g, beta), joint.log_partition(g, beta))
 
 
-def test_per_query_measures_against_single_clouds():
-    x, w, g = draw(4, 5, D), draw(4, 5, seed=2).exp(), draw(4, D, seed=9)
-    mu = PerQueryCloud(x, w)
-    for i in range(4):
-        one = Cloud(x[i], w[i])
-        torch.testing.assert_close(mu.tilted_mean(g, 1.1)[i], one.tilted_mean(g[i : i + 1], 1.1)[0])
-        log_mass = w[i].sum().log() / 1.1
-        torch.testing.assert_close(mu.log_partition(g, 1.1)[i], one.log_partition(g[i : i + 1], 1.1)[0] + log_mass)
-    y, visible = draw(6, D), torch.rand(4, 6, dtype=f64, generator=torch.Generator().manual_seed(0))
-    gaussian = PerQueryGaussian(y, visible)
-    for i in range(4):
-        mean, cov = Cloud(y, visible[i]).moments()
-        torch.testing.assert_close(
-            gaussian.tilted_mean(g, 0.7)[i], Gaussian(mean, cov).tilted_mean(g[i : i + 1], 0.7)[0]
-        )
-
-
 def test_quadrature_integrates_polynomials():
     cloud = quadrature.circle(64, lambda theta: 1 + 0.5 * torch.cos(theta - 1))
     torch.testing.assert_close(cloud.mean, 0.25 * torch.tensor([math.cos(1), math.sin(1)], dtype=f64))
     crowded = quadrature.circle(600, lambda theta: 1 + 0.5 * torch.cos(theta - 1), towards=0.3)
     torch.testing.assert_close(crowded.mean, cloud.mean, rtol=0, atol=1e-8)
-    sphere = quadrature.fibonacci(5000, lambda x: 1 + x[:, 0])
+    uniform, sphere = quadrature.fibonacci(5000), quadrature.fibonacci(5000, lambda x: 1 + x[:, 0])
     torch.testing.assert_close(sphere.mean, torch.tensor([1 / 3, 0, 0], dtype=f64), rtol=0, atol=1e-4)
-    for d in (3, 4, 6):
-        graded = quadrature.graded(100, 2000, draw(d, seed=d))
-        second = torch.einsum("n,ni,nj->ij", graded.probabilities, graded.x, graded.x)
-        torch.testing.assert_close(second, torch.eye(d, dtype=f64) / d, rtol=0, atol=5e-3)
+    second = torch.einsum("ni,nj->ij", uniform.x, uniform.x) / 5000
+    torch.testing.assert_close(second, torch.eye(3, dtype=f64) / 3, rtol=0, atol=1e-4)
 
 
 def test_measures_move_between_dtypes():

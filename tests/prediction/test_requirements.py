@@ -72,7 +72,7 @@ def test_clusters_in_three_dimensions_rest_where_V_turns_the_limit() -> None:
     A = Attention.from_matrices(G, diag(2, 1, 0.6) @ torch.linalg.inv(G), beta=30.0)
     target, mean = limit(A), matrix([0.5, 0.8, 0.3])[0]
     assert target.t_min(30.0) is None
-    cloud = quadrature.graded(60, 16, matrix([0.0, 1.0, 0.0])[0], lambda x: torch.exp(x @ mean))
+    cloud = quadrature.fibonacci(1000, lambda x: torch.exp(x @ mean))
     early, late = w2_curve(flow(A, cloud, [0.0, 3.3, 5.7], h=0.15), target)[1:].tolist()
     assert late < 0.8 * early
 

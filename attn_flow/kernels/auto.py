@@ -1,0 +1,32 @@
+"""Which kernel computes a softmax average: one rule, which `Attention(..., kernel=)` overrides."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from attn_flow.kernels import dense, near, series
+from attn_flow.kernels.clouds import default_tolerance
+
+MIN_PAIRS = 2**22  # below this many query-key pairs, dense attention is always fastest
+MAX_SHARE = 0.1  # of the keys within reach of a query: above it, dense attention is faster than near keys
+
+
+def choose_kernel(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_weights: Tensor | None,
+    scale: float | Tensor,
+    tolerance: float | None = None,
+) -> Literal["dense", "near", "series"]:
+    """The name of the fastest kernel; "near" and "series" only for large clouds on a CPU, without derivatives."""
+    tensors = [z for z in (queries, keys, values, log_weights, scale) if isinstance(z, Tensor)]
+    is_large = queries.shape[-2] * keys.shape[-2] >= MIN_PAIRS and keys.shape[-1] <= near.MAX_WIDTH
+    if not is_large or queries.device.type != "cpu" or not dense.is_plain(*tensors):
+        return "dense"
+    tolerance = tolerance or default_tolerance(values.dtype)
+    if series.is_on_circle(keys, tolerance):
+        return "series"
+    return "near" if near.estimated_share(queries, keys, log_weights, scale, tolerance) < MAX_SHARE else "dense"
