@@ -21,6 +21,7 @@ class UniformSphere:
         radius: r, in the units of the tokens.
 
     Example:
+        >>> import torch
         >>> mu, g = UniformSphere(3), torch.tensor([[0.0, 0.0, 2.0]])
         >>> mu.tilted_mean(g, beta=1.0)  # A_3(z) = coth(z) - 1/z
         tensor([[0.0000, 0.0000, 0.5373]])
