@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ OLD_COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """The commands; an old name is refused with its new one."""
+    """The commands; an old or mistyped name is refused with the right one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in OLD_COMMANDS:
@@ -31,7 +30,8 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # rich takes half of the time of --help
+    pretty_exceptions_enable=False,
     help="Self-attention as a flow of particles: simulate it, predict where it goes, see whether encoders go there.",
 )
 
@@ -49,10 +49,14 @@ def play(
     out: Annotated[Path, typer.Option(help="The page to write; it needs no other file.")] = Path("runs/play.html"),
     open_it: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
 ) -> None:
-    """A playground in the browser: tokens move on the circle or the sphere, next to what is predicted for them.
+    """Open a playground in the browser.
+
+    Tokens move on the circle or the sphere, next to what is predicted for them.
 
     Example: attn-flow play
     """
+    import webbrowser
+
     from attn_flow.pages.playground import write_playground
 
     if out.suffix not in (".html", ".htm"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +11,6 @@ from attn_flow.cli.console import Json, echo, print_json, print_table, require_w
 from attn_flow.cli.simulation import Beta, Matrix
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from attn_flow import Attention, DensityPath
 
 TIMES, DEGREES = 41, 6  # times that are saved if only the end is given; degrees of modes that are reported
@@ -30,83 +27,65 @@ def density(
     out: Annotated[Path | None, typer.Option(help="Folder for density.json and density.png.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Solve the mean-field equation for the density of tokens on the circle or the sphere (d = 2, 3).
+    """Solve the mean-field equation for the density (d = 2, 3).
+
+    Tokens are on the circle or the sphere. They start with a von Mises-Fisher distribution around (1, ..., d), which is
+    on no axis of symmetry of the matrices.
 
     Example: attn-flow density --G "1,0;0,1" --V "1,0;0,.5" --beta 1,2 --kappa 1 --t 4
-    """
-    from attn_flow.cli.matrices import parse_numbers, parse_square
-
-    if out is not None:
-        require_writable(out)
-    matrices, betas = (parse_square(G, "G"), parse_square(V, "V")), parse_numbers(beta, "beta")
-    times = parse_numbers(t, "t")
-    numbers = run_density(*matrices, betas, kappa, times, diffusion=diffusion, bandwidth=bandwidth, out=out)
-    if as_json:
-        print_json(numbers)
-        return
-    rows = []
-    for run in numbers["runs"]:
-        modes = ", ".join(f"{a:.3g}" for a in run["amplitudes"][-1])
-        w2 = "not predicted" if run["w2"] is None else run["w2"][-1]
-        rows.append([run["beta"], run["t"][-1], modes, w2, run["steps"]])
-    columns = ["beta", "time", "size of the modes of degree 1, 2, ...", "W2 to the limit", "steps"]
-    print_table(numbers["caption"], columns, rows)
-    if out is not None:
-        echo(f"Written to {out}.")
-
-
-def run_density(
-    G: Tensor,
-    V: Tensor,
-    betas: list[float],
-    kappa: float,
-    t: Sequence[float],
-    *,
-    diffusion: float = 0.0,
-    bandwidth: int | None = None,
-    out: str | Path | None = None,
-) -> dict[str, Any]:
-    """Solve for the density at every beta.
-
-    The initial distribution is von Mises-Fisher around (1, ..., d), which is on no axis of symmetry of the matrices.
-
-    Returns:
-        "caption", "kappa", and "runs": for every beta t, amplitudes of the modes of degree 1 to 6, mean, and w2, the
-        distance to the predicted limit (None where no limit is established or E rotates).
     """
     import torch
 
     from attn_flow import Attention, VonMisesFisher, density_flow
     from attn_flow.base.figures import save_figure
-    from attn_flow.base.files import to_plain, versions, write_json
+    from attn_flow.base.files import versions, write_json
+    from attn_flow.cli.matrices import parse_numbers, parse_square
+    from attn_flow.pages.figures import density_figure
 
-    d = G.shape[0]
-    direction = torch.arange(1, d + 1, dtype=torch.float64)
+    if out is not None:
+        require_writable(out)
+    matrices, betas = (parse_square(G, "G"), parse_square(V, "V")), parse_numbers(beta, "beta")
+    times = torch.tensor(parse_numbers(t, "t"), dtype=torch.float64)
+    if len(times) == 1:
+        times = torch.linspace(0, float(times), TIMES, dtype=torch.float64)
+    direction = torch.arange(1, len(matrices[0]) + 1, dtype=torch.float64)
     mu = VonMisesFisher(direction / direction.norm(), kappa)
-    times = torch.tensor(t, dtype=torch.float64) if len(t) > 1 else torch.linspace(0, t[0], TIMES, dtype=torch.float64)
     runs, paths = [], []
-    for beta in betas:
-        attention = Attention.from_matrices(G, V, beta)
+    for each in betas:
+        attention = Attention.from_matrices(*matrices, each)
         path = density_flow(attention, mu, times, diffusion=diffusion, bandwidth=bandwidth)
         amplitudes = path.amplitudes()[:, 1 : DEGREES + 1].tolist()
-        run = {"beta": beta, "t": path.t.tolist(), "amplitudes": amplitudes, "mean": path.moments()[0].tolist()}
+        run: dict[str, Any] = {
+            "beta": each,
+            "t": path.t.tolist(),
+            "amplitudes": amplitudes,
+            "mean": path.moments()[0].tolist(),
+        }
         runs.append({**run, "w2": _distances(path, attention), **path.about})
         paths.append(path)
-    caption = (
-        f"von Mises-Fisher distribution, kappa = {kappa:g}, d = {d}; D = {diffusion:g}; "
-        f"bandwidth {paths[0].about['bandwidth']}."
-    )
+    caption = f"von Mises-Fisher distribution, kappa = {kappa:g}, d = {len(direction)}; D = {diffusion:g}; "
+    caption += f"bandwidth {runs[0]['bandwidth']}."
     numbers = {"runs": runs, "kappa": kappa, "caption": caption}
     if out is not None:
-        from attn_flow.pages.figures import density_figure
-
-        write_json({**numbers, "versions": versions()}, Path(out) / "density.json")
-        save_figure(density_figure(paths, runs, caption), Path(out) / "density.png")
-    return dict(to_plain(numbers))
+        write_json({**numbers, "versions": versions()}, out / "density.json")
+        save_figure(density_figure(paths, runs, caption), out / "density.png")
+    if as_json:
+        print_json(numbers)
+        return
+    rows = []
+    for run in runs:
+        modes = ", ".join(f"{a:.2g}" for a in run["amplitudes"][-1])
+        w2 = "not predicted" if run["w2"] is None else run["w2"][-1]
+        rows.append([run["beta"], run["t"][-1], w2, modes])
+    print_table(
+        f"{caption} At the end:", ["beta", "time", "W2 to the limit", "size of the modes of degree 1, 2, ..."], rows
+    )
+    if out is not None:
+        echo(f"Written to {out}.")
 
 
 def _distances(path: DensityPath, attention: Attention) -> list[float] | None:
-    """W2(mu_t, P_# mu_0) on the nodes, if P exists and does not rotate."""
+    """W2(mu_t, P_# mu_0) on the nodes, if the limit map P exists and does not rotate."""
     from attn_flow import limit, wasserstein
 
     target = limit(attention)

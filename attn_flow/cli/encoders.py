@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +15,7 @@ from attn_flow.cli.console import (
     Json,
     Quiet,
     echo,
+    paragraph,
     print_json,
     print_table,
     refuse_options,
@@ -23,6 +26,7 @@ from attn_flow.cli.console import (
 if TYPE_CHECKING:
     from torch import nn
 
+    from attn_flow.hooks.statistics import Statistics
 
 DEMO_TEXTS = 32
 
@@ -49,30 +53,47 @@ def inspect(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """The architecture of an encoder as read from its weights: heads, norms, omitted parts, and a self-check.
+    """Read the architecture of an encoder from its weights.
+
+    Heads, norms and omitted parts, and a self-check of attention from these weights against the model.
 
     Example: attn-flow inspect minilm
     """
     from attn_flow.hooks.self_check import self_check
     from attn_flow.hooks.weights import encoder_facts
 
-    loaded, tokenizer, beta_factor = open_model(model, device, dtype, pickle, quiet=quiet or as_json)
-    refuse_beta_factor(model, beta_factor)
-    facts = encoder_facts(loaded)
-    checked = []
+    loaded, tokenizer = _open_weights(model, device, dtype, pickle, quiet or as_json)
+    facts, checks = encoder_facts(loaded), []
     if tokenizer is not None:
         inputs = tokenizer(["Tokens move like particles on a sphere.", "They meet."], return_tensors="pt", padding=True)
-        checked = [
-            {"layer": c.layer, "error": c.error, "exact": c.exact, "omits": c.omits}
-            for c in self_check(loaded, {k: v.to(device) for k, v in inputs.items()})
-        ]
+        checks = self_check(loaded, {name: value.to(device) for name, value in inputs.items()})
     if as_json:
-        print_json({**facts, "check": checked})
+        shown = [{"layer": c.layer, "error": c.error, "exact": c.exact, "omits": c.omits} for c in checks]
+        print_json({**facts, "check": shown})
         return
-    print_table(f"{model}", ["property", "value"], [[k.replace("_", " "), str(v)] for k, v in facts.items()])
-    if checked:
-        rows = [[c["layer"], f"{c['error']:.1e}", "exact" if c["exact"] else f"without {c['omits']}"] for c in checked]
-        print_table("Self-check: relative error of attention from these weights", ["layer", "error", "verdict"], rows)
+    rows = [[name.replace("_", " "), _fact(value)] for name, value in facts.items()]
+    print_table(f"{model}:", ["property", "value"], rows)
+    if checks and all(c.exact for c in checks):
+        error = max(c.error for c in checks)
+        paragraph(
+            f"Self-check: attention from these weights is that of the model in all {len(checks)} layers "
+            f"(largest relative error {error:.1e})."
+        )
+    elif checks:
+        verdicts = [[c.layer, f"{c.error:.1e}", "exact" if c.exact else f"without {c.omits}"] for c in checks]
+        print_table("Self-check: attention from these weights", ["layer", "relative error", "verdict"], verdicts)
+
+
+def _fact(value: Any) -> str:
+    """A fact about a model in words; a list has one entry for every layer."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, (list, tuple)):
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    different = list(dict.fromkeys(map(_fact, value)))
+    if len(different) == 1 and len(value) > 1:
+        return f"{different[0]} in every layer"
+    return ", ".join(different) or "none"
 
 
 def spectra(
@@ -83,29 +104,36 @@ def spectra(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """The spectra of G, V and M = V G of every head, with the spectral case of M.
+    """Show the spectra of G, V and M = V G layer by layer.
+
+    --json and --out have every head.
 
     Example: attn-flow spectra minilm --out runs/spectra
     """
+    from attn_flow.base.figures import save_figure
     from attn_flow.base.files import write_json
     from attn_flow.hooks.weights import attentions
     from attn_flow.probe.spectra import head_spectra, spectra_as_json, spectra_figure
 
     if out is not None:
         require_writable(out)
-    loaded, _, beta_factor = open_model(model, device, "float64", pickle, quiet=quiet or as_json)
-    refuse_beta_factor(model, beta_factor)
+    loaded, _ = _open_weights(model, device, "float64", pickle, quiet or as_json)
     heads = head_spectra(attentions(loaded))
     if out is not None:
-        from attn_flow.base.figures import save_figure
-
         write_json(spectra_as_json(heads), out / "spectra.json")
         save_figure(spectra_figure(heads, model), out / "spectra.png")
     if as_json:
         print_json(spectra_as_json(heads))
         return
-    rows = [[f"{h.layer}.{h.head}", h.case, h.leading, h.gap, h.singular_G[0], h.singular_V[0]] for h in heads]
-    print_table(f"{model}: M = V G by head", ["layer.head", "case", "leading", "gap", "|G|", "|V|"], rows)
+    rows = []
+    for layer in dict.fromkeys(head.layer for head in heads):
+        own = [head for head in heads if head.layer == layer]
+        cases = Counter(head.case for head in own)
+        values = ([h.leading for h in own], [h.singular_G[0] for h in own], [h.singular_V[0] for h in own])
+        ranges = [f"{min(each):.3g} to {max(each):.3g}" for each in values]
+        rows.append([layer, ", ".join(f"{count} {case}" for case, count in cases.most_common()), *ranges])
+    columns = ["layer", "cases of M = V G", "leading real part of M", "norm of G", "norm of V"]
+    print_table(f"{model}: heads of every layer, from the least to the largest.", columns, rows)
     if out is not None:
         echo(f"Written to {out}/spectra.json and {out}/spectra.png.")
 
@@ -128,7 +156,9 @@ def record(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Moments of every layer and a sample of tokens over a corpus of any size, in constant memory.
+    """Record moments and a sample of tokens over a corpus.
+
+    The corpus may have any size; memory is constant. The same command continues a run that was stopped.
 
     Examples:
 
@@ -142,26 +172,16 @@ def record(
 
     if texts is None:
         refuse_options(context, "without --texts there is no field to read", "field")
-    loaded, own, beta_factor = open_model(model, device, dtype, pickle, quiet=quiet or as_json)
-    reader = own if tokenizer is None else load_tokenizer(tokenizer)
+    loaded, own_tokenizer, beta_factor = open_model(model, device, dtype, pickle, quiet=quiet or as_json)
+    reader = own_tokenizer if tokenizer is None else load_tokenizer(tokenizer)
     if reader is None:
         raise ValueError(f"{model} takes images, which `record` does not read; see attn_flow.hooks.record_corpus.")
-    read = read_texts(texts, field, demo=False, model=model)
+    corpus = read_texts(texts, field, demo=False, model=model)
     require_writable(out)
+    options: dict[str, Any] = {"max_length": max_length, "max_unknown": max_unknown, "shard": shard, "again": again}
     with nullcontext() if beta_factor == 1 else scale_beta(loaded, beta_factor):
-        found = record_corpus(
-            loaded,
-            reader,
-            read,
-            out,
-            batch=batch,
-            max_length=max_length,
-            max_unknown=max_unknown,
-            shard=shard,
-            again=again,
-            progress=not (quiet or as_json),
-        )
-    _show_statistics(found, out, as_json)
+        statistics = record_corpus(loaded, reader, corpus, out, batch=batch, progress=not (quiet or as_json), **options)
+    _show_statistics(statistics, out, as_json)
 
 
 def merge(
@@ -183,17 +203,16 @@ def merge(
     _show_statistics(merged, out, as_json)
 
 
-def _show_statistics(found: Any, out: Path, as_json: bool) -> None:
-    rows = [
-        [float(t), float(m.norm()), float(c.trace())]
-        for t, m, c in zip(found.trajectory().t, found.mean, found.covariance)
-    ]
+def _show_statistics(statistics: Statistics, out: Path, as_json: bool) -> None:
+    levels = zip(statistics.trajectory().t, statistics.mean, statistics.covariance)
+    rows = [[float(t), float(mean.norm()), float(covariance.trace())] for t, mean, covariance in levels]
     if as_json:
-        counts = {"tokens": found.n, "texts": found.texts, "unknown_share": found.unknown_share}
+        counts = {"tokens": statistics.n, "texts": statistics.texts, "unknown_share": statistics.unknown_share}
         print_json({**counts, "levels": [{"level": a, "norm_of_mean": b, "variance": c} for a, b, c in rows]})
-    else:
-        print_table(f"{found.n} tokens", ["level", "|mean|", "total variance"], rows)
-        echo(f"Written to {out}.")
+        return
+    title = f"{statistics.n} tokens of {statistics.texts} texts, after every layer:"
+    print_table(title, ["level", "length of the mean", "total variance"], rows)
+    echo(f"Written to {out}.")
 
 
 def open_model(
@@ -211,7 +230,7 @@ def open_model(
     if dtype not in kinds:
         raise ValueError(f"dtype = {dtype!r}, expected float32 or float64: half precision is too coarse to compare.")
     require_device(device)
-    with without_bars() if quiet else nullcontext():
+    with without_bars() if quiet or not sys.stderr.isatty() else nullcontext():
         model, tokenizer = load_encoder(path, pickle=pickle)
     beta_factor = 1.0
     if variant == "random":
@@ -226,10 +245,12 @@ def open_model(
     return model.to(device, kinds[dtype]).eval(), tokenizer, beta_factor
 
 
-def refuse_beta_factor(name: str, beta_factor: float) -> None:
-    """ValueError for another temperature in a command that reads only the weights."""
+def _open_weights(name: str, device: str, dtype: str, pickle: bool, quiet: bool) -> tuple[nn.Module, Any]:
+    """The model and its tokenizer, for a command that reads only the weights."""
+    model, tokenizer, beta_factor = open_model(name, device, dtype, pickle, quiet=quiet)
     if beta_factor != 1:
         raise ValueError(f"{name!r}: @beta_factor changes how a model runs, not its weights; leave it out here.")
+    return model, tokenizer
 
 
 def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> list[str]:

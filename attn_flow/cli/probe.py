@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -17,7 +18,6 @@ from attn_flow.cli.console import (
     Seed,
     complain,
     echo,
-    folder_name,
     print_json,
     print_table,
     refuse_options,
@@ -72,7 +72,9 @@ def probe(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Four questions about a trained encoder, answered with intervals and baselines, and a report.
+    """Answer four questions about a trained encoder in a report.
+
+    The answers have intervals and baselines. Finished parts are kept: the same command continues after Ctrl-C.
 
     Examples:
 
@@ -192,6 +194,15 @@ def _choose_device(name: str, processes: int, shows: bool) -> str:
     if not has_cuda:
         return "cpu"
     return "cuda" if processes == 1 else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def folder_name(model: str) -> str:
+    """The name of a folder for a model: different for every model, and never outside its parent.
+
+    >>> folder_name("c/x"), folder_name("c_x"), folder_name("..")
+    ('c%2Fx', 'c_x', '%2E%2E')
+    """
+    return quote(model, safe=" @=+,") if model.strip(".") else "%2E" * len(model)
 
 
 def has_finished(folder: Path, key: str) -> bool:

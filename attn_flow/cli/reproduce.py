@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ def reproduce(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Reproduce a paper's result: its numbers, its figure, and which of its claims hold.
+    """Reproduce a paper's result: numbers, figure and claims.
 
     Example: attn-flow reproduce concentration --quick
     """
@@ -38,7 +39,8 @@ def reproduce(
         if as_json:
             print_json(titles)
         else:
-            print_table("Experiments", ["name", "claim"], [list(row) for row in titles.items()])
+            topics = [[each, re.split("[:;]", words)[0]] for each, words in titles.items()]
+            print_table("Experiments; --json has their claims in full.", ["name", "about"], topics)
         return
     if name is None:
         raise ValueError("which experiment? Name one, or 'all'; --list shows them.")
@@ -54,13 +56,7 @@ def reproduce(
             numbers = run_experiment(each, out, quick=quick, seed=seed, progress=not (quiet or as_json))
         results[each] = numbers
         if not as_json:
-            rows = [
-                ["yes" if c["holds"] else "NO", c["claim"], c["value"], _expected(c), c.get("source", "")]
-                for c in numbers["claims"]
-            ]
-            columns = ["holds", "claim", "measured", "expected", "source"]
-            print_table(f"{each}, {numbers['run']['seconds']} s", columns, rows)
-            echo("Sources: theorem (of the paper), derived (a formula derived here), observed (no formula gives it).")
+            _print_claims(each, numbers)
             echo(f"Written to {out / each}.json and {out / each}.png.")
     if as_json:
         print_json(results if name == "all" else results[name])
@@ -69,6 +65,11 @@ def reproduce(
         complain(f"{count} {'claim does' if count == 1 else 'claims do'} not hold.")
     if count and strict:
         raise typer.Exit(1)
+
+
+def _print_claims(name: str, numbers: dict[str, Any]) -> None:
+    rows = [["yes" if c["holds"] else "NO", c["claim"], c["value"], _expected(c)] for c in numbers["claims"]]
+    print_table(f"{name}, in {numbers['run']['seconds']} seconds:", ["holds", "claim", "measured", "expected"], rows)
 
 
 def _expected(claim: dict[str, Any]) -> str:

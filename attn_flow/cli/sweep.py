@@ -1,16 +1,16 @@
-"""The option `simulate --sweep`: a grid of runs, its table and its figure."""
+"""The option `simulate --sweep`: the axes of a grid of runs, and its table."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attn_flow.cli.console import echo, print_json, print_table
 
 if TYPE_CHECKING:
-    from attn_flow import Attention
+    from attn_flow.prediction import Sweep
 
-AXES = ("beta", "n", "noise", "seed")
+AXES = {"beta": "betas", "n": "n", "noise": "noise", "seed": "seeds"}  # a name of the option and its argument of sweep
 COLUMNS = {
     "beta": "beta",
     "n": "tokens",
@@ -24,50 +24,7 @@ COLUMNS = {
 }
 
 
-def run_sweep(
-    attention: Attention,
-    axes: dict[str, list[float]],
-    times: list[float],
-    *,
-    h: float,
-    random: bool,
-    out: Path | None,
-    figure: Path | None,
-    as_json: bool,
-    progress: bool,
-) -> None:
-    """Run the grid `axes` and print its table; with a folder, also write sweep.json, sweep.csv and sweep.png."""
-    from attn_flow import sweep
-    from attn_flow.base.figures import save_figure
-    from attn_flow.prediction import starting_cloud
-
-    result = sweep(
-        attention,
-        times[0] if len(times) == 1 else times,
-        betas=axes["beta"],
-        noise=axes["noise"],
-        n=[int(value) for value in axes["n"]],
-        seeds=[int(value) for value in axes["seed"]],
-        clouds=lambda n, seed: starting_cloud(attention.dim, n, seed, random=random or None),
-        h=h,
-        folder=out,
-        progress=progress,
-    )
-    if out is not None:
-        result.to_csv(out / "sweep.csv")
-        save_figure(result.plot(), out / "sweep.png")
-    if figure is not None:
-        save_figure(result.plot(), figure, transparent=True)
-    if as_json:
-        print_json({"t": result.t, "rows": result.rows})
-        return
-    rows = [["none" if row[name] is None else row[name] for name in COLUMNS] for row in result.rows]
-    print_table(f"{len(result)} runs up to t = {float(result.t[-1]):g}", list(COLUMNS.values()), rows)
-    if out is not None:
-        echo(f"Written to {out}: sweep.json, sweep.csv, sweep.png. The same command continues a stopped sweep.")
-
-
-def parse_axes(text: str, **defaults: list[float]) -> dict[str, list[float]]:
+def parse_axes(text: str, **defaults: list[Any]) -> dict[str, list[Any]]:
     """The axes of a grid such as "beta=10,100 seed=0,1"; those that are not named have their defaults."""
     from attn_flow.cli.matrices import parse_numbers
 
@@ -76,5 +33,22 @@ def parse_axes(text: str, **defaults: list[float]) -> dict[str, list[float]]:
         name, _, values = part.partition("=")
         if name not in AXES or not values:
             raise ValueError(f'--sweep {text!r}: expected {", ".join(AXES)}, such as "beta=10,100 seed=0,1".')
-        axes[name] = parse_numbers(values, name)
+        numbers = parse_numbers(values, name)
+        axes[AXES[name]] = [int(number) for number in numbers] if name in ("n", "seed") else numbers
     return axes
+
+
+def print_sweep(result: Sweep, out: Path | None, as_json: bool) -> None:
+    """Print the table of a sweep; with a folder, also write sweep.csv and sweep.png beside its sweep.json."""
+    from attn_flow.base.figures import save_figure
+
+    if out is not None:
+        result.to_csv(out / "sweep.csv")
+        save_figure(result.plot(), out / "sweep.png")
+    if as_json:
+        print_json({"t": result.t, "rows": result.rows})
+        return
+    rows = [["none" if row[name] is None else row[name] for name in COLUMNS] for row in result.rows]
+    print_table(f"{len(result)} runs up to t = {float(result.t[-1]):g}:", list(COLUMNS.values()), rows)
+    if out is not None:
+        echo(f"Written to {out}: sweep.json, sweep.csv, sweep.png. The same command continues a stopped sweep.")

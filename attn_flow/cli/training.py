@@ -16,6 +16,7 @@ from attn_flow.cli.console import (
     Quiet,
     complain,
     echo,
+    paragraph,
     print_json,
     print_table,
     require_device,
@@ -40,10 +41,11 @@ def train(
     quiet: Quiet = False,
     **changes: Any,
 ) -> None:
-    """Train a small stack of continuous attention and measure what it learned. Options not given are the task's own.
+    """Train a small stack and measure what it learned.
 
-    A folder that holds a checkpoint of the same options is resumed, a finished one goes on with more --updates; Ctrl-C
-    writes a checkpoint. Several processes: torchrun --nproc-per-node 2 -m attn_flow train ...
+    Options not given are the task's own. A folder that holds a checkpoint of the same options is resumed, a finished
+    one goes on with more --updates; Ctrl-C writes a checkpoint.
+    Several processes: torchrun --nproc-per-node 2 -m attn_flow train ...
 
     Example: attn-flow train side --out runs/side
     """
@@ -54,8 +56,8 @@ def train(
     try:
         numbers = _run(chosen, out, device, save_every, evaluate_every, learned, progress=not (quiet or as_json))
     except KeyboardInterrupt:
-        complain(f"interrupted; the same command goes on from the checkpoint in {out}, if there is one.")
-        raise typer.Exit(130) from None
+        complain(f"Stopped. The same command continues from the checkpoint in {out}, if there is one.", "yellow")
+        raise
     if numbers is None:
         return
     if as_json:
@@ -109,31 +111,26 @@ def _print(numbers: dict[str, Any], out: Path) -> None:
     stated = numbers["stated_accuracy"]
     rows = [
         ["accuracy on held-out inputs", numbers["accuracy"]],
-        ["stated for the task's own options", "- (other options)" if stated is None else stated],
+        ["stated for the task's own options", "none (other options)" if stated is None else stated],
         ["accuracy of a guess", numbers["chance"]],
         ["loss", numbers["loss"]],
-        ["seconds", numbers["seconds"]],
     ]
-    title = f"train {numbers['task']}: {numbers['updates']} updates, seed {numbers['recipe']['seed']}"
-    print_table(title, ["quantity", "value"], rows)
-    files = "checkpoint.safetensors, log.jsonl, run.json"
+    title = f"{numbers['task']}: {numbers['updates']} updates in {numbers['seconds']} seconds, seed"
+    print_table(f"{title} {numbers['recipe']['seed']}.", ["quantity", "value"], rows)
     if "learned" in numbers:
-        columns = ["layer", "beta", "limit", "W2 to limit", "at start", "clusters", "at start"]
-        print_table("what the layers learned", columns, [_row(layer) for layer in numbers["learned"]["layers"]])
+        columns = ["layer", "beta", "limit", "W2 before", "after", "clusters before", "after"]
+        print_table(
+            "What the layers learned, with W2 to their limits:",
+            columns,
+            [_layer_row(each) for each in numbers["learned"]["layers"]],
+        )
         for sentence in numbers["learned"]["sentences"]:
-            echo(sentence)
-        files += ", trajectory.safetensors"
-    echo(f"written to {out}: {files}")
+            paragraph(sentence)
+    echo(f"Written to {out}.")
 
 
-def _row(layer: dict[str, Any]) -> list[Any]:
-    w2 = layer["w2"]
-    return [
-        layer["layer"],
-        ", ".join(f"{b:.3g}" for b in layer["beta"]),
-        layer["limit"]["case"],
-        "-" if w2 is None else f"{w2['end']:.3f}",
-        "-" if w2 is None else f"{w2['start']:.3f}",
-        f"{layer['clusters']['end']:.2f}",
-        f"{layer['clusters']['start']:.2f}",
-    ]
+def _layer_row(layer: dict[str, Any]) -> list[Any]:
+    beta = ", ".join(f"{b:.3g}" for b in layer["beta"])
+    w2 = layer["w2"] or {"start": "none", "end": "none"}
+    clusters = layer["clusters"]
+    return [layer["layer"], beta, layer["limit"]["case"], w2["start"], w2["end"], clusters["start"], clusters["end"]]

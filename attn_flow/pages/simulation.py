@@ -1,103 +1,157 @@
-"""A simulation as a page one can move through: clouds of all betas side by side, their distances, their phases."""
+"""A simulation: the flow of a cloud at several betas, compared with the predicted limit, and its folder of files."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from attn_flow.base.files import to_plain, write_bytes
-from attn_flow.dynamics import Trajectory
-from attn_flow.pages.playground import assembled
-from attn_flow.prediction.words import phase_words, why_no_t_min
+from attn_flow.attention.attention import Attention
+from attn_flow.base import checks
+from attn_flow.base.figures import save_figure
+from attn_flow.base.files import versions, write_json
+from attn_flow.drawing import clouds_figure
+from attn_flow.dynamics.flow import flow
+from attn_flow.dynamics.noise import independent
+from attn_flow.dynamics.trajectory import Trajectory
+from attn_flow.measures.cloud import Cloud
+from attn_flow.pages.figures import beta_words, simulation_figure
+from attn_flow.pages.simulation_page import page_clouds, write_page
+from attn_flow.prediction import LimitMap, limit, phases, resolution
+from attn_flow.prediction.words import limit_sentences
 
-TOKENS, TIMES = 500, 100  # shown at most; the numbers are of all of them
+MAX_TIMES = 200  # at which W2 is measured if only the end is given
+FILES = ("simulate.json", "simulate.png", "simulate.html", "path_beta_*.safetensors", "clouds_beta_*.png")
 
 
-def page_clouds(path: Trajectory) -> dict[str, Any] | None:
-    """Times t and clouds x of a path, few enough for a page; None in dimensions that are not drawn."""
-    if path.x.shape[-1] not in (2, 3):
-        return None
-    times = torch.linspace(0, len(path) - 1, min(len(path), TIMES)).round().long()
-    n = path.x.shape[-2]
-    tokens = torch.linspace(0, n - 1, min(n, TOKENS)).round().long()
-    x = path.x[times][:, tokens].double().cpu()
-    return {"t": path.t[times].tolist(), "x": [[[round(v, 4) for v in y] for y in z] for z in x.tolist()]}
+def run_simulation(
+    attention: Attention,
+    betas: Sequence[float],
+    cloud: Cloud,
+    t: Sequence[float],
+    h: float = 0.1,
+    step: str = "rk4",
+    *,
+    noise: float = 0.0,
+    seed: int = 0,
+    out: str | Path | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Run a flow for every beta and measure its distance to the predicted limit.
+
+    Args:
+        attention: the attention, whose own beta is not used.
+        cloud: the initial tokens (n, d).
+        t: one end T, or at least three increasing times.
+        noise, seed: independent noise of every token per unit of time, and its seed.
+        out: a folder for the paths, figures, a page and simulate.json; files of an earlier run there are removed.
+
+    Returns:
+        "limit" (None where no limit is known), "sentences" about it, "caption", "n", "d", and "runs": for every beta t,
+        mean_length (the length of the mean token), and where there is a limit w2, t_min, min_w2, phases, requires,
+        doubts, resolution.
+
+    Example:
+        >>> numbers = run_simulation(Attention.identity(3), [5.0], Cloud(torch.eye(3)), [1.0])
+        >>> len(numbers["runs"][0]["w2"])
+        11
+    """
+    checks.require_choice("step", step, ("euler", "rk4", "dopri5"))
+    times = _saved_times(t, h)
+    target, sentences = _limit_for(attention, cloud)
+    if noise and target is not None:
+        sentences.append("This prediction is for the flow without noise.")
+    attentions = [replace(attention, beta=beta) for beta in betas]  # a wrong beta is refused before the first run
+    runs, paths = [], []
+    for beta, one in zip(betas, attentions):
+        random = independent(noise, torch.Generator().manual_seed(seed)) if noise else None
+        path = flow(one, cloud, times, step=step, h=h, noise=random, progress=progress)
+        runs.append(_run_numbers(one, beta, target, path, bool(noise)))
+        if out is not None:
+            paths.append(path)
+    n, d = cloud.x.shape
+    caption = f"{n} {'tokens' if cloud.weights is None else 'weighted nodes'} in d = {d}, {attention.kind}, {step}"
+    caption += f", steps of {h:.3g}" + (f", noise {noise:g} with seed {seed}" if noise else "") + "."
+    limit_numbers = None if target is None else target.as_dict()
+    numbers = {"limit": limit_numbers, "sentences": sentences, "runs": runs, "n": n, "d": d, "caption": caption}
+    if out is not None:
+        _write(Path(out), numbers, paths, target)
+    return numbers
 
 
-def write_simulation(path: str | Path, numbers: Mapping[str, Any], clouds: Sequence[dict[str, Any] | None]) -> Path:
-    """Write the page of a run of `attn-flow simulate`, with the `page_clouds` of every run, to the file `path`."""
-    limit, d = numbers["limit"], numbers["d"]
-    basis = []
-    if limit is not None and limit["basis"] is not None and limit["dimension"] <= 2 and d <= 3:
-        basis = [[*column, 0.0][:3] for column in zip(*limit["basis"])]
-    page = {
-        "d": d,
-        "basis": basis,
-        "lead": _lead(numbers, len(basis)),
-        "sentences": " ".join(numbers["sentences"]),
-        "about": f"{numbers['caption']} The paths are the .safetensors files beside this page; simulate.json has all "
-        "numbers.",
-        "runs": [_run(run, shown) for run, shown in zip(numbers["runs"], clouds)],
-        "curve": "W2 to the predicted limit" if limit is not None else "length of the mean token",
-        "columns": ["beta", "least W2", "at t", "predicted t", "W2 at the end", "its course"]
-        if limit is not None
-        else [],
-        "rows": [] if limit is None else [_row(run) for run in numbers["runs"]],
-        "remarks": _remarks(numbers),
+def _limit_for(attention: Attention, cloud: Cloud) -> tuple[LimitMap | None, list[str]]:
+    """The predicted limit of this cloud, if there is one, and sentences about it."""
+    try:
+        target = limit(attention)
+        if not target.rotates:
+            target.push_forward(cloud)
+    except ValueError as error:
+        return None, [f"No limit is predicted, so that no distance is measured: {error}"]
+    return target, limit_sentences(target.as_dict())
+
+
+def _run_numbers(
+    attention: Attention, beta: float, target: LimitMap | None, path: Trajectory, is_noisy: bool
+) -> dict[str, Any]:
+    """The numbers of one run: distances, phases, resolution, and what is predicted at this beta."""
+    length = Cloud(path.x, path.weights).mean.norm(dim=-1)
+    run: dict[str, Any] = {"beta": beta, "t": path.t.tolist(), "mean_length": length.tolist(), "w2": None, "phases": []}
+    run |= {"t_min_predicted": None, "doubts": [], "note": ""}
+    if target is None:
+        return run
+    measured = resolution(attention, path.cloud(0), warn=False)
+    is_cold = 1 < beta < math.inf and not is_noisy
+    stays = target.terminal is not None and target.terminal.exit_rate == 0
+    return {
+        **run,
+        **phases(path, target, warn=False).as_dict(),
+        "t_min_predicted": target.t_min(beta) if is_cold else None,
+        "min_w2_predicted": target.width.w2(beta) if is_cold and stays and target.width else None,
+        "resolution": {
+            "verdict": measured.verdict,
+            "self_argmax": measured.self_argmax.tolist(),
+            "number": measured.number.tolist(),
+        },
     }
-    data = json.dumps(to_plain(page), allow_nan=False).replace("<", "\\u003c")
-    path = Path(path)
-    write_bytes(assembled("simulation.html", "simulation.js").replace("/* data */", data).encode(), path)
-    return path
 
 
-def _run(run: Mapping[str, Any], clouds: dict[str, Any] | None) -> dict[str, Any]:
-    """One beta: its curve, its phases and its clouds."""
-    shown = {name: run[name] for name in ("phases", "t_min_predicted")}
-    curve = {"t": run["t"], "y": run["mean_length"] if run["w2"] is None else run["w2"]}
-    return {**shown, "name": f"β = {_beta(run['beta'])}", "w2": curve, "clouds": clouds}
+def _write(out: Path, numbers: dict[str, Any], paths: list[Trajectory], target: LimitMap | None) -> None:
+    """Write the paths, figures, page and numbers of a run, and remove those of an earlier one."""
+    for file in [file for pattern in FILES for file in out.glob(pattern)]:
+        file.unlink()
+    bases = (None, None) if target is None else (target.basis, target.terminal.basis if target.terminal else None)
+    for run, path in zip(numbers["runs"], paths):
+        name = _file_name(run["beta"])
+        path.save(out / f"path_beta_{name}.safetensors")
+        if path.x.shape[-1] in (2, 3):
+            title, least = beta_words(run["beta"], numbers["n"]), len(path) // 2
+            if run["w2"] is not None:
+                least = run["w2"].index(min(run["w2"]))
+                title += f": nearest to the predicted limit at $t = {path.t[least]:.3g}$"
+            shown = sorted({0, least // 3, least, (least + len(path) - 1) // 2, len(path) - 1})
+            save_figure(clouds_figure(path.t, path.x, shown, *bases, title), out / f"clouds_beta_{name}.png")
+    save_figure(simulation_figure(numbers), out / "simulate.png")
+    write_page(out / "simulate.html", numbers, [page_clouds(path) for path in paths])
+    write_json({**numbers, "versions": versions()}, out / "simulate.json")
 
 
-def _row(run: Mapping[str, Any]) -> list[Any]:
-    predicted = "none" if run["t_min_predicted"] is None else run["t_min_predicted"]
-    words = phase_words(run["phases"])
-    return [_beta(run["beta"]), run["min_w2"], run["t_min"], predicted, run["w2"][-1], words]
+def _file_name(beta: float) -> str:
+    """beta in the name of a file: short if that is exact, otherwise with all its digits."""
+    return f"{beta:g}" if float(f"{beta:g}") == beta else repr(beta)
 
 
-def _lead(numbers: Mapping[str, Any], k: int) -> str:
-    """The first sentences: what is seen, and how near the clouds came."""
-    where = {2: "on the circle", 3: "on the sphere"}.get(numbers["d"], f"in dimension {numbers['d']}")
-    words = f"{numbers['n']} tokens move {where} as attention moves them. "
-    if numbers["limit"] is None:
-        return words + "Colours say where a token started."
-    if numbers["d"] > 3:
-        words += "Clouds are drawn in two and three dimensions only. "
-    marks = {
-        1: "The red rings are the two points where they should gather. ",
-        2: "They should gather on the red circle. ",
-    }
-    words += marks.get(k, "")
-    least = min(numbers["runs"], key=lambda run: run["min_w2"])
-    return words + (
-        f"They come nearest for β = {_beta(least['beta'])}: the distance W2 to the prediction falls from "
-        f"{least['w2'][0]:.2g} to {least['min_w2']:.2g} at t = {least['t_min']:.3g}."
-    )
-
-
-def _remarks(numbers: Mapping[str, Any]) -> list[str]:
-    """Why nothing rests, which assumptions the cloud does not meet, and why no t_min is predicted."""
-    limit, words = numbers["limit"], []
-    for run in numbers["runs"]:
-        words += [f"β = {_beta(run['beta'])}: {text}." for text in (run["note"], *run["doubts"]) if text]
-    if limit is not None and not limit["exit_rate"]:
-        words.append(f"No time of least W2 is predicted: {why_no_t_min(limit)}.")
-    return words
-
-
-def _beta(beta: float) -> str:
-    return "∞ (hardmax of these tokens)" if math.isinf(beta) else f"{beta:g}"
+def _saved_times(t: Sequence[float], h: float) -> Tensor:
+    """The times themselves, or up to MAX_TIMES equal parts of [0, T], each of one step or more."""
+    checks.require_positive(h=h)
+    if len(t) == 2:
+        raise ValueError(f"t = {t[0]:g}, {t[1]:g}: expected one end, or at least three times, which phases need.")
+    if len(t) > 2:
+        return torch.tensor(checks.time_grid(t), dtype=torch.float64)
+    checks.require_positive(t=t[0])
+    parts = min(MAX_TIMES, max(2, math.ceil(t[0] / h * (1 - 1e-12))))
+    return torch.linspace(0, t[0], parts + 1, dtype=torch.float64)

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from attn_flow.base.progress import progress_bar
 from attn_flow.cli.app import app
-from attn_flow.cli.console import echo, folder_name, print_table, reporting
+from attn_flow.cli.console import echo, print_table, reporting
+from attn_flow.cli.probe import folder_name
 
 STEERING = "\x1b[2J\x1b]0;owned\x07\u202e[red]not red[/red]\rover"
 

@@ -37,7 +37,7 @@ def test_limit_is_read_as_sentences() -> None:
     words = " ".join(run("limit", *SYMMETRIC, "--beta", "100").split())
     assert "tokens gather at two opposite points, +-(1, 0)" in words
     assert "they leave again, at rate 1, towards the leading direction of V, +-(0, 1)" in words
-    assert "The prediction assumes:" in words
+    assert "Assumptions that G and V meet: simple leading eigenvalue" in words
     assert "rate_w2" not in words
     oblique = " ".join(run("limit", "--G", "2,.5;0,1", "--V", "1,0;0,1").split())
     assert "Pi = [1, 0.5; 0, 0]" in oblique

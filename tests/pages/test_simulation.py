@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from attn_flow import Attention, Trajectory, flow, limit
-from attn_flow.cli.simulation import run_simulation
 from attn_flow.pages.figures import simulation_figure
-from attn_flow.pages.simulation import TIMES, TOKENS, page_clouds
+from attn_flow.pages.simulation import run_simulation
+from attn_flow.pages.simulation_page import TIMES, TOKENS, page_clouds
 from attn_flow.prediction import starting_cloud
 
 SCRIPT = """
