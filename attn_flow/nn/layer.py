@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -11,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from attn_flow.attention import Attention, Field, peri_norm, pre_norm
-from attn_flow.attention.attention import Kind
+from attn_flow.attention.attention import Attention, Kind
+from attn_flow.attention.fields import Field
+from attn_flow.attention.normalisation import peri_norm, pre_norm
 from attn_flow.base import checks
-from attn_flow.geometry import Euclidean, Sphere, place
+from attn_flow.geometry import Euclidean, Sphere
 from attn_flow.nn.masks import choose_mask, token_mask
 from attn_flow.nn.module import FlowModule, default_beta
 from attn_flow.nn.options import FlowKeywords
@@ -47,7 +47,6 @@ class ContinuousAttentionLayer(FlowModule):
         norm: "post" normalises by the geometry; "pre" and "peri" (in flat space only) let the length of tokens change
             and normalise what the attention sees.
         bias: with a bias of the queries and a constant drift.
-        noise: sigma of random displacements sqrt(h) sigma xi after each step of size h, in training mode only.
         validate: check the values of the input and whether logits need float64, with one read from the device per
             forward pass. Compiled code does neither.
 
@@ -74,36 +73,39 @@ class ContinuousAttentionLayer(FlowModule):
         self_attention: bool = True,
         norm: Norm = "post",
         bias: bool = False,
-        noise: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[FlowKeywords],
     ) -> None:
         checks.require_count(dim=dim, heads=heads, head_dim=1 if head_dim is None else head_dim)
-        checks.require_nonnegative(noise=noise)
         checks.require_choice("norm", norm, get_args(Norm))
         if head_dim is None and dim % heads:
             raise ValueError(f"dim = {dim} is not a multiple of heads = {heads}; pass head_dim.")
-        geometry = options.get("geometry") or (Sphere() if norm == "post" else Euclidean())
-        options["geometry"] = geometry
+        geometry = options["geometry"] = options.get("geometry") or (Sphere() if norm == "post" else Euclidean())
         if norm != "post" and not isinstance(geometry, Euclidean):
             raise ValueError(f"norm = {norm!r} changes the length of tokens; expected geometry=Euclidean().")
         k = dim // heads if head_dim is None else head_dim
         if beta is None:
             beta = default_beta(dim, k, geometry) / 2
+        beta = math.inf if kind == "hardmax" else beta
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(heads, math.inf if kind == "hardmax" else beta, factory, **options)
-        self.dim, self.heads, self.head_dim, self.norm, self.noise = dim, heads, k, norm, noise
+        super().__init__(heads, beta, factory, **options)
+        self.dim, self.heads, self.head_dim, self.norm = dim, heads, k, norm
         # The weights are put in at every evaluation, because modules may exchange them.
-        self._attention = Attention(dim=dim, kind=kind, causal=causal, self_attention=self_attention, kernel="dense")
+        self._attention = Attention(
+            dim=dim,
+            beta=math.inf if self.is_hardmax else 1.0,
+            kind=kind,
+            causal=causal,
+            self_attention=self_attention,
+            kernel="dense",
+        )
         self.Q = nn.Parameter(torch.empty(heads, k, dim, **factory))
         self.K = nn.Parameter(torch.empty(heads, k, dim, **factory))
         self.V = nn.Parameter(torch.empty(heads, k, dim, **factory))
         self.O = nn.Parameter(torch.empty(heads, dim, k, **factory))
         self.query_bias = nn.Parameter(torch.empty(heads, k, **factory)) if bias else None
         self.value_bias = nn.Parameter(torch.empty(dim, **factory)) if bias else None
-        if self._is_hardmax and self._attention.kind != "softmax":
-            raise ValueError(f"beta = inf with kind = {kind!r}; only softmax attention has a limit (hardmax).")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -119,7 +121,7 @@ class ContinuousAttentionLayer(FlowModule):
     def attention(self) -> Attention:
         """The attention with the weights of the layer, without the checks of a new `Attention`."""
         names = ("Q", "K", "V", "O", "query_bias", "value_bias")
-        beta = math.inf if self._is_hardmax else self.beta
+        beta = math.inf if self.is_hardmax else self.beta
         return self._attention.copy_with(beta=beta, **{name: getattr(self, name) for name in names})
 
     def field(self) -> Field:
@@ -154,10 +156,11 @@ class ContinuousAttentionLayer(FlowModule):
             log_weights = torch.where(tokens, -count.log(), -torch.inf)
             unit = torch.arange(self.dim, device=x.device).eq(0).to(x.dtype)
             start = torch.where(tokens[..., None], x, unit)  # padding may hold zeros, which have no direction
-        field = self.field()
-        dtype, geometry = x.dtype, self.options.geometry
+        field, geometry, dtype = self.field(), self.geometry, x.dtype
         if self.validate and checks.can_read(x, self.Q, self.log_beta):
-            dtype = self._check_values(start, tokens, is_padding, field)
+            is_empty = None if tokens is None else ~tokens.any(-1)
+            total, bound = geometry.retract(start.detach()).sum(), self._logit_bound(start, field)
+            dtype = self.choose_dtype({"x": start}, total, bound, is_empty, is_padding)
         field = field if dtype == x.dtype else field.in_float64()
 
         def velocity(t: float, y: Tensor) -> Tensor:
@@ -167,10 +170,10 @@ class ContinuousAttentionLayer(FlowModule):
         def output(y: Tensor) -> Tensor:
             return y.to(x.dtype) if tokens is None else torch.where(tokens[..., None], y.to(x.dtype), x)
 
-        path = [geometry.retract(start.to(dtype))]
-        for state in self.options.states(velocity, path[0], self.noise if self.training else 0.0):
-            path = [*path, state] if return_path else [state]
-        return torch.stack([output(y) for y in path]) if return_path else output(path[-1])
+        start = geometry.retract(start.to(dtype))
+        if return_path:
+            return torch.stack([output(y) for y in (start, *self.options.states(velocity, start))])
+        return output(self.options.run(velocity, start))
 
     def _check_shape(self, x: Tensor) -> None:
         checks.require_floating("x", x)
@@ -183,31 +186,13 @@ class ContinuousAttentionLayer(FlowModule):
             raise ValueError("self_attention=False requires at least two tokens per cloud.")
 
     @torch.no_grad()
-    def _check_values(self, x: Tensor, tokens: Tensor | None, is_padding: Tensor | None, field: Field) -> torch.dtype:
-        """Check finite tokens and the mask, and choose the precision, with one read from the device."""
-        start = self.options.geometry.retract(x)
-        no = torch.zeros((), device=x.device, dtype=torch.float64)
-        is_empty = no if tokens is None else (~tokens.any(-1)).any()
-        is_wrong = no if is_padding is None else ~is_padding
-        bound = no
-        if x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type):
-            radius = self.options.geometry.max_norm
-            # In flat space tokens may grow: the bound allows twice their length.
-            longest: float | Tensor = 2 * x.norm(dim=-1).amax() if radius is None else radius
-            bound = field.logit_bound(longest).to(x.device)
-        flags = torch.stack([z.double() for z in (start.sum(), bound, is_empty, is_wrong)])
-        total, size, has_empty, has_wrong = flags.tolist()
-        if not math.isfinite(total):
-            checks.require_finite("x", x)
-            place("x", x, self.options.geometry)
-        if has_wrong:
-            raise ValueError(
-                "the mask hides tokens from some queries and not from others, or has positive numbers in a mask that "
-                "is added to logits; expected padding. For the causal mask build the layer with causal=True."
-            )
-        if has_empty:
-            warnings.warn("the mask hides every token of a cloud, which comes out as it went in.", stacklevel=6)
-        return checks.working_dtype(x.dtype, torch.tensor(size))
+    def _logit_bound(self, x: Tensor, field: Field) -> Tensor:
+        """An upper bound on the logits, (); zero where it decides nothing."""
+        if x.dtype != torch.float32:
+            return torch.zeros(())
+        radius = self.geometry.max_norm
+        # In flat space tokens may grow: the bound allows twice their length.
+        return field.logit_bound(2 * x.norm(dim=-1).amax() if radius is None else radius)
 
     def extra_repr(self) -> str:
         beta, causal = "learned" if self.learn_beta else "fixed", "causal, " * self._attention.causal

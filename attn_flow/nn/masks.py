@@ -58,55 +58,63 @@ def token_mask(mask: Tensor, x: Tensor, causal: bool = False) -> tuple[Tensor, T
     return tokens.expand(x.shape[:-1]), is_padding
 
 
-class Masks(NamedTuple):
-    """Numbers added to the logits of keys ([batch,] m) and of pairs ([batch, heads,] n, m), and the causal mask.
+class LogitMask(NamedTuple):
+    """The masks of nn.MultiheadAttention.forward as numbers that are added to the logits."""
 
-    `is_padding` () says whether a HuggingFace mask was nothing but padding; None if there was none.
-    """
-
-    log_weights: Tensor | None
-    pairs: Tensor | None
-    causal: bool
-    is_padding: Tensor | None
+    bias: Tensor | None = None  # ([batch,] heads or 1, n or 1, m), finite
+    causal: bool = False  # a causal mask, which is not part of the bias
+    is_blind: Tensor | None = None  # queries that see no key, ([batch,] heads or 1, n or 1, 1)
+    is_empty: Tensor | None = None  # clouds without keys, ([batch])
+    is_padding: Tensor | None = None  # (), see `token_mask`
 
 
-def torch_masks(
+def logit_mask(
     x: Tensor,
     y: Tensor,
     heads: int,
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
-    causal: bool,
     attention_mask: Tensor | None,
-) -> Masks:
-    """The masks of nn.MultiheadAttention.forward, or HuggingFace's, for queries x and keys y ([batch,] n or m, d)."""
-    log_weights = is_padding = pairs = None
+    causal: bool,
+    need_weights: bool,
+) -> LogitMask:
+    """The masks of queries x ([batch,] n, d) and keys y ([batch,] m, d), as numbers.
+
+    Args:
+        causal: replaces attn_mask. It stays apart if it is alone, where the fused kernel is faster, unless
+            `need_weights`.
+    """
+    n, m, batch = x.shape[-2], y.shape[-2], x.shape[:-2]
+    bias = is_empty = is_padding = None
     if attention_mask is not None:
         if key_padding_mask is not None:
             raise ValueError("attention_mask and key_padding_mask both hide padding; pass one of them.")
-        tokens, is_padding = token_mask(attention_mask, y, causal)
-        key_padding_mask = ~tokens
+        is_token, is_padding = token_mask(attention_mask, y, causal)
+        key_padding_mask = ~is_token
     if key_padding_mask is not None:
-        log_weights = _additive("key_padding_mask", key_padding_mask, x)
-        if log_weights.shape != y.shape[:-1]:
-            expected = f"([batch,] m) = {tuple(y.shape[:-1])}"
-            raise ValueError(f"key_padding_mask has shape {tuple(log_weights.shape)}, expected {expected}.")
-    if attn_mask is not None and not causal:
-        pairs = _additive("attn_mask", attn_mask, x)
-        n, m, clouds = x.shape[-2], y.shape[-2], math.prod(x.shape[:-2]) * heads
-        if pairs.shape not in ((n, m), (clouds, n, m)):
-            expected = f"(n, m) = {(n, m)} or (batch * heads, n, m) = {(clouds, n, m)}"
-            raise ValueError(f"attn_mask has shape {tuple(pairs.shape)}, expected {expected}.")
-        pairs = pairs if pairs.ndim == 2 else pairs.unflatten(0, (*x.shape[:-2], heads))
-        pairs = pairs if log_weights is None else pairs + log_weights[..., None, None, :]
-    return Masks(log_weights, pairs, causal, is_padding)
+        bias = _additive("key_padding_mask", key_padding_mask, x, tuple(y.shape[:-1]))
+        is_empty, bias = bias.isneginf().all(-1), bias[..., None, None, :]
+    if causal:
+        if bias is None and not need_weights:
+            return LogitMask(causal=True)
+        attn_mask = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
+    if attn_mask is not None:
+        pairs = _additive("attn_mask", attn_mask, x, (n, m), (math.prod(batch) * heads, n, m))
+        pairs = pairs if pairs.ndim == 2 else pairs.unflatten(0, (*batch, heads))
+        bias = pairs if bias is None else bias + pairs
+    if bias is None:
+        return LogitMask()
+    is_blind = bias.isneginf().all(-1, keepdim=True)
+    return LogitMask(bias.clamp_min(torch.finfo(x.dtype).min / 4), False, is_blind, is_empty, is_padding)
 
 
-def _additive(name: str, mask: Tensor, x: Tensor) -> Tensor:
+def _additive(name: str, mask: Tensor, x: Tensor, *shapes: tuple[int, ...]) -> Tensor:
     """A mask of torch, where True hides or numbers are added to the logits, as numbers in the dtype of x."""
     checks.require_same_device(name, mask, "query", x)
+    if mask.shape not in shapes:
+        raise ValueError(f"{name} has shape {tuple(mask.shape)}, expected {' or '.join(map(str, shapes))}.")
     if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask, -torch.inf)
+        return torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask, -math.inf)
     if not mask.is_floating_point():
         raise TypeError(f"{name} has dtype {mask.dtype}, expected bool (True hides) or floating point.")
     return mask.to(x.dtype)

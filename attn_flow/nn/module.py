@@ -1,8 +1,10 @@
-"""What continuous modules share: the options of their flow, and a fixed or trained inverse temperature."""
+"""What continuous modules share: the options of their flow, the inverse temperature, and the check of their inputs."""
 
 from __future__ import annotations
 
 import math
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from attn_flow.base import checks
-from attn_flow.geometry import Geometry
+from attn_flow.geometry import Ellipsoid, Geometry, place
 from attn_flow.nn.options import FlowKeywords, FlowOptions
 
 BETAS = ("log_beta", "log_beta_factor")  # the names of trained temperatures in layers and in replaced attention
@@ -36,6 +38,7 @@ class FlowModule(nn.Module):
             self.log_beta = nn.Parameter(log_beta)
         else:
             self.register_buffer("log_beta", log_beta)
+        self.is_hardmax = not isinstance(beta, Tensor) and beta == math.inf
         self._initial_beta = beta.detach().clone() if isinstance(beta, Tensor) else beta
         self.beta = beta
 
@@ -59,28 +62,60 @@ class FlowModule(nn.Module):
             raise ValueError(f"beta has shape {tuple(value.shape)}, expected () or (heads,) = ({heads},).")
         if self.learn_beta:
             checks.require((value > 0) & value.isfinite(), f"beta = {beta} cannot be learned; expected 0 < beta < inf.")
-        is_hardmax = _is_infinite(value)
+        kinds = "infinite" if self.is_hardmax else "finite"
+        message = f"beta = {beta}, expected {kinds} numbers as at the start; beta = inf makes another layer (hardmax)."
+        checks.require(value.isinf() == self.is_hardmax, message)
         with torch.no_grad():
             self.log_beta.copy_(value.log().expand(heads))
-        self._is_hardmax = is_hardmax
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._is_hardmax = _is_infinite(self.log_beta)
 
     def _apply(self, *args: Any, **kwargs: Any) -> FlowModule:
         super()._apply(*args, **kwargs)
-        self.options = self.options.to(self.log_beta)  # a geometry with tensors moves along
+        geometry, like = self.geometry, self.log_beta
+        if isinstance(geometry, Ellipsoid) and not like.is_meta:  # its tensors move along, in float32 at least
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            centre, axes = geometry.centre.to(like.device, dtype), geometry.axes.to(like.device, dtype)
+            self.options = replace(self.options, geometry=Ellipsoid(centre, axes))
         return self
 
+    @torch.no_grad()
+    def choose_dtype(
+        self,
+        clouds: dict[str, Tensor],
+        total: Tensor,
+        logit_bound: Tensor,
+        is_empty: Tensor | None,
+        is_padding: Tensor | None,
+    ) -> torch.dtype:
+        """The dtype to compute in. Values and masks are checked on the way, with one read from the device.
 
-def _is_infinite(values: Tensor) -> bool:
-    """Whether the entries of beta, or of log_beta, are infinite; ValueError if only some of them are."""
-    is_infinite = values.detach() == math.inf
-    if not checks.can_read(is_infinite) or not bool(is_infinite.any()):
-        return False
-    checks.require(is_infinite, "beta mixes finite and infinite entries; expected one or the other for all heads.")
-    return True
+        Args:
+            clouds: tokens (..., n, d) by their names in errors; the first is the one that flows.
+            total: a number () that is not finite if one of the tokens is not, or has no image on the geometry.
+            logit_bound: (), see `checks.working_dtype`.
+            is_empty: whether a mask hides all tokens of a cloud, (...).
+            is_padding: whether a mask of HuggingFace is nothing but padding, ().
+        """
+        (name, x), *_ = clouds.items()
+        no = torch.zeros_like(total, dtype=torch.bool)
+        has_empty = no if is_empty is None else is_empty.any()
+        is_wrong = no if is_padding is None else ~is_padding
+        numbers = [z.to(x.device, torch.float64) for z in (total, logit_bound, has_empty, is_wrong)]
+        size, bound, has_empty_cloud, is_wrong_mask = torch.stack(numbers).tolist()
+        if not math.isfinite(size) or not math.isfinite(bound):
+            for each, z in clouds.items():
+                checks.require_finite(each, z)
+            place(name, x, self.geometry)
+            raise ValueError(f"the logits of {name} overflow; use smaller tokens, weights or beta.")
+        if is_wrong_mask:
+            raise ValueError(
+                "the mask hides tokens from some queries and not from others, or has positive numbers in a mask that "
+                "is added to logits; expected padding. A causal layer takes a causal mask too."
+            )
+        if has_empty_cloud:
+            warnings.warn("a mask hides every token of a cloud, which does not move.", stacklevel=6)
+        if torch.is_autocast_enabled(x.device.type):
+            return x.dtype
+        return checks.working_dtype(x.dtype, torch.tensor(bound))
 
 
 def parameter_groups(module: nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:

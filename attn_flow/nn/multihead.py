@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from attn_flow.base import checks
-from attn_flow.geometry import Euclidean, place
-from attn_flow.kernels import dense
-from attn_flow.nn.masks import Masks, torch_masks
+from attn_flow.geometry import Euclidean
+from attn_flow.nn.masks import logit_mask
 from attn_flow.nn.module import FlowModule, default_beta
 from attn_flow.nn.options import FlowKeywords
 
@@ -38,8 +37,8 @@ class ContinuousMultiheadAttention(FlowModule):
     nn.MultiheadAttention.
 
     Args:
-        embed_dim, num_heads, bias, batch_first, device, dtype: as in nn.MultiheadAttention.
-        dropout, add_bias_kv, add_zero_attn, kdim, vdim: as there, but only with their default values.
+        embed_dim, num_heads, bias, batch_first, device, dtype: as in nn.MultiheadAttention. Its other arguments do not
+            exist, because keys and values are tokens; dropout has to be 0.
         beta: the inverse temperature, a number or one per head; 1 / sqrt(head width) by default, as in
             nn.MultiheadAttention. On a sphere of radius r it is embed_dim / r^2 times that.
         learn_beta, validate: as in `ContinuousAttentionLayer`.
@@ -63,21 +62,15 @@ class ContinuousMultiheadAttention(FlowModule):
         num_heads: int,
         dropout: float = 0.0,
         bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
+        *,
         batch_first: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         beta: float | Tensor | None = None,
         **options: Unpack[FlowKeywords],
     ) -> None:
         if dropout != 0:
             raise ValueError(f"dropout = {dropout}, expected 0: a flow is deterministic. Put dropout around the layer.")
-        if add_bias_kv or add_zero_attn or any(width not in (None, embed_dim) for width in (kdim, vdim)):
-            raise ValueError("add_bias_kv, add_zero_attn, kdim and vdim are not supported: keys and values are tokens.")
         checks.require_count(embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim = {embed_dim} is not a multiple of num_heads = {num_heads}.")
@@ -86,6 +79,8 @@ class ContinuousMultiheadAttention(FlowModule):
             beta = default_beta(embed_dim, embed_dim // num_heads, geometry)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(num_heads, beta, factory, **options)
+        if self.is_hardmax:
+            raise ValueError("beta = inf, expected finite numbers; ContinuousAttentionLayer has hardmax attention.")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.dropout, self.batch_first = 0.0, batch_first
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **factory)
@@ -98,9 +93,9 @@ class ContinuousMultiheadAttention(FlowModule):
         """Draw the weights as nn.MultiheadAttention does, and set beta to its initial value."""
         bound = math.sqrt(6 / (4 * self.embed_dim))  # xavier_uniform_ of the packed weight (3 embed_dim, embed_dim)
         self.out_proj.reset_parameters()
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            nn.init.uniform_(projection.weight, -bound, bound)
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
-            if projection is not self.out_proj:
-                nn.init.uniform_(projection.weight, -bound, bound)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
         self.beta = self._initial_beta
@@ -138,12 +133,7 @@ class ContinuousMultiheadAttention(FlowModule):
             **options,
         )
         module.load_state_dict(multihead.state_dict())
-        for kind in ("weight", "bias"):
-            packed, out = getattr(multihead, f"in_proj_{kind}"), getattr(multihead.out_proj, kind)
-            if packed is not None:
-                for name in PROJECTIONS:
-                    getattr(getattr(module, name), kind).requires_grad_(packed.requires_grad)
-                getattr(module.out_proj, kind).requires_grad_(out.requires_grad)
+        _copy_frozen(multihead, module)
         return module.train(multihead.training)
 
     @torch.no_grad()
@@ -156,26 +146,15 @@ class ContinuousMultiheadAttention(FlowModule):
             >>> torch.allclose(again.in_proj_weight, multihead.in_proj_weight)
             True
         """
-        if self._is_hardmax:
-            raise ValueError("beta = inf: an nn.MultiheadAttention has no hardmax attention; set a finite beta.")
         has_bias, weight = self.q_proj.bias is not None, self.q_proj.weight
-        multihead = nn.MultiheadAttention(
-            self.embed_dim,
-            self.num_heads,
-            bias=has_bias,
-            batch_first=self.batch_first,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        factory: Any = {"bias": has_bias, "device": weight.device, "dtype": weight.dtype}
+        multihead = nn.MultiheadAttention(self.embed_dim, self.num_heads, batch_first=self.batch_first, **factory)
         factor = (self.beta * math.sqrt(self.head_dim)).repeat_interleave(self.head_dim)  # torch divides by sqrt(k)
-        weights = [self.q_proj.weight * factor[:, None], self.k_proj.weight, self.v_proj.weight]
-        state = {"in_proj_weight": torch.cat(weights)}
+        state = {"in_proj_weight": torch.cat([weight * factor[:, None], self.k_proj.weight, self.v_proj.weight])}
         if has_bias:
             state["in_proj_bias"] = torch.cat([self.q_proj.bias * factor, self.k_proj.bias, self.v_proj.bias])
         multihead.load_state_dict(state | self.out_proj.state_dict(prefix="out_proj."))
-        multihead.in_proj_weight.requires_grad_(self.q_proj.weight.requires_grad)
-        for name, parameter in self.out_proj.named_parameters():
-            getattr(multihead.out_proj, name).requires_grad_(parameter.requires_grad)
+        _copy_frozen(self, multihead)
         return multihead.train(self.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -210,15 +189,16 @@ class ContinuousMultiheadAttention(FlowModule):
             attention_mask: HuggingFace's padding mask, 1 for tokens: see `attn_flow.nn.masks.token_mask`.
         """
         x, y, is_self = self._check_shapes(query, key, value)
-        causal = is_causal and is_self
-        masks = torch_masks(x, y, self.num_heads, key_padding_mask, attn_mask, causal, attention_mask)
-        if masks.pairs is not None and self._is_hardmax:
-            raise ValueError("attn_mask with beta = inf; expected a finite beta, or is_causal for the causal mask.")
+        masks = (key_padding_mask, attn_mask, attention_mask, is_causal and is_self, need_weights)
+        mask = logit_mask(x, y, self.num_heads, *masks)
         start = self.geometry.retract(x)
         q, k = self._split(self.q_proj(start)), self._split(self.k_proj(start if is_self else y))
-        if self.validate and checks.can_read(q, k, self.log_beta) and self._needs_float64(x, y, q, k, masks):
-            options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, attention_mask)
-            return self._forward_in_float64(query, query if is_self else key, *options)
+        if self.validate and checks.can_read(q, k, self.log_beta):
+            bound = self._logit_bound(q, k)  # not finite if a token is not, or has no image on the geometry
+            dtype = self.choose_dtype({"query": x, "key": y}, bound, bound, mask.is_empty, mask.is_padding)
+            if dtype != x.dtype:
+                options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, attention_mask)
+                return self._forward_in_float64(query, query if is_self else key, *options)
         # The first evaluation has its queries and keys; a checkpoint has to compute them again.
         first = [] if self.options.checkpoint else [(q, k)]
         context = None if is_self else (k, self._split(self.v_proj(y)))
@@ -230,16 +210,45 @@ class ContinuousMultiheadAttention(FlowModule):
                 q = self._split(self.q_proj(z))
                 k = self._split(self.k_proj(z)) if context is None else context[0]
             v = self._split(self.v_proj(z)) if context is None else context[1]
-            average = self._average(q, k, v, masks)
+            average = F.scaled_dot_product_attention(
+                self._scale(q), k, v, attn_mask=mask.bias, is_causal=mask.causal, scale=1.0
+            )
+            average = average if mask.is_blind is None else torch.where(mask.is_blind, 0.0, average)
             return self.geometry.tangent(z, self.out_proj(average.transpose(-2, -3).flatten(-2)).to(z.dtype))
 
         shift = self.options.displacement(velocity, x)
-        if masks.log_weights is not None:  # a cloud without keys does not move
-            shift = torch.where(masks.log_weights.isneginf().all(-1)[..., None, None], 0.0, shift)
-        weights = self._weights(q, k, masks) if need_weights else None
-        if weights is not None and average_attn_weights:
-            weights = weights.mean(-3)
-        return (shift if query.ndim == 2 or self.batch_first else shift.transpose(0, 1)), weights
+        shift = shift if mask.is_empty is None else torch.where(mask.is_empty[..., None, None], 0.0, shift)
+        shift = shift.transpose(0, 1) if self._is_sequence_first(query) else shift
+        if not need_weights:
+            return shift, None
+        logits = self._scale(q) @ k.mT
+        weights = (logits if mask.bias is None else logits + mask.bias).softmax(-1)
+        weights = weights if mask.is_blind is None else torch.where(mask.is_blind, 0.0, weights)
+        return shift, weights.mean(-3) if average_attn_weights else weights
+
+    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Tokens x ([batch,] n, d) and keys y ([batch,] m, d), and whether they are the same."""
+        is_self = _is_same(query, key)
+        if not _is_same(key, value):
+            raise ValueError("key and value are different tensors, expected one: a flow attends to one cloud.")
+        for name, z in (("query", query), ("key", key)):
+            checks.require_floating(name, z)
+            if z.ndim not in (2, 3) or 0 in z.shape or z.shape[-1] != self.embed_dim:
+                raise ValueError(f"{name} has shape {tuple(z.shape)}, expected ([batch,] n >= 1, {self.embed_dim}).")
+        x, y = (z.transpose(0, 1) if self._is_sequence_first(z) else z for z in (query, key))
+        if x.shape[:-2] != y.shape[:-2]:
+            raise ValueError(f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}, expected one batch.")
+        return x, y, is_self
+
+    def _is_sequence_first(self, query: Tensor) -> bool:
+        return query.ndim == 3 and not self.batch_first
+
+    @torch.no_grad()
+    def _logit_bound(self, q: Tensor, k: Tensor) -> Tensor:
+        """An upper bound on the logits while tokens at most double their length, ()."""
+        # The heads are last but one in memory, where norms are faster.
+        lengths = [torch.linalg.vector_norm(z.transpose(-2, -3), dim=-1).amax().float() for z in (q, k)]
+        return 4 * lengths[0] * lengths[1] * self.beta.amax()
 
     def _forward_in_float64(self, query: Tensor, key: Tensor, *options: Any) -> tuple[Tensor, Tensor | None]:
         """The forward pass with weights and tokens in float64, returned in the dtype of the tokens."""
@@ -254,74 +263,26 @@ class ContinuousMultiheadAttention(FlowModule):
         """([batch,] n, heads * k) -> ([batch,] heads, n, k)."""
         return z.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
 
-    def _average(self, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Tensor:
-        """The attention averages ([batch,] heads, n, k)."""
-        scale = math.inf if self._is_hardmax else self.beta[:, None, None].to(q.dtype)
-        if masks.pairs is None:
-            log_weights = None if masks.log_weights is None else masks.log_weights[..., None, :]
-            return dense.softmax_average(q, k, v, log_weights, scale=scale, causal=masks.causal)
-        # The kernels have no mask of pairs. A finite number stands for -inf: a query that sees no key has no NaN.
-        is_hidden = masks.pairs.isneginf()
-        pairs = torch.where(is_hidden, torch.finfo(q.dtype).min / 4, masks.pairs.to(q.dtype))
-        average = F.scaled_dot_product_attention(q * scale, k, v, pairs, scale=1.0)
-        return torch.where(is_hidden.all(-1, keepdim=True), 0.0, average)
-
-    def _weights(self, q: Tensor, k: Tensor, masks: Masks) -> Tensor:
-        """The attention weights at the start, ([batch,] heads, n, m)."""
-        bias = q.new_zeros(q.shape[-2], k.shape[-2]) if masks.pairs is None else masks.pairs.to(q.dtype)
-        if masks.pairs is None and masks.log_weights is not None:
-            bias = bias + masks.log_weights[..., None, None, :].to(q.dtype)
-        if masks.causal:
-            bias = bias + torch.full_like(bias[..., :1, :], -torch.inf).expand_as(bias).triu(1)
-        if self._is_hardmax:
-            return dense.hardmax_weights(q, k, q.new_zeros(k.shape[-2]), bias.isneginf())[0]
-        return dense.normalised_exp((q * self.beta[:, None, None].to(q.dtype)) @ k.mT + bias)[0]
-
-    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """Tokens x ([batch,] n, d) and keys y ([batch,] m, d), and whether they are the same."""
-        is_self = _is_same(query, key)
-        if not _is_same(key, value):
-            raise ValueError("key and value are different tensors, expected one: a flow attends to one cloud.")
-        for name, z in (("query", query), ("key", key)):
-            checks.require_floating(name, z)
-            if z.ndim not in (2, 3) or 0 in z.shape or z.shape[-1] != self.embed_dim:
-                raise ValueError(f"{name} has shape {tuple(z.shape)}, expected ([batch,] n >= 1, {self.embed_dim}).")
-        is_transposed = query.ndim == 3 and not self.batch_first
-        x = query.transpose(0, 1) if is_transposed else query
-        y = x if is_self else key.transpose(0, 1) if is_transposed else key
-        if x.shape[:-2] != y.shape[:-2]:
-            raise ValueError(f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}, expected one batch.")
-        return x, y, is_self
-
-    @torch.no_grad()
-    def _needs_float64(self, x: Tensor, y: Tensor, q: Tensor, k: Tensor, masks: Masks) -> bool:
-        """Check finite tokens and the mask, and choose the precision, with one read from the device."""
-        # The heads are last but one in memory, where norms are faster.
-        bound = torch.linalg.vector_norm(q.transpose(-2, -3), dim=-1).amax()
-        bound = bound * torch.linalg.vector_norm(k.transpose(-2, -3), dim=-1).amax()
-        if not self._is_hardmax:  # tokens may grow: the bound allows twice their length
-            bound = bound * self.beta.amax() * 4
-        flags = [bound.double()]
-        if masks.log_weights is not None:
-            flags.append(masks.log_weights.isneginf().all(-1).any().double())
-        if masks.is_padding is not None:
-            flags.append((~masks.is_padding).double())
-        size, is_empty, is_wrong = (torch.stack(flags).tolist() + [0.0, 0.0])[:3]
-        if not math.isfinite(size):
-            checks.require_finite("query", x)
-            checks.require_finite("key", y)
-            place("query", x, self.geometry)
-        if is_wrong:
-            raise ValueError("attention_mask hides tokens from some queries only, expected padding; use attn_mask.")
-        if is_empty:
-            warnings.warn("a mask hides every token of a cloud, whose output is zero.", stacklevel=6)
-        if self._is_hardmax or torch.is_autocast_enabled(x.device.type):
-            return False
-        return checks.working_dtype(x.dtype, torch.tensor(size)) != x.dtype
+    def _scale(self, q: Tensor) -> Tensor:
+        """beta times the queries ([batch,] heads, n, k)."""
+        return q * self.beta[:, None, None].to(q.dtype)
 
     def extra_repr(self) -> str:
         beta = "learned" if self.learn_beta else "fixed"
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, beta {beta}, {self.options}"
+
+
+def _copy_frozen(source: nn.Module, target: nn.Module) -> None:
+    """Freeze the parameters of `target` whose counterparts in `source` are frozen; all projections are one in torch."""
+    is_trained = {_torch_name(name): p.requires_grad for name, p in source.named_parameters()}
+    for name, p in target.named_parameters():
+        p.requires_grad_(is_trained.get(_torch_name(name), p.requires_grad))
+
+
+def _torch_name(name: str) -> str:
+    """The name of a parameter in nn.MultiheadAttention."""
+    projection, _, kind = name.partition(".")
+    return f"in_proj_{kind}" if projection in PROJECTIONS else name
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attn_flow.base import checks
-from attn_flow.dynamics.steppers import Adaptive, RungeKutta, Velocity, as_method, rk4
+from attn_flow.dynamics.steppers import RungeKutta, Velocity, as_method, rk4
 from attn_flow.geometry import Euclidean, Geometry, Sphere
 
 Step = Literal["euler", "rk4", "dopri5"] | RungeKutta
@@ -60,30 +58,23 @@ class FlowOptions:
     def __post_init__(self) -> None:
         checks.require_positive(horizon=self.horizon)
         checks.require_count(steps=self.steps)
-        method = as_method(self.step)
-        if isinstance(method, Adaptive):
-            raise ValueError(f"step = {self.step!r}, expected a fixed step such as 'rk4': a layer takes equal steps.")
-        object.__setattr__(self, "step", method)
+        _ = self.method  # checked
 
     @property
     def method(self) -> RungeKutta:
         """The Runge-Kutta method of a step."""
-        assert isinstance(self.step, RungeKutta)
-        return self.step
+        method = as_method(self.step)
+        if not isinstance(method, RungeKutta):
+            raise ValueError(f"step = {self.step!r}, expected a fixed step such as 'rk4': a layer takes equal steps.")
+        return method
 
     @property
     def evaluations(self) -> int:
         """How often attention is evaluated in one forward pass."""
         return self.steps * (1 + len(self.method.a))
 
-    def states(self, velocity: Velocity, x: Tensor, noise: float = 0.0) -> Iterator[Tensor]:
-        """Yield the tokens after each step.
-
-        Args:
-            velocity: (t, x) -> tangent vectors (..., n, d).
-            x: tokens (..., n, d) on the geometry.
-            noise: sigma of independent Gaussian displacements sqrt(h) sigma xi after each step of size h.
-        """
+    def states(self, velocity: Velocity, x: Tensor) -> Iterator[Tensor]:
+        """Yield the tokens (..., n, d) after each step, for a velocity (t, x) -> tangent vectors (..., n, d)."""
         h = self.horizon / self.steps
         for i in range(self.steps):
             arguments = (velocity, i * h, x, h, self.geometry)
@@ -91,8 +82,6 @@ class FlowOptions:
                 x = checkpoint(self.method.step, *arguments, use_reentrant=False)
             else:
                 x = self.method.step(*arguments)
-            if noise:
-                x = self.geometry.retract(x + math.sqrt(h) * noise * torch.randn_like(x))
             yield x
 
     def run(self, velocity: Velocity, x: Tensor) -> Tensor:
@@ -109,16 +98,6 @@ class FlowOptions:
         if isinstance(self.geometry, Euclidean):
             return self.run(lambda t, u: velocity(t, x + u), torch.zeros_like(x))
         return self.run(velocity, self.geometry.retract(x)) - x
-
-    def to(self, like: Tensor) -> FlowOptions:
-        """The same options with the geometry's tensors on the device of `like`, and in its dtype if not half."""
-        fields: Any = dataclasses.fields(self.geometry) if dataclasses.is_dataclass(self.geometry) else ()
-        tensors = {f.name: z for f in fields if f.init and isinstance(z := getattr(self.geometry, f.name), Tensor)}
-        if like.is_meta or not tensors:
-            return self
-        dtype = like.dtype if like.dtype in (torch.float32, torch.float64) else torch.float32
-        copies = {name: z.to(like.device, dtype) for name, z in tensors.items()}
-        return dataclasses.replace(self, geometry=dataclasses.replace(self.geometry, **copies))  # type: ignore[type-var]
 
     def __str__(self) -> str:
         return (

@@ -9,15 +9,14 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
-from attn_flow.attention import Attention
+from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Geometry
 from attn_flow.nn.layer import ContinuousAttentionLayer, Norm
 from attn_flow.nn.masks import choose_mask
-from attn_flow.nn.options import FlowKeywords, FlowOptions
+from attn_flow.nn.options import FlowOptions
 
 Readout = Literal["mean", "token"]
 
@@ -29,15 +28,14 @@ class DeepStack(nn.Module):
         inputs: the size of the vocabulary, for ids (batch, n) or (batch, n, fields), whose embeddings are summed; or,
             with points=True, the width of real vectors (batch, n, inputs).
         outputs: the number of classes.
-        dim, heads, head_dim, beta, learn_beta, norm, bias, validate: see `ContinuousAttentionLayer`.
+        dim: the width of the tokens.
         depth: the number of layers.
         shared: apply one layer `depth` times instead of layers with weights of their own.
-        horizon, steps, step, geometry, checkpoint: see `FlowOptions`; four RK4 steps by default. One Euler step is the
-            ordinary discrete layer.
+        options: arguments of `ContinuousAttentionLayer`, such as heads, beta and horizon; four RK4 steps by default.
+            One Euler step is the ordinary discrete layer.
 
     Other arguments:
         ffn: hidden width of a feed-forward network x <- retract(x + P_x FFN(x)) after each layer; 0 for none.
-        noise: sigma of random displacements after each step, in training mode only, in place of dropout.
         length: the largest number of tokens, for learned positions; None for exchangeable tokens.
         points: whether inputs are real vectors.
         readout: "mean" for one answer per cloud, "token" for one per token.
@@ -55,38 +53,25 @@ class DeepStack(nn.Module):
         outputs: int,
         *,
         dim: int = 32,
-        heads: int = 1,
-        head_dim: int | None = None,
         depth: int = 1,
         shared: bool = False,
-        beta: float | None = None,
-        norm: Norm = "post",
-        bias: bool = False,
         ffn: int = 0,
-        noise: float = 0.0,
         length: int | None = None,
         points: bool = False,
         readout: Readout = "mean",
         dtype: torch.dtype | None = None,
-        **options: Unpack[FlowKeywords],
+        **options: Any,
     ) -> None:
         super().__init__()
         checks.require_count(inputs=inputs, outputs=outputs, depth=depth, length=1 if length is None else length)
         checks.require_nonnegative(ffn=ffn)
         checks.require_choice("readout", readout, get_args(Readout))
-        self.depth, self.shared, self.norm, self.readout, self.points = depth, shared, norm, readout, points
-        self.embedding: nn.Module = (
-            nn.Linear(inputs, dim, dtype=dtype) if points else nn.Embedding(inputs, dim, dtype=dtype)
-        )
+        self.depth, self.shared, self.readout, self.points = depth, shared, readout, points
+        self.embedding: nn.Module = (nn.Linear if points else nn.Embedding)(inputs, dim, dtype=dtype)
         self.positions = None if length is None else nn.Parameter(waves(length, dim).to(dtype or torch.float32))
+        options = {"steps": 4, "dtype": dtype, **options}
         count = 1 if shared else depth
-        options.setdefault("steps", 4)
-        self.layers = nn.ModuleList(
-            ContinuousAttentionLayer(
-                dim, heads, head_dim, beta=beta, norm=norm, bias=bias, noise=noise, dtype=dtype, **options
-            )
-            for _ in range(count)
-        )
+        self.layers = nn.ModuleList(ContinuousAttentionLayer(dim, **options) for _ in range(count))
         self.ffns = nn.ModuleList(
             nn.Sequential(nn.Linear(dim, ffn, dtype=dtype), nn.GELU(), nn.Linear(ffn, dim, dtype=dtype))
             for _ in range(count if ffn else 0)
@@ -97,6 +82,11 @@ class DeepStack(nn.Module):
     def options(self) -> FlowOptions:
         """The options of every layer's flow."""
         return self.layer(0).options
+
+    @property
+    def norm(self) -> Norm:
+        """Where the layers normalise: "post", "pre" or "peri"."""
+        return self.layer(0).norm
 
     @property
     def geometry(self) -> Geometry:
@@ -153,21 +143,16 @@ class DeepStack(nn.Module):
 
     @torch.no_grad()
     def paths(self, inputs: Tensor, mask: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-        """For every layer the clouds of its flow (steps + 1, batch, n, dim) and the cloud after its FFN; no noise."""
-        was_training = self.training
-        self.eval()
-        try:
-            x, paths = self.embed(inputs), []
-            for l in range(self.depth):
-                path = self.layer(l)(x, mask, return_path=True)
-                x = self._feed_forward(l, path[-1])
-                paths.append((path, x))
-        finally:
-            self.train(was_training)
+        """For every layer the clouds of its flow (steps + 1, batch, n, dim), and the cloud after its FFN."""
+        x, paths = self.embed(inputs), []
+        for l in range(self.depth):
+            path = self.layer(l)(x, mask, return_path=True)
+            x = self._feed_forward(l, path[-1])
+            paths.append((path, x))
         return paths
 
     def trajectory(self, inputs: Tensor, mask: Tensor | None = None) -> Trajectory:
-        """The tokens through depth as a `Trajectory` (depth * steps + 1, batch, n, dim), without noise.
+        """The tokens through depth as a `Trajectory` (depth * steps + 1, batch, n, dim).
 
         Time adds up over the layers. A layer's last cloud is taken after its FFN: it is the next layer's first.
         """
@@ -175,17 +160,7 @@ class DeepStack(nn.Module):
         for path, x in self.paths(inputs, mask):
             states[-1:] = [*path[:-1], x]
         t = torch.linspace(0, self.depth * self.options.horizon, len(states), dtype=torch.float64)
-        about = {
-            "stack": "DeepStack",
-            "depth": self.depth,
-            "shared": self.shared,
-            "horizon": self.options.horizon,
-            "steps": self.options.steps,
-            "step": self.options.method.name,
-            "geometry": type(self.geometry).__name__,
-            "norm": self.norm,
-            "beta": [self.layer(l).beta.tolist() for l in range(self.depth)],
-        }
+        about = {"stack": "DeepStack", "depth": self.depth, "shared": self.shared, "layer": str(self.options)}
         return Trajectory(t, torch.stack(states), None, mask, about)
 
     def attentions(self) -> list[Attention]:

@@ -1,6 +1,6 @@
 """The training loop: AdamW, warm-up and cosine, clipping. A run that is killed resumes to the same loss curve.
 
-Nothing random has a state: batch k and the noise of update k are functions of (seed, k). The checkpoint before update k
+Nothing random has a state: batch k is a function of (seed, k). The checkpoint before update k
 is written when the loss of update k is known to be finite, so that the last one is always good.
 
 The curve is the same to the last bit on one CPU with the same versions, instruction set, and numbers of threads and
@@ -29,7 +29,7 @@ from attn_flow.nn.stack import DeepStack
 from attn_flow.train.checkpoint import CHECKPOINT, open_log, resume, write_checkpoint
 from attn_flow.train.recipes import Recipe
 from attn_flow.train.stacks import make_stack
-from attn_flow.train.tasks import IGNORE, Batch, Task, generator_of, seed_of
+from attn_flow.train.tasks import IGNORE, Batch, Task, generator_of
 
 HELD_OUT = 1000  # inputs of an evaluation
 DIVERGED = 10.0  # a loss above this many times log(classes), the loss of a guess
@@ -150,9 +150,7 @@ def _compute_gradient(
     count, size = max(1, int((batch.y != IGNORE).sum())), recipe.batch // world.count
     share = batch.map(lambda z: z[world.rank * size : (world.rank + 1) * size]).to(world.device)
     optimiser.zero_grad(set_to_none=True)
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-        torch.manual_seed(seed_of(recipe.seed, "noise", update, world.rank))
-        loss, correct = _sums(stack, share)
+    loss, correct = _sums(stack, share)
     (loss / count).backward()  # this process's share of the mean over all answers
     world.sum_gradients(stack)
     norm = float(nn.utils.clip_grad_norm_(stack.parameters(), recipe.clip))

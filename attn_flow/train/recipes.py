@@ -71,7 +71,6 @@ class Recipe:
     geometry: str = _option("sphere", "sphere, euclidean or layer-norm.")
     norm: str = _option("post", "post-norm, or pre and peri (euclidean).")
     ffn: int = _option(0, "Hidden width of the FFN after each layer; 0 for none.")
-    noise: float = _option(0.0, "Sigma of the noise between steps while training.")
     beta: float = _option(4.0, "Inverse temperature.")
     learn_beta: bool = _option(False, "Train one beta per head, starting from --beta.")
     checkpointing: bool = _option(False, "Recompute steps in the backward pass: less memory, more time.")
@@ -95,7 +94,7 @@ class Recipe:
         counts = ("tokens", "dim", "heads", "depth", "steps", "updates", "batch")
         checks.require_count(**{name: getattr(self, name) for name in counts})
         checks.require_positive(horizon=self.horizon, lr=self.lr, clip=self.clip)
-        numbers = ("ffn", "warmup", "seed", "weight_decay", "noise")
+        numbers = ("ffn", "warmup", "seed", "weight_decay")
         checks.require_nonnegative(**{name: getattr(self, name) for name in numbers})
         checks.require_beta(self.beta)
         if self.symmetric != "none" and (self.heads, self.head_dim or self.dim) != (1, self.dim):

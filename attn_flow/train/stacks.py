@@ -42,7 +42,6 @@ def make_stack(recipe: Recipe, options: dict[str, Any]) -> DeepStack:
             **{name: getattr(recipe, name) for name in names},
             beta=recipe.beta,
             geometry=_geometry(recipe),
-            noise=recipe.noise,
             checkpoint=recipe.checkpointing,
         )
     if recipe.embedding == "identity":

@@ -23,7 +23,7 @@ from attn_flow.geometry import Sphere
 from attn_flow.nn.stack import Readout
 
 IGNORE = -100  # the class of tokens that are not asked, as in torch's cross_entropy
-STREAMS = {"weights": 0, "training": 1, "held out": 2, "noise": 3, "learned": 4}
+STREAMS = {"weights": 0, "training": 1, "held out": 2, "learned": 4}
 
 
 def seed_of(seed: int, stream: str, *numbers: int) -> int:

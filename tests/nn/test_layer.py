@@ -134,17 +134,17 @@ def test_beta_is_read_set_saved_loaded_and_reset() -> None:
     other = make(beta=1.0, learn_beta=True)
     other.load_state_dict(layer.state_dict())
     assert other.beta.tolist() == pytest.approx([8.0, 8.0])
-    layer.beta = math.inf
-    assert layer.attention().is_hardmax
-    fresh = make(seed=1)
-    fresh.load_state_dict(layer.state_dict())
-    assert torch.equal(fresh(draw(5, 4)), layer(draw(5, 4)))
     layer.reset_parameters()
     assert layer.beta.tolist() == pytest.approx([3.0, 3.0])
-    assert not layer.attention().is_hardmax
+    hardmax = make(beta=math.inf)
+    assert hardmax.attention().is_hardmax
+    fresh = make(seed=1, kind="hardmax")
+    fresh.load_state_dict(hardmax.state_dict())
+    assert torch.equal(fresh(draw(5, 4)), hardmax(draw(5, 4)))
     for beta, message in (
         (torch.ones(3), r"beta has shape \(3,\), expected \(\) or \(heads,\) = \(2,\)"),
-        (torch.tensor([1.0, math.inf]), "mixes finite and infinite"),
+        (torch.tensor([1.0, math.inf]), "expected finite numbers as at the start"),
+        (math.inf, "makes another layer"),
         (-1.0, "negative"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -364,12 +364,6 @@ def test_it_trains() -> None:
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] / 10
     assert bool((layer.beta != before).all())
-
-
-def test_noise_is_for_training_only() -> None:
-    quiet, noisy, x = make(), make(noise=0.1), draw(5, 4)
-    assert not torch.allclose(noisy(x), quiet(x))
-    assert torch.equal(noisy.eval()(x), quiet(x))
 
 
 # --- masks and errors -------------------------------------------------------------------------------------------------

@@ -96,20 +96,6 @@ def test_shared_weights_are_one_layer_run_longer() -> None:
     assert len(stack.attentions()) == 3
 
 
-def test_noise_is_for_training_only_and_survives_recomputation() -> None:
-    gradients = []
-    for checkpoint in (False, True):
-        stack = make(noise=0.3, checkpoint=checkpoint)
-        torch.manual_seed(5)
-        logits = stack(ids(2, 5))
-        logits.square().sum().backward()
-        gradients.append(stack.layers[0].Q.grad)
-        assert not torch.allclose(logits, make()(ids(2, 5)))
-        torch.testing.assert_close(stack.trajectory(ids(2, 5)).x, make().trajectory(ids(2, 5)).x)
-        assert torch.equal(stack.eval()(ids(2, 5)), make()(ids(2, 5)))
-    torch.testing.assert_close(*gradients)
-
-
 def test_symmetries() -> None:
     stack, order = make(length=None, readout="token"), torch.tensor([3, 1, 4, 0, 2])
     torch.testing.assert_close(stack(ids(2, 5)[:, order]), stack(ids(2, 5))[:, order])
