@@ -12,10 +12,9 @@ from attn_flow.hooks.recorder import POINTS, ActivationCache, recording
 from attn_flow.hooks.replacing import replace_attention, restore_attention
 from attn_flow.hooks.self_check import Check, self_check
 from attn_flow.hooks.statistics import Statistics, merge_shards
-from attn_flow.hooks.temperature import scale_beta
 from attn_flow.hooks.texts import load_texts
 from attn_flow.hooks.weights import Norm, attentions, encoder_facts, geometries, norms
-from attn_flow.hooks.wrapping import wrap
+from attn_flow.hooks.wrapping import scale_beta, wrap
 
 __all__ = [
     "POINTS",

@@ -11,9 +11,8 @@ from torch import nn
 
 from attn_flow.base.processes import ALONE, Processes
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.hooks.attachment import evaluation_mode
 from attn_flow.hooks.inputs import pieces, refuse_unknown, warn_of_truncation
-from attn_flow.hooks.layout import encoder_inside
+from attn_flow.hooks.layout import encoder_inside, evaluation_mode
 from attn_flow.hooks.recorder import recording, run_batch
 from attn_flow.hooks.self_check import first_tokens, self_check
 

@@ -23,12 +23,12 @@ from attn_flow.base import checks
 from attn_flow.base.files import lock_for_writing, versions
 from attn_flow.base.processes import ALONE, processes
 from attn_flow.base.progress import progress_bar
-from attn_flow.hooks.attachment import evaluation_mode
+from attn_flow.hooks.evaluation import list_changes
 from attn_flow.hooks.fingerprints import fingerprint, tokenizer_fingerprint
 from attn_flow.hooks.inputs import TokenBatch, pieces, refuse_unknown, text_limit, warn_of_truncation
-from attn_flow.hooks.layout import encoder_inside
+from attn_flow.hooks.layout import encoder_inside, evaluation_mode
 from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
-from attn_flow.hooks.self_check import first_tokens, list_changes, self_check
+from attn_flow.hooks.self_check import first_tokens, self_check
 from attn_flow.hooks.statistics import Statistics, list_differences, merge_shards
 
 REMEDY = "use another folder, or start over (again=True, --again)"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attn_flow.hooks.architectures import ARCHITECTURES, Architecture, NormPlacement, at, has
@@ -222,6 +224,72 @@ def choose_layers(count: int, layers: int | Iterable[int] | None) -> list[int]:
     if not chosen:
         raise ValueError("layers is empty, expected at least one; leave it out for all of them.")
     return sorted({i % count for i in chosen})
+
+
+# --- running a model ---
+
+
+def hidden_states(output: Any) -> Tensor:
+    """The hidden states in the output of a layer: the output itself, or the first entry of a tuple."""
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def with_hidden_states(output: Any, x: Tensor) -> Any:
+    """The output of a layer with other hidden states, in the same container."""
+    return type(output)([x, *output[1:]]) if isinstance(output, tuple | list) else x
+
+
+def input_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The hidden states among the arguments of a layer."""
+    return args[0] if args else kwargs.get("hidden_states", kwargs.get("src", kwargs.get("query")))
+
+
+class LayerClock:
+    """Which layer is running: counts the blocks in a forward pass, since a shared block runs several times."""
+
+    def __init__(self, layers: list[Block]) -> None:
+        self.blocks, self.layer, self.is_running = layers, -1, False
+
+    def attach(self, stack: ExitStack) -> None:
+        root = self.blocks[0].root
+        stack.callback(root.register_forward_pre_hook(self._begin).remove)
+        stack.callback(root.register_forward_hook(self._end, always_call=True).remove)
+        for block in distinct(self.blocks):
+            stack.callback(block.module.register_forward_pre_hook(self._enter).remove)
+
+    def layer_of(self, block: Block) -> int:
+        """The layer that runs this block. One that is not shared is known, also when it is computed a second time."""
+        return self.layer if sum(b.module is block.module for b in self.blocks) > 1 else block.index
+
+    def _begin(self, *_: Any) -> None:
+        self.layer, self.is_running = -1, True
+
+    def _end(self, *_: Any) -> None:
+        self.is_running = False
+
+    def _enter(self, *_: Any) -> None:
+        self.layer += self.is_running
+
+
+def distinct(layers: Iterable[Block]) -> list[Block]:
+    """The blocks without those that have the module of an earlier one."""
+    return list({id(block.module): block for block in reversed(list(layers))}.values())[::-1]
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout and no gradients; afterwards every submodule is in its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+# --- recognising a model ---
 
 
 def _layers(root: nn.Module, arch: Architecture) -> list[tuple[str, nn.Module]]:

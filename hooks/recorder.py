@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.hooks.attachment import LayerClock, distinct, hidden_states, input_states, keep_padding
+from attn_flow.hooks.evaluation import active_factor
 from attn_flow.hooks.inputs import TokenBatch
-from attn_flow.hooks.layout import Block, blocks
+from attn_flow.hooks.layout import Block, LayerClock, blocks, distinct, hidden_states, input_states
 from attn_flow.hooks.positions import attention_scores, project
-from attn_flow.hooks.wrapping import active_factor
 
 if TYPE_CHECKING:
     import pandas
@@ -108,7 +107,11 @@ class ActivationCache(Mapping[str, Tensor]):
 
     def attach(self, stack: ExitStack) -> None:
         """Listen to every forward pass until the stack is closed."""
-        stack.callback(self.blocks[0].root.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+        root = self.blocks[0].root
+        if isinstance(root, nn.TransformerEncoder):  # it would pack padded batches into nested tensors
+            stack.callback(setattr, root, "use_nested_tensor", root.use_nested_tensor)
+            root.use_nested_tensor = False
+        stack.callback(root.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
         self.clock.attach(stack)
         derived = (*PER_HEAD, *PAIRS)
         wanted = {
@@ -376,7 +379,6 @@ def recording(model: nn.Module, points: str | Sequence[str] = "resid") -> Iterat
     """
     with ExitStack() as stack:
         cache = ActivationCache(model, points)
-        keep_padding(stack, cache.blocks[0].root)
         cache.attach(stack)
         yield cache
 

@@ -10,44 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import chain
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from attn_flow.hooks.attachment import LayerClock, distinct, keep_padding
+from attn_flow.hooks.caching import restore_cache, stop_caching
+from attn_flow.hooks.evaluation import ChangedAttention, Settings, changes_of
 from attn_flow.hooks.layer_flow import ENTRY, LayerFlow, StepName
-from attn_flow.hooks.layout import Block, blocks, blocks_to_change, choose_layers
+from attn_flow.hooks.layout import Block, blocks, blocks_to_change, choose_layers, distinct
 from attn_flow.hooks.saving import update_config
-from attn_flow.hooks.temperature import resolve_factor
-from attn_flow.hooks.wrapping import AttentionFlow, CacheSwitch, do_nothing, find_wrapped_forward, stop_caching
-from attn_flow.nn.options import FlowOptions
+from attn_flow.hooks.wrapping import resolve_factor
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class ReplacedAttention(AttentionFlow):
-    """A wrapped attention whose options are those of its child module, looked up whenever the layer runs."""
+class ReplacedAttention(ChangedAttention):
+    """The `forward` of a replaced attention module. Its settings are those of the child module when the layer runs."""
 
-    def __init__(self, block: Block) -> None:
-        super().__init__(block, None, LayerClock([block]), {})
-        self.was_nested = getattr(block.root, "use_nested_tensor", None)
+    is_flow = True
 
-    @property
-    def child(self) -> Any:
-        """The child module, or what PEFT or accelerate put in its place."""
-        return getattr(self.module, ENTRY)
-
-    @property
-    def options(self) -> FlowOptions:
-        return self.child.options
-
-    def is_active(self, layer: int) -> bool:
-        return True
-
-    def factor(self, layer: int) -> Tensor:
-        return self.child()  # called as a module, so that offloaded weights are there
+    def settings(self, layer: int) -> Settings:
+        child: Any = getattr(self.module, ENTRY)  # or what PEFT or accelerate put in its place
+        return child.options, child()  # called as a module, so that offloaded weights are there
 
 
 def replace_attention(
@@ -96,7 +81,7 @@ def replace_attention(
                 f"layer {block.index} shares its block with layers {shared}, which has one flow for all of them; "
                 "expected all or none of them in `layers`."
             )
-        if find_wrapped_forward(block.attn)[1] is not None:
+        if any(change.is_flow for change in changes_of(block.attn)):
             raise ValueError(f"layer {block.index} is a flow already; undo that by restore_attention(model) first.")
     new_flows = []
     for block in distinct(all_blocks[i] for i in chosen):
@@ -109,12 +94,10 @@ def replace_attention(
     with ExitStack() as stack:
         for block, flow in new_flows:
             block.attn.add_module(ENTRY, flow)
-            replaced = ReplacedAttention(block)  # before `keep_padding`, which it remembers
-            keep_padding(stack, block.root)
-            replaced.attach(stack)
+            ReplacedAttention(block).attach()
         if new_flows[0][1].options.evaluations > 1:
-            stop_caching(stack, model, all_blocks[0], stacklevel=4)
-        stack.pop_all()  # a copy of the model could not detach by it; see `restore_attention`
+            stop_caching(stack, model, all_blocks[0])
+        stack.pop_all()  # `restore_attention` undoes it, also in a copy of the model
     update_config(model)
     return model
 
@@ -143,28 +126,10 @@ def restore_attention(model: Model) -> Model:
     """
     all_blocks = blocks(model)
     for block in all_blocks:
-        name, forward = find_wrapped_forward(block.attn)
-        if not isinstance(forward, ReplacedAttention):
-            continue
-        if name == "forward" and forward.before is None:
-            del block.attn.forward
-        else:
-            setattr(block.attn, name, forward.before or MethodType(type(block.attn).forward, block.attn))
-        if isinstance(block.root, nn.TransformerEncoder) and forward.was_nested:
-            block.root.use_nested_tensor = True
-        delattr(block.attn, ENTRY)
-        for module in (block[block.architecture.norm1], block.attn, block.root):
-            _remove_hooks(module)
+        for change in changes_of(block.attn):
+            if isinstance(change, ReplacedAttention):
+                change.detach()
+                delattr(block.attn, ENTRY)
+    restore_cache(all_blocks[0])
     update_config(model)
     return model
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks of replaced layers from a module."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if isinstance(hook, CacheSwitch):
-                hook.restore()
-            if isinstance(getattr(hook, "__self__", hook), ReplacedAttention | CacheSwitch) or hook is do_nothing:
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)

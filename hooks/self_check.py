@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attn_flow.hooks.attachment import evaluation_mode
+from attn_flow.hooks.evaluation import describe_changes
 from attn_flow.hooks.inputs import TokenBatch
-from attn_flow.hooks.layout import Block, blocks, encoder_inside
+from attn_flow.hooks.layout import Block, encoder_inside, evaluation_mode
 from attn_flow.hooks.recorder import recording, run_batch
 from attn_flow.hooks.weights import UnreadableWeightsError, projections, read_attention, relative_rounding
-from attn_flow.hooks.wrapping import active_factor, find_wrapped_forward
 from attn_flow.measures import Cloud
 
 
@@ -102,20 +101,6 @@ def _largest_logit(block: Block, z: Tensor) -> float:
         y = (z.to(weight.dtype) @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2])  # (n, heads, k)
         norms.append((y if bias is None else y + bias).norm(dim=-1).amax(0))
     return block.beta * float((norms[0] * norms[1]).amax())
-
-
-def describe_changes(block: Block) -> list[str]:
-    """What `wrap`, `replace_attention` and `scale_beta` have changed in a block, in words."""
-    forward, factor = find_wrapped_forward(block.attn)[1], active_factor(block, block.index)
-    changes = [] if forward is None else [f"a flow with {forward.options}"]
-    if factor is not None:
-        changes.append(f"beta_factor {[float(f'{value:.6g}') for value in factor.tolist()]}")
-    return changes
-
-
-def list_changes(model: nn.Module) -> list[str]:
-    """What is wrapped or scaled in a model, layer by layer; empty for a model as it was loaded."""
-    return [f"layer {block.index}: {change}" for block in blocks(model) for change in describe_changes(block)]
 
 
 def first_tokens(inputs: Mapping[str, Tensor], tokens: int = 8) -> dict[str, Tensor]:

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from attn_flow.attention import Attention
 from attn_flow.geometry import Ellipsoid, Euclidean, Geometry
 from attn_flow.hooks.architectures import has
-from attn_flow.hooks.attachment import evaluation_mode
-from attn_flow.hooks.layout import Block, blocks
+from attn_flow.hooks.layout import Block, blocks, evaluation_mode
 
 
 class UnreadableWeightsError(ValueError):

@@ -168,7 +168,7 @@ def record(
     """
     from attn_flow.hooks.corpus import record_corpus
     from attn_flow.hooks.loading import load_tokenizer
-    from attn_flow.hooks.temperature import scale_beta
+    from attn_flow.hooks.wrapping import scale_beta
 
     if texts is None:
         refuse_options(context, "without --texts there is no field to read", "field")

@@ -22,8 +22,8 @@ from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.capture import record
 from attn_flow.hooks.layout import blocks
 from attn_flow.hooks.positions import Positions, read_positions
-from attn_flow.hooks.temperature import scale_beta
 from attn_flow.hooks.weights import attentions
+from attn_flow.hooks.wrapping import scale_beta
 
 MIN_TOKENS = 16  # a shorter text has too few keys to sample from
 

@@ -17,11 +17,10 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from attn_flow.base.checks import require_choice
-from attn_flow.hooks.attachment import evaluation_mode, input_states, with_hidden_states
 from attn_flow.hooks.inputs import pieces
-from attn_flow.hooks.layout import encoder_inside
+from attn_flow.hooks.layout import encoder_inside, evaluation_mode, input_states, with_hidden_states
 from attn_flow.hooks.recorder import ActivationCache, recording
-from attn_flow.hooks.temperature import scale_beta
+from attn_flow.hooks.wrapping import scale_beta
 from attn_flow.nn.stack import DeepStack
 from attn_flow.probe.recording import Heads, Recording
 from attn_flow.probe.stacks import run_stack, stack_inputs

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.hooks.attachment import evaluation_mode
 from attn_flow.hooks.inputs import pieces
-from attn_flow.hooks.layout import blocks, encoder_inside
+from attn_flow.hooks.layout import blocks, encoder_inside, evaluation_mode
 from attn_flow.hooks.positions import read_positions
 from attn_flow.hooks.recorder import recording
 from attn_flow.hooks.self_check import self_check

@@ -20,8 +20,9 @@ from attn_flow.hooks import (
     unknown_share,
     wrap,
 )
+from attn_flow.hooks.evaluation import list_changes
 from attn_flow.hooks.fingerprints import fingerprint, tokenizer_fingerprint
-from attn_flow.hooks.self_check import first_tokens, list_changes
+from attn_flow.hooks.self_check import first_tokens
 
 
 class LowRank(nn.Module):
