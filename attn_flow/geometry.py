@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from attn_flow.base import checks
+
+
+class Factory(TypedDict, total=False):
+    """How random tokens are drawn, as in `torch.randn`."""
+
+    generator: torch.Generator | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
 
 
 class Geometry(Protocol):
@@ -35,15 +43,7 @@ class Geometry(Protocol):
         """The distance (..., n) between corresponding rows of x and y (..., n, d)."""
         ...
 
-    def uniform(
-        self,
-        n: int | tuple[int, ...],
-        d: int,
-        *,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> Tensor:
+    def uniform(self, n: int | tuple[int, ...], d: int, **factory: Unpack[Factory]) -> Tensor:
         """n random points, (n, d); a tuple n = (batch, n) gives (batch, n, d)."""
         ...
 
@@ -94,17 +94,9 @@ class Sphere:
         """The length (..., n) of the arc between corresponding rows of x and y (..., n, d)."""
         return self.radius * angle(x / self.radius, y / self.radius)
 
-    def uniform(
-        self,
-        n: int | tuple[int, ...],
-        d: int,
-        *,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> Tensor:
+    def uniform(self, n: int | tuple[int, ...], d: int, **factory: Unpack[Factory]) -> Tensor:
         """n independent points of the uniform distribution, (n, d); n = (batch, n) gives (batch, n, d)."""
-        return self.retract(torch.randn(*_sizes(n, d), generator=generator, dtype=dtype, device=device))
+        return self.retract(torch.randn(*_sizes(n, d), **factory))
 
 
 @dataclass(frozen=True)
@@ -130,17 +122,9 @@ class Euclidean:
         """|x_i - y_i|, (..., n)."""
         return (x - y).norm(dim=-1)
 
-    def uniform(
-        self,
-        n: int | tuple[int, ...],
-        d: int,
-        *,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> Tensor:
+    def uniform(self, n: int | tuple[int, ...], d: int, **factory: Unpack[Factory]) -> Tensor:
         """n independent points of the cube, (n, d); n = (batch, n) gives (batch, n, d)."""
-        return 2 * torch.rand(*_sizes(n, d), generator=generator, dtype=dtype, device=device) - 1
+        return 2 * torch.rand(*_sizes(n, d), **factory) - 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -226,20 +210,13 @@ class Ellipsoid:
         """The angle (..., n) between the sphere coordinates of x and y, which is not the geodesic distance."""
         return angle(self.sphere_coordinates(x), self.sphere_coordinates(y))
 
-    def uniform(
-        self,
-        n: int | tuple[int, ...],
-        d: int,
-        *,
-        generator: torch.Generator | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> Tensor:
+    def uniform(self, n: int | tuple[int, ...], d: int, **factory: Unpack[Factory]) -> Tensor:
         """The image under A of n uniform points of the sphere, (n, d); n = (batch, n) gives (batch, n, d)."""
         checks.require_shape("centre", self.centre, (d,))
-        like = self.axes.to(device=device, dtype=dtype)
-        z = Sphere().uniform(n, like.shape[1], generator=generator, dtype=like.dtype, device=like.device)
-        return self.centre.to(z) + z @ like.T
+        axes = self.axes.to(dtype=factory.get("dtype"), device=factory.get("device"))
+        generator = factory.get("generator")
+        z = Sphere().uniform(n, axes.shape[1], generator=generator, dtype=axes.dtype, device=axes.device)
+        return self.centre.to(z) + z @ axes.T
 
 
 def place(name: str, x: Tensor, geometry: Geometry) -> Tensor:

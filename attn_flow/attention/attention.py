@@ -11,7 +11,6 @@ number to all logits of a query, which the softmax ignores.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,11 +52,11 @@ class Attention(Field):
             for w_j without weights); "sinkhorn", doubly stochastic weights.
         causal: token i sees only the tokens j <= i.
         self_attention: False hides every token from itself.
-        kernel: how the averages are computed: "dense", "near" (large cold clouds), "series" (the circle), or "auto".
+        kernel: how softmax averages are computed (`attn_flow.kernels`): "dense", "near" (large cold clouds), "series"
+            (the circle), or "auto".
         context: a fixed measure to attend to instead of the cloud itself; tokens then do not interact.
         dim: d, which is needed only if all matrices are None.
-        tolerance: the share of every query's weight that the kernel "near" may leave out; by default 1e-6 in float32
-            and 1e-12 in float64.
+        tolerance: the accuracy of the kernels "near" and "series"; by default 1e-6 in float32 and 1e-12 in float64.
 
     Example:
         >>> attention = Attention(V=torch.diag(torch.tensor([1.0, 2.0, 1.0])), beta=4.0)
@@ -85,21 +84,12 @@ class Attention(Field):
     def __post_init__(self) -> None:
         checks.require_choice("kind", self.kind, get_args(Kind))
         checks.require_choice("kernel", self.kernel, get_args(Kernel))
-        set_field = functools.partial(object.__setattr__, self)
-        for name in ("Q", "K", "V", "O", "query_bias"):
-            weight = getattr(self, name)
-            if isinstance(weight, Tensor) and weight.ndim == weights.WEIGHT_AXES[name] - 1:
-                set_field(name, weight[None])  # one head
-        set_field(
-            "dim",
-            weights.check_weights(
-                {name: getattr(self, name) for name in weights.WEIGHT_AXES if name != "beta"}, self.dim
-            ),
-        )
+        named = {name: getattr(self, name) for name in weights.AXES if name != "beta"}
+        named, dim = weights.check_weights(named, self.dim)
+        vars(self).update(named, dim=dim)
         if self.kind == "hardmax":
-            set_field("kind", "softmax")
-            set_field("beta", math.inf)
-        set_field("beta", weights.as_beta(self.beta, self.heads))
+            vars(self).update(kind="softmax", beta=math.inf)
+        vars(self)["beta"] = weights.as_beta(self.beta, self.heads)
         if self.is_hardmax and self.kind != "softmax":
             raise ValueError(f"beta = inf with kind = {self.kind!r}; only softmax attention has a limit (hardmax).")
         has_mask = self.causal or not self.self_attention
@@ -123,9 +113,6 @@ class Attention(Field):
             tensor([[[-1.,  0.],
                      [ 0., -1.]]])
         """
-        for name, matrix in (("G", G), ("V", V)):
-            if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
-                raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected (d, d) or (heads, d, d).")
         return cls(Q=G, V=V, beta=beta, **options)
 
     @classmethod
@@ -173,99 +160,7 @@ class Attention(Field):
         factory: dict[str, Any] = {"generator": generator, "dtype": dtype, "device": device}
         return cls(**weights.random_weights(d, heads, head_dim, ensemble, **factory), beta=beta, **options)
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Its weights and beta by name, those that are tensors."""
-        return {name: z for name in weights.WEIGHT_AXES if isinstance(z := getattr(self, name), Tensor)}
-
-    @property
-    def heads(self) -> int:
-        """The number of heads."""
-        tensors = {name: z for name, z in self.tensors.items() if name != "value_bias"}
-        return max((z.shape[-weights.WEIGHT_AXES[name]] for name, z in tensors.items()), default=1)
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        """The leading axes of the weights and of beta, broadcast."""
-        return torch.broadcast_shapes(*(z.shape[: -weights.WEIGHT_AXES[name]] for name, z in self.tensors.items()))
-
-    @property
-    def is_hardmax(self) -> bool:
-        """Whether beta is infinite."""
-        return not isinstance(self.beta, Tensor) and math.isinf(self.beta)
-
-    @property
-    def G(self) -> Tensor:
-        """K^T Q, (..., heads, d, d): the logits are beta <G x, y>."""
-        return self._product(None if self.K is None else self.K.mT, self.Q)
-
-    @property
-    def G_bias(self) -> Tensor | None:
-        """K^T b, (..., heads, d), which is added to G x; None without a query bias."""
-        if self.query_bias is None or self.K is None:
-            return self.query_bias
-        return (self.K.mT @ self.query_bias[..., None])[..., 0]
-
-    @property
-    def OV(self) -> Tensor:
-        """O V, (..., heads, d, d)."""
-        return self._product(self.O, self.V)
-
-    @property
-    def M(self) -> Tensor:
-        """O V K^T Q, (..., heads, d, d): its spectrum decides the limit of low temperature."""
-        return self.OV @ self.G
-
-    def _product(self, *matrices: Tensor | None) -> Tensor:
-        """The product of those matrices that are not None."""
-        factors = [matrix for matrix in matrices if matrix is not None]
-        if factors:
-            return functools.reduce(torch.matmul, factors)
-        like = next((z for name, z in self.tensors.items() if name != "beta"), torch.empty(0))
-        return torch.eye(self.dim, dtype=like.dtype, device=like.device).expand(self.heads, -1, -1)
-
-    def summary(self) -> dict[str, Any]:
-        beta: Any = self.beta
-        if isinstance(beta, Tensor):
-            beta = beta.tolist() if checks.can_read(beta) else f"tensor {tuple(beta.shape)}"
-        elif math.isinf(beta):
-            beta = "inf"
-        names = ("heads", "dim", "kind", "causal", "self_attention")
-        return {"beta": beta, **{name: getattr(self, name) for name in names}}
-
-    def __repr__(self) -> str:
-        beta = f"tensor {tuple(self.beta.shape)}" if isinstance(self.beta, Tensor) else f"{self.beta:g}"
-        words = [f"heads={self.heads}, dim={self.dim}, beta={beta}", self.kind]
-        words += ["causal"] * self.causal + ["no self-attention"] * (not self.self_attention)
-        words += [f"batch={tuple(self.batch_shape)}"] * bool(self.batch_shape)
-        words += [f"context={type(self.context).__name__}"] * (self.context is not None)
-        return f"Attention({', '.join(words)})"
-
-    def with_beta(self, beta: float | Tensor) -> Attention:
-        """The same attention at another inverse temperature."""
-        return self.copy_with(beta=weights.as_beta(beta, self.heads))
-
-    def with_context(self, context: Measure | Tensor | None) -> Attention:
-        """The same attention to a fixed measure, or to tokens (..., m, d), instead of the cloud itself."""
-        context = Cloud(context) if isinstance(context, Tensor) else context
-        return self.copy_with(context=context)
-
-    def to(self, *args: Any, **kwargs: Any) -> Attention:
-        """The same attention with its tensors moved or cast, as `Tensor.to`."""
-        changes: dict[str, Any] = {name: z.to(*args, **kwargs) for name, z in self.tensors.items()}
-        context = None if self.context is None else self.context.to(*args, **kwargs)
-        return self.copy_with(**changes, context=context)
-
-    def in_float64(self) -> Attention:
-        # The tokens were given in float32, so the kernel "near" keeps the accuracy of float32.
-        return self.to(torch.float64).copy_with(tolerance=self.tolerance or 1e-6)
-
-    def copy_with(self, **fields: Any) -> Attention:
-        """A copy with other fields, which are not checked: for modules, whose weights change."""
-        attention = object.__new__(type(self))
-        for name in self.__dataclass_fields__:
-            object.__setattr__(attention, name, fields[name] if name in fields else getattr(self, name))
-        return attention
+    # --- the drift ------------------------------------------------------------------------------------------------
 
     def drift(self, cloud: Tensor | Cloud, context: Measure | Tensor | None = None) -> Tensor:
         """The drift of every token of a cloud, before any projection to a geometry.
@@ -294,18 +189,25 @@ class Attention(Field):
             raise FloatingPointError("the drift is not finite: logits or values overflow. Use smaller tokens or beta.")
         return cloud.zero_padding(drift)
 
+    def _in_working_precision(self, cloud: Cloud) -> tuple[Attention, Tensor]:
+        """The attention and the tokens, in float64 if float32 cannot resolve the logits of this cloud."""
+        if checks.working_dtype(cloud.x.dtype, self.logit_bound(cloud.max_norm)) == cloud.x.dtype:
+            return self, cloud.x
+        return self.in_float64(), cloud.x.double()
+
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
-        if self.context is not None and not isinstance(self.context, Cloud):
-            return self._drift_to_measure(x, self.context)
-        tokens = x[..., None, :, :]  # (..., 1, n, d)
-        if self.context is None:
-            others = tokens
-        else:
+        tokens = others = x[..., None, :, :]  # (..., 1, n, d)
+        if isinstance(self.context, Cloud):
             others, log_weights = self.context.x[..., None, :, :], self.context.log_weights
-        log_weights = None if log_weights is None else log_weights[..., None, :]  # (..., 1, n)
-        queries, keys = self._queries(tokens), weights.project(others, self.K)  # (..., heads or 1, n, k)
-        values = weights.project(others, self.V)  # (..., heads or 1, n, v)
-        return self._output(self._average(queries, keys, values, log_weights))
+        queries = self._queries(tokens)  # (..., heads or 1, n, k)
+        if self.context is None or isinstance(self.context, Cloud):
+            keys, values = weights.project(others, self.K), weights.project(others, self.V)
+            log_weights = None if log_weights is None else log_weights[..., None, :]  # (..., 1, n)
+            average = self._average(queries, keys, values, log_weights)  # (..., heads or 1, n, v)
+        else:
+            average = self._average_of_measure(queries, self.context)
+        drift = weights.sum_heads(average, self.O)
+        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
 
     def _queries(self, tokens: Tensor) -> Tensor:
         """Q x + b, (..., heads or 1, n, k)."""
@@ -314,8 +216,8 @@ class Attention(Field):
 
     def _average(self, queries: Tensor, keys: Tensor, values: Tensor, log_weights: Tensor | None) -> Tensor:
         """The average of the values under the weights of this kind, (..., heads or 1, n, v), by a kernel."""
-        scale = self.beta[..., None, None].to(queries) if isinstance(self.beta, Tensor) else self.beta
         inputs = (queries, keys, values, log_weights)
+        scale = self.beta[..., None, None].to(queries) if isinstance(self.beta, Tensor) else self.beta
         masks: dict[str, Any] = {"causal": self.causal, "exclude_self": not self.self_attention}
         if self.kind == "sinkhorn":
             return sinkhorn.softmax_average(*inputs, scale=scale)
@@ -333,27 +235,20 @@ class Attention(Field):
         approximate = near.softmax_average if kernel == "near" else series.softmax_average
         return approximate(*inputs, scale=scale, tolerance=self.tolerance)
 
-    def _output(self, average: Tensor) -> Tensor:
-        """sum_h O_h y_h + c, (..., n, d), for the averages y (..., heads or 1, n, v)."""
-        drift = weights.sum_heads(average, self.O)
-        return drift if self.value_bias is None else drift + self.value_bias[..., None, :]
-
-    def _drift_to_measure(self, x: Tensor, mu: Measure) -> Tensor:
-        """sum_h O_h V_h m_beta[mu](G_h x + K_h^T b_h) + c, times e^{beta L_beta[mu]} if unnormalised, (..., n, d)."""
-        g = self._queries(x[..., None, :, :])
-        g = g if self.K is None else g @ self.K
-        heads = []
+    def _average_of_measure(self, queries: Tensor, mu: Measure) -> Tensor:
+        """V_h m_beta[mu](K_h^T q), times e^{beta L_beta[mu]} if unnormalised, (..., heads, n, v)."""
+        g = queries if self.K is None else queries @ self.K  # (..., heads or 1, n, d)
+        means = []
         for h in range(self.heads):
-            g_h = g[..., min(h, g.shape[-3] - 1), :, :]
-            beta_h = self.beta
-            if isinstance(beta_h, Tensor):
-                beta_h = beta_h[..., min(h, beta_h.shape[-1] - 1), None]
-            mean = mu.tilted_mean(g_h, beta_h)
+            g_h, beta = g[..., min(h, g.shape[-3] - 1), :, :], self.beta
+            if isinstance(beta, Tensor):
+                beta = beta[..., min(h, beta.shape[-1] - 1), None]
+            mean = mu.tilted_mean(g_h, beta)
             if self.kind == "unnormalised":
-                mean = mean * (beta_h * mu.log_partition(g_h, beta_h)).exp()[..., None]
-            heads.append(mean)
-        average = torch.stack(heads, dim=-3)  # (..., heads, n, d)
-        return self._output(average if self.V is None else average @ self.V.mT)
+                mean = mean * (beta * mu.log_partition(g_h, beta)).exp()[..., None]
+            means.append(mean)
+        average = torch.stack(means, dim=-3)
+        return average if self.V is None else average @ self.V.mT
 
     def matrix(self, cloud: Tensor | Cloud) -> Tensor:
         """The attention matrix A (..., heads, n, n). `drift` never forms it.
@@ -364,24 +259,97 @@ class Attention(Field):
                      [0.5000, 0.5000]]])
         """
         cloud = as_cloud(cloud)
-        batch = self.check_cloud(cloud)
-        n = cloud.x.shape[-2]
+        batch, n = self.check_cloud(cloud), cloud.x.shape[-2]
         if math.prod(batch) * self.heads * n**2 > MAX_MATRIX_ENTRIES:
             raise ValueError(f"the attention matrix of {n} tokens has over 2^30 entries; `drift` does not form it.")
         attention, x = self._in_working_precision(cloud)
-        eye = torch.eye(n, dtype=x.dtype, device=x.device)
-        log_weights = None if cloud.log_weights is None else cloud.log_weights.to(x.dtype)[..., None, :]
         tokens = x[..., None, :, :]
         queries, keys = attention._queries(tokens), weights.project(tokens, attention.K)
-        shape = (*torch.broadcast_shapes(queries.shape[:-2], keys.shape[:-2]), n, n)
-        A = attention.copy_with(kernel="dense")._average(queries, keys, eye.expand(shape), log_weights)
+        log_weights = None if cloud.log_weights is None else cloud.log_weights.to(x.dtype)[..., None, :]
+        # Averages of the unit vectors are the rows of the matrix.
+        eye = torch.eye(n, dtype=x.dtype, device=x.device).expand(*keys.shape[:-2], n, n)
+        A = attention.copy_with(kernel="dense")._average(queries, keys, eye, log_weights)
         return A.expand(*A.shape[:-3], self.heads, n, n).to(cloud.x.dtype)
 
-    def _in_working_precision(self, cloud: Cloud) -> tuple[Attention, Tensor]:
-        """The attention and the tokens, in float64 if float32 cannot resolve the logits of this cloud."""
-        if checks.working_dtype(cloud.x.dtype, self.logit_bound(cloud.max_norm)) == cloud.x.dtype:
-            return self, cloud.x
-        return self.in_float64(), cloud.x.double()
+    # --- weights and their products -------------------------------------------------------------------------------
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its weights and beta by name, those that are tensors."""
+        return {name: z for name in weights.AXES if isinstance(z := getattr(self, name), Tensor)}
+
+    @property
+    def heads(self) -> int:
+        """The number of heads."""
+        tensors = {name: z for name, z in self.tensors.items() if name != "value_bias"}
+        return max((z.shape[-weights.AXES[name]] for name, z in tensors.items() if z.ndim), default=1)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The leading axes of the weights and of beta, broadcast."""
+        return torch.broadcast_shapes(*(z.shape[: -weights.AXES[name]] for name, z in self.tensors.items()))
+
+    @property
+    def is_hardmax(self) -> bool:
+        """Whether beta is infinite."""
+        return not isinstance(self.beta, Tensor) and math.isinf(self.beta)
+
+    @property
+    def G(self) -> Tensor:
+        """K^T Q, (..., heads, d, d): the logits are beta <G x, y>."""
+        return self._product(None if self.K is None else self.K.mT, self.Q)
+
+    @property
+    def G_bias(self) -> Tensor | None:
+        """K^T b, (..., heads, d), which is added to G x; None without a query bias."""
+        if self.query_bias is None or self.K is None:
+            return self.query_bias
+        return (self.K.mT @ self.query_bias[..., None])[..., 0]
+
+    @property
+    def OV(self) -> Tensor:
+        """O V, (..., heads, d, d)."""
+        return self._product(self.O, self.V)
+
+    @property
+    def M(self) -> Tensor:
+        """O V K^T Q, (..., heads, d, d): its spectrum decides the limit of low temperature."""
+        return self.OV @ self.G
+
+    def _product(self, A: Tensor | None, B: Tensor | None) -> Tensor:
+        """A B, (..., heads, d, d), where None is the identity."""
+        if A is not None and B is not None:
+            return A @ B
+        like = next((z for name, z in self.tensors.items() if name != "beta"), torch.empty(0))
+        eye = torch.eye(self.dim, dtype=like.dtype, device=like.device).expand(self.heads, -1, -1)
+        return A if A is not None else B if B is not None else eye
+
+    # --- copies ---------------------------------------------------------------------------------------------------
+
+    def with_beta(self, beta: float | Tensor) -> Attention:
+        """The same attention at another inverse temperature."""
+        return self.copy_with(beta=weights.as_beta(beta, self.heads))
+
+    def with_context(self, context: Measure | Tensor | None) -> Attention:
+        """The same attention to a fixed measure, or to tokens (..., m, d), instead of the cloud itself."""
+        return self.copy_with(context=Cloud(context) if isinstance(context, Tensor) else context)
+
+    def to(self, *args: Any, **kwargs: Any) -> Attention:
+        """The same attention with its tensors moved or cast, as `Tensor.to`."""
+        context = None if self.context is None else self.context.to(*args, **kwargs)
+        return self.copy_with(context=context, **{name: z.to(*args, **kwargs) for name, z in self.tensors.items()})
+
+    def in_float64(self) -> Attention:
+        # The tokens were given in float32, so the approximate kernels keep the accuracy of float32.
+        return self.to(torch.float64).copy_with(tolerance=self.tolerance or 1e-6)
+
+    def copy_with(self, **fields: Any) -> Attention:
+        """A copy with other fields, which are not checked: for modules, whose weights change."""
+        attention = object.__new__(type(self))
+        vars(attention).update(vars(self) | fields)
+        return attention
+
+    # --- what a flow asks of a field ------------------------------------------------------------------------------
 
     def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
         weights.check_tokens("x", cloud.x, self.dim, self.tensors)
@@ -398,17 +366,26 @@ class Attention(Field):
     def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
         if self.is_hardmax:  # scores are compared and not exponentiated
             return torch.zeros(())
-        key_radius = radius
-        if isinstance(self.context, Cloud):
-            key_radius = torch.maximum(self.context.max_norm, torch.as_tensor(radius, dtype=self.context.x.dtype))
+        key_radius = self.context.max_norm if isinstance(self.context, Cloud) else radius
         queries = weights.bound_projection(radius, self.Q, self.query_bias)  # (..., heads)
         return torch.as_tensor(self.beta * queries * weights.bound_projection(key_radius, self.K)).amax()
 
     @property
     def not_exchangeable_because(self) -> tuple[str, ...]:
-        reasons = {
-            "a causal mask": self.causal,
-            "self_attention=False": not self.self_attention,
-            "a context": self.context is not None,
-        }
-        return tuple(reason for reason, applies in reasons.items() if applies)
+        reasons = ["a causal mask"] * self.causal + ["self_attention=False"] * (not self.self_attention)
+        return (*reasons, "a context") if self.context is not None else tuple(reasons)
+
+    def summary(self) -> dict[str, Any]:
+        beta: Any = self.beta
+        if isinstance(beta, Tensor):
+            beta = beta.tolist() if checks.can_read(beta) else f"tensor {tuple(beta.shape)}"
+        names = ("heads", "dim", "kind", "causal", "self_attention")
+        return {"beta": "inf" if self.is_hardmax else beta, **{name: getattr(self, name) for name in names}}
+
+    def __repr__(self) -> str:
+        beta = f"tensor {tuple(self.beta.shape)}" if isinstance(self.beta, Tensor) else f"{self.beta:g}"
+        words = [f"heads={self.heads}, dim={self.dim}, beta={beta}", self.kind]
+        words += ["causal"] * self.causal + ["no self-attention"] * (not self.self_attention)
+        words += [f"batch={tuple(self.batch_shape)}"] * bool(self.batch_shape)
+        words += [f"context={type(self.context).__name__}"] * (self.context is not None)
+        return f"Attention({', '.join(words)})"

@@ -31,18 +31,11 @@ class Field(ABC):
     A field that is made of others has them in `fields`; what it does not override is combined from them.
     """
 
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """The fields that this one is made of."""
-        return ()
+    fields: tuple[Field, ...] = ()
 
     @abstractmethod
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
         """The drift (..., n, d) at time t of tokens x (..., n, d) with log-weights (..., n), without checks."""
-
-    @abstractmethod
-    def summary(self) -> dict[str, Any]:
-        """What a trajectory stores about it, as plain JSON."""
 
     def with_fields(self, fields: tuple[Field, ...]) -> Field:
         """The same combination of other fields."""
@@ -80,8 +73,15 @@ class Field(ABC):
         """Reasons why coincident tokens may separate; () if they never do."""
         return tuple(reason for field in self.fields for reason in field.not_exchangeable_because)
 
+    def summary(self) -> dict[str, Any]:
+        """What a trajectory stores about it, as plain JSON."""
+        return {"name": repr(self)}
+
     def __add__(self, other: Field) -> Field:
-        return Sum((*_terms(self), *_terms(other))) if isinstance(other, Field) else NotImplemented
+        if not isinstance(other, Field):
+            return NotImplemented
+        terms = (field.fields if isinstance(field, Sum) else (field,) for field in (self, other))
+        return Sum(tuple(itertools.chain(*terms)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -105,35 +105,24 @@ class Drift(Field):
 
     f: Velocity
     tokenwise: bool = False
+    is_float64: bool = False  # tokens come in float64, but f was written for float32
 
     def __repr__(self) -> str:
-        return f"Drift({self.name}{', tokenwise' * self.tokenwise})"
-
-    @property
-    def name(self) -> str:
-        """The name of f."""
-        return getattr(self.f, "__name__", type(self.f).__name__)
+        name = getattr(self.f, "__name__", type(self.f).__name__)
+        return f"Drift({name}{', tokenwise' * self.tokenwise})"
 
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
-        drift = self.f(t, x)
-        if drift.dtype != x.dtype or drift.ndim > x.ndim:
+        tokens = x.float() if self.is_float64 else x
+        drift = self.f(t, tokens)
+        if drift.dtype != tokens.dtype or drift.ndim > x.ndim:
             raise ValueError(
-                f"{self} returned {drift.dtype} {tuple(drift.shape)} at t = {t:.4g}, expected {x.dtype} "
+                f"{self} returned {drift.dtype} {tuple(drift.shape)} at t = {t:.4g}, expected {tokens.dtype} "
                 f"{tuple(x.shape)}, as the tokens that it received."
             )
-        return drift.expand(x.shape)
-
-    def summary(self) -> dict[str, Any]:
-        return {"drift": self.name, "tokenwise": self.tokenwise}
+        return drift.to(x.dtype).expand(x.shape)
 
     def in_float64(self) -> Field:
-        function = self.f
-
-        def f(t: float, x: Tensor) -> Tensor:
-            return function(t, x.float()).double()
-
-        f.__name__ = self.name
-        return replace(self, f=f)
+        return replace(self, is_float64=True)
 
     @property
     def not_exchangeable_because(self) -> tuple[str, ...]:
@@ -147,16 +136,13 @@ class Sum(Field):
     fields: tuple[Field, ...] = ()
 
     def __repr__(self) -> str:
-        return " + ".join(type(field).__name__ for field in self.fields)
+        return " + ".join(map(repr, self.fields))
 
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
         drift = self.fields[0](t, x, log_weights)
         for field in self.fields[1:]:
             drift = drift + field(t, x, log_weights)
         return drift
-
-    def summary(self) -> dict[str, Any]:
-        return {"sum": [field.summary() for field in self.fields]}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -174,8 +160,8 @@ class Layers(Field):
         >>> layers = Layers([Attention.identity(3, beta=1.0), Attention.identity(3, beta=9.0)], times=[0.0, 0.5, 2.0])
         >>> layers
         Layers(2 fields from t = 0 to 2)
-        >>> flow(layers, Sphere().uniform(20, 3), t=[0.0, 2.0]).about["field"]["times"]
-        [0.0, 0.5, 2.0]
+        >>> flow(layers, Sphere().uniform(20, 3), t=[0.0, 2.0])
+        Trajectory(2 times from 0 to 2, x (2, 20, 3) float32)
     """
 
     fields: Sequence[Field] = ()  # type: ignore[assignment]
@@ -198,10 +184,6 @@ class Layers(Field):
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
         return self.piece(t, t)(t, x, log_weights)
 
-    def summary(self) -> dict[str, Any]:
-        times = [t if math.isfinite(t) else "inf" for t in self.times]
-        return {"layers": [field.summary() for field in self.fields], "times": times}
-
     @property
     def jumps(self) -> tuple[float, ...]:
         return tuple(sorted({*super().jumps, *self.times[1:-1]}))
@@ -213,14 +195,14 @@ class Layers(Field):
         return self.fields[layer].piece(start, end)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Transformed(Field):
     """A field whose drift F is changed token by token: (t, x) -> transform(F, t, x).
 
     Args:
         field: the field F.
         transform: a function of the drift (t, x) -> F(t, x), the time and the tokens.
-        name: what a trajectory stores.
+        name: what it is called in a trajectory.
         needs_euclidean: whether tokens leave the sphere.
         sees_unit_tokens: whether F is evaluated at x / |x|.
     """
@@ -231,8 +213,11 @@ class Transformed(Field):
     needs_euclidean: bool = False
     sees_unit_tokens: bool = False
 
+    def __repr__(self) -> str:
+        return f"{self.name} of {self.field!r}"
+
     @property
-    def fields(self) -> tuple[Field, ...]:
+    def fields(self) -> tuple[Field, ...]:  # type: ignore[override]
         return (self.field,)
 
     def with_fields(self, fields: tuple[Field, ...]) -> Field:
@@ -241,14 +226,11 @@ class Transformed(Field):
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
         return self.transform(lambda s, y: self.field(s, y, log_weights), t, x)
 
-    def summary(self) -> dict[str, Any]:
-        return {"transform": self.name, "field": self.field.summary()}
-
     def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
         return self.field.logit_bound(1.0 if self.sees_unit_tokens else radius, times)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Scheduled(Field):
     """A field whose weights change smoothly: a function of time that returns the field of that time.
 
@@ -260,7 +242,10 @@ class Scheduled(Field):
     """
 
     function: Callable[[float], Field]
-    is_float64: bool = False
+    is_float64: bool = False  # tokens come in float64, but the fields are made for float32
+
+    def __repr__(self) -> str:
+        return f"Scheduled({getattr(self.function, '__name__', type(self.function).__name__)})"
 
     def at(self, t: float) -> Field:
         """The field at time t."""
@@ -271,9 +256,6 @@ class Scheduled(Field):
 
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
         return self.at(t)(t, x, log_weights)
-
-    def summary(self) -> dict[str, Any]:
-        return {"scheduled": getattr(self.function, "__name__", repr(self.function))}
 
     def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
         return self.at(t).check_cloud(cloud, t)
@@ -287,7 +269,3 @@ class Scheduled(Field):
     @property
     def not_exchangeable_because(self) -> tuple[str, ...]:
         return ("a schedule",)
-
-
-def _terms(field: Field) -> tuple[Field, ...]:
-    return field.fields if isinstance(field, Sum) else (field,)

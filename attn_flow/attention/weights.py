@@ -12,24 +12,24 @@ from torch import Tensor
 from attn_flow.base import checks
 
 Ensemble = Literal["gaussian", "symmetric", "orthogonal", "goe"]
-WEIGHT_AXES = {"Q": 3, "K": 3, "V": 3, "O": 3, "query_bias": 2, "value_bias": 1, "beta": 1}  # without batch axes
+AXES = {"Q": 3, "K": 3, "V": 3, "O": 3, "query_bias": 2, "value_bias": 1, "beta": 1}  # without batch axes
 
 
-def check_weights(weights: Mapping[str, Tensor | None], dim: int) -> int:
-    """Raise an error unless the shapes of the weights agree; returns the dimension d of the tokens.
+def check_weights(weights: Mapping[str, Tensor | None], dim: int) -> tuple[dict[str, Tensor | None], int]:
+    """The weights with the axis of the heads, and the dimension d of the tokens; an error if their shapes disagree.
 
     Args:
-        weights: Q, K, V, O, query_bias and value_bias with the axis of the heads; None is the identity, or no bias.
+        weights: Q, K, V, O, query_bias and value_bias; None is the identity, or no bias.
         dim: d, or 0 if the weights determine it.
     """
     present = {name: z for name, z in weights.items() if z is not None}
     for name, weight in present.items():
-        first_name, first = next(iter(present.items()))
         checks.require_floating(name, weight)
         checks.require_finite(name, weight)
-        checks.require_same_device(name, weight, first_name, first)
-        if weight.dtype != first.dtype:
-            raise ValueError(f"{name} has dtype {weight.dtype} and {first_name} {first.dtype}; use one dtype.")
+        present[name] = weight[None] if weight.ndim == AXES[name] - 1 else weight  # one head
+    if len({weight.dtype for weight in present.values()}) > 1:
+        dtypes = ", ".join(f"{name} {weight.dtype}" for name, weight in present.items())
+        raise ValueError(f"the weights have different dtypes ({dtypes}); use one dtype.")
     widths = [z.shape[-2 if name == "O" else -1] for name, z in present.items() if name != "query_bias"]
     d: int = dim or max(widths, default=0)
     if d < 1:
@@ -39,10 +39,10 @@ def check_weights(weights: Mapping[str, Tensor | None], dim: int) -> int:
     sizes = {"Q": (k, d), "K": (k, d), "V": (v, d), "O": (d, v), "query_bias": (k,), "value_bias": (d,)}
     for name, weight in present.items():
         checks.require_shape(name, weight, sizes[name])
-    heads = {z.shape[-WEIGHT_AXES[name]] for name, z in present.items() if WEIGHT_AXES[name] > 1} - {1}
+    heads = {z.shape[-AXES[name]] for name, z in present.items() if AXES[name] > 1} - {1}
     if len(heads) > 1:
         raise ValueError(f"weights have different numbers of heads, {sorted(heads)}; expected one number.")
-    return d
+    return {**weights, **present}, d
 
 
 def check_tokens(name: str, x: Tensor, d: int, weights: Mapping[str, Tensor]) -> None:
@@ -68,7 +68,7 @@ def broadcast_batches(tokens: torch.Size, *others: torch.Size) -> torch.Size:
 
 
 def as_beta(beta: float | Tensor, heads: int) -> float | Tensor:
-    """beta as a float if it is one number, otherwise as a tensor (..., heads or 1)."""
+    """beta as a float if it is one number that has no gradient, otherwise as a tensor (..., heads or 1)."""
     checks.require_beta(beta)
     if not isinstance(beta, Tensor):
         return float(beta)
@@ -77,14 +77,13 @@ def as_beta(beta: float | Tensor, heads: int) -> float | Tensor:
             f"beta has shape {tuple(beta.shape)}, expected () or (..., heads) = (..., {heads}); for one beta per batch "
             "element pass beta[:, None]."
         )
-    if not checks.can_read(beta) or beta.requires_grad:
-        return beta[None] if beta.ndim == 0 else beta
-    is_infinite = beta.isinf()
-    if bool(is_infinite.any()) and not bool(is_infinite.all()):
-        raise ValueError("beta mixes finite and infinite entries; use a separate call for beta = inf (hardmax).")
-    if (beta.numel() == 1 and beta.ndim < 2) or bool(is_infinite.all()):
-        return float(beta.flatten()[0])
-    return beta
+    if checks.can_read(beta) and not beta.requires_grad:
+        if bool(beta.isinf().all()):
+            return math.inf
+        checks.require(beta.isfinite(), "beta mixes finite and infinite entries; use a separate call for beta = inf.")
+        if beta.numel() == 1 and beta.ndim < 2:
+            return float(beta)
+    return beta[None] if beta.ndim == 0 else beta
 
 
 def random_weights(d: int, heads: int, head_dim: int | None, ensemble: Ensemble, **factory: Any) -> dict[str, Any]:
