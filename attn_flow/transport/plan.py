@@ -1,4 +1,4 @@
-"""Transport plans in sparse form, and the coupling of masses in the order in which they are given."""
+"""Transport plans in sparse form, and plans that follow from an order or from a plan between groups."""
 
 from __future__ import annotations
 
@@ -53,3 +53,20 @@ def north_west_corner(a: Array, b: Array) -> tuple[Index, Index, Array]:
     j = np.minimum(np.searchsorted(B, start, side="right"), len(b) - 1)
     is_step = end - start > MIN_MASS
     return i[is_step], j[is_step], (end - start)[is_step]
+
+
+def refine(coarse: Plan, a: Array, group_x: Index, b: Array, group_y: Index) -> tuple[Index, Index, Array]:
+    """A plan between points of masses a (n,), b (m,) that moves every group of points as the coarse plan does.
+
+    group_x (n,) and group_y (m,) are the group of every point. Returns i, j and mass, (k,) each.
+    """
+    order = np.lexsort((coarse.j, coarse.i))
+    target, mass = coarse.j[order], coarse.mass[order]
+    # Sorted by group of x, the points of x share out the mass of the moves; sorted by group of y, those of y do.
+    order_x, order_y, by_target = (np.argsort(z, kind="stable") for z in (group_x, group_y, target))
+    i, _, mass_x = north_west_corner(a[order_x], mass)
+    j, move, mass_y = north_west_corner(b[order_y], mass[by_target])
+    by_move = np.argsort(by_target[move], kind="stable")
+    # Within each move, the points of x meet those of y in any order.
+    s, t, mass = north_west_corner(mass_x, mass_y[by_move])
+    return order_x[i[s]], order_y[j[by_move[t]]], mass

@@ -14,9 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from attn_flow.transport.ground_cost import GroundCost, c_transform, smallest_reduced_costs
-from attn_flow.transport.merging import refine
 from attn_flow.transport.network_simplex import MAX_PIVOTS, import_pot, simplex
-from attn_flow.transport.plan import Array, Index, Plan
+from attn_flow.transport.plan import Array, Index, Plan, refine
 
 # Up to this many points in each cloud the dense program is solved.
 DENSE_POINTS = 800
@@ -25,7 +24,6 @@ NEIGHBOURS = 8  # pairs per point that enter the shortlist at a time
 MAX_ROUNDS = 60
 RTOL, COARSE_RTOL = 1e-6, 1e-2  # relative gaps to which points and blocks are solved
 ROUNDING = 1e-14  # a gap that rounding alone may leave, for coordinates of order one
-TEMPERATURES, SWEEPS, COOLING = 20, 5, 0.7  # annealing of the potentials that the network simplex starts from
 
 
 def shortlist(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:
@@ -59,7 +57,6 @@ def _solve(x: Array, a: Array, y: Array, b: Array, cost: GroundCost, rtol: float
     _, near_x, _ = smallest_reduced_costs(y, x, u, NEIGHBOURS, cost)
     rows, columns = np.arange(len(x))[:, None], np.arange(m)[:, None]
     pairs = _union(pairs, (rows * m + near_y).ravel(), (near_x * m + columns).ravel())
-    u, v = _anneal(x, a, y, b, cost, pairs, u, v)
     for _ in range(MAX_ROUNDS):
         plan, u = _sparse_simplex(x, a, y, b, cost, pairs, u, v)
         v = plan.potential
@@ -89,36 +86,6 @@ def _sparse_simplex(
     # Potentials are known up to a constant, which may be huge and would cost digits in u + v.
     level = np.median(v)
     return Plan(i.astype(np.int64), j.astype(np.int64), mass, v=(v - level) * unit), (u + level) * unit
-
-
-def _anneal(
-    x: Array, a: Array, y: Array, b: Array, cost: GroundCost, pairs: Index, u: Array, v: Array
-) -> tuple[Array, Array]:
-    """Potentials nearer to the optimum on the given pairs, by Sinkhorn's iteration on these pairs alone.
-
-    They prove nothing by themselves, but the network simplex, whose time grows like n^2 from the potentials of the
-    blocks, takes a third of it from these for 30,000 points on one side of the sphere.
-    """
-    i, j = np.divmod(pairs, len(y))
-    c = cost.of_pairs(x[i], y[j])
-    eps = float((c - u[i] - v[j]).mean()) / 4
-    if not eps > 0:
-        return u, v
-    by_j = np.argsort(j, kind="stable")
-    starts_i, starts_j = (np.flatnonzero(np.r_[True, np.diff(k) > 0]) for k in (i, j[by_j]))
-    log_a, log_b = np.log(a), np.log(b)
-
-    def log_sum_exp(z: Array, starts: Index, group: Index) -> Array:
-        largest = np.maximum.reduceat(z, starts)
-        return largest + np.log(np.add.reduceat(np.exp(z - largest[group]), starts))
-
-    for _ in range(TEMPERATURES):
-        for _ in range(SWEEPS):
-            u = eps * (log_a - log_sum_exp((v[j] - c) / eps, starts_i, i))
-            v = eps * (log_b - log_sum_exp(((u[i] - c) / eps)[by_j], starts_j, j[by_j]))
-        eps *= COOLING
-    u = np.minimum.reduceat(c - v[j], starts_i)
-    return u, np.minimum.reduceat((c - u[i])[by_j], starts_j)
 
 
 def _union(*pairs: Index) -> Index:

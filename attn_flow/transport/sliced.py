@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from attn_flow.transport.exact import Pair, exact_plan, plan_cost
+from attn_flow.transport.exact import plan_cost
+from attn_flow.transport.one_dimension import line
+from attn_flow.transport.pair import Pair, Solution
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Sliced:
             raise ValueError(f"n_projections = {self.n_projections}, expected at least 2 for a standard error.")
 
 
-def sliced_distance(pair: Pair, options: Sliced) -> tuple[Tensor, float]:
-    """(mean over directions t of W_p(<t, x>, <t, y>)^p)^{1/p}, and its Monte Carlo standard error."""
+def sliced_distance(pair: Pair, options: Sliced) -> Solution:
+    """(mean over directions t of W_p(<t, x>, <t, y>)^p)^{1/p}, with its Monte Carlo standard error."""
     if pair.cost.name != "euclidean":
         raise ValueError(f"method 'sliced' projects on lines and needs cost 'euclidean', got {pair.cost.name!r}.")
     pair, unit = pair.scaled()
@@ -42,13 +43,13 @@ def sliced_distance(pair: Pair, options: Sliced) -> tuple[Tensor, float]:
     device = "cpu" if generator is None else generator.device
     directions = torch.randn(options.n_projections, x.shape[1], generator=generator, dtype=x.dtype, device=device)
     powers = []
-    for direction in directions.to(x.device):
+    for direction in directions.cpu():
         direction = direction / direction.norm()
         projected = replace(pair, x=(x @ direction)[:, None], y=(y @ direction)[:, None])  # (n, 1) and (m, 1)
-        powers.append(plan_cost(projected, exact_plan(projected, "line")) ** p)
+        powers.append(plan_cost(projected, line(*projected.arrays(), pair.cost)) ** p)
     power = torch.stack(powers)
     mean = power.mean()
     if mean == 0:  # the p-th root has no derivative at zero
-        return mean * unit, 0.0
+        return Solution(mean * unit, 0.0, "sliced")
     error = float(power.detach().std() / len(power) ** 0.5 * mean.detach() ** (1 / p - 1) / p)
-    return mean ** (1 / p) * unit, error * unit
+    return Solution(mean ** (1 / p) * unit, error * unit, "sliced")

@@ -29,7 +29,6 @@ SPHERE = X / X.norm(dim=-1, keepdim=True)
     (lambda: solve(X, X, method="magic"), "method = 'magic', expected one of 'auto'"),
     (lambda: solve(X, X, method="simplx"), "Did you mean 'simplex'"),
     (lambda: solve(X, X, rtol=0), "rtol = 0, expected a positive"),
-    (lambda: solve(X, X, merge_tol=-1.0), "merge_tol = -1.0, expected a nonnegative"),
     (lambda: Sinkhorn(scaling=1.5), "scaling = 1.5, expected a number between 0 and 1"),
     (lambda: Sinkhorn(blur=-1.0), "blur = -1.0, expected a positive"),
     (lambda: Sliced(n_projections=1), "n_projections = 1, expected at least 2"),
@@ -39,7 +38,6 @@ SPHERE = X / X.norm(dim=-1, keepdim=True)
     (lambda: solve(X, X[:3], method="assignment"), "method 'assignment' needs .* use method='simplex'"),
     (lambda: solve(X, X, 1, method="sinkhorn"), "method 'sinkhorn' needs p = 2 and cost 'euclidean', got p = 1"),
     (lambda: solve(SPHERE, SPHERE, cost="geodesic", method="sliced"), "method 'sliced' .* needs cost 'euclidean'"),
-    (lambda: solve(torch.cat([X] * 9), 0.1 + X, merge_tol=3.0), "a smaller merge_tol"),
 ])  # fmt: skip
 def test_wrong_values(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
