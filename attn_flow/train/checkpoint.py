@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from attn_flow.base.files import read_tensors, versions, write_bytes, write_tensors
+from attn_flow.base.files import read_tensors, write_bytes, write_tensors
 from attn_flow.nn.stack import DeepStack
 from attn_flow.train.recipes import Recipe
 from attn_flow.train.stacks import make_stack
@@ -33,8 +33,7 @@ def write_checkpoint(
     tensors = {f"stack.{name}": z for name, z in stack.state_dict().items()}
     for index, state in optimiser.state_dict()["state"].items():
         tensors |= {f"optimiser.{index}.{name}": z for name, z in state.items()}
-    about = {"update": update, "recipe": asdict(recipe), "stack": task.stack_options}
-    about |= {"digest": task.digest, "versions": versions()}
+    about = {"update": update, "recipe": asdict(recipe), "stack": task.stack_options, "digest": task.digest}
     write_tensors(tensors, folder / CHECKPOINT, {"format": FORMAT, "about": json.dumps(about)})
 
 
@@ -45,18 +44,30 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
     if not path.is_file():
         raise ValueError(f"no checkpoint {path}; expected a run's folder or its {CHECKPOINT}.")
     tensors, words = read_tensors(path)
-    if words.get("format") != FORMAT or "about" not in words:
-        raise ValueError(f"{path} is not a checkpoint of this version of attn-flow train; use another --out.")
+    if words.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a checkpoint of attn-flow train; use another --out.")
     return tensors, json.loads(words["about"])
 
 
 def resume(folder: Path, recipe: Recipe, task: Task, stack: DeepStack, optimiser: Optimizer) -> int:
-    """Load the checkpoint of the folder, if there is one, and return the number of the next update."""
-    if not (folder / CHECKPOINT).is_file():
+    """Load the checkpoint of the folder, if there is one, and return the number of the next update.
+
+    ValueError if it belongs to another run. A finished run may get more updates.
+    """
+    path = folder / CHECKPOINT
+    if not path.is_file():
         return 0
-    tensors, about = read_checkpoint(folder)
-    _require_same_run(folder / CHECKPOINT, about, recipe, task)
-    _load_weights(stack, tensors, folder)
+    tensors, about = read_checkpoint(path)
+    then, now = {**about["recipe"]}, asdict(recipe)
+    if about["update"] == then["updates"] < now["updates"]:
+        then["updates"] = now["updates"]
+    names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+    if names:
+        changes = "; ".join(f"{name} {then.get(name)} (there) and {now.get(name)} (now)" for name in names)
+        raise ValueError(f"{path} was trained with other options: {changes}. Use them, or another --out.")
+    if about["digest"] != task.digest:
+        raise ValueError(f"the data of {task.name!r} have changed since {path} was written; use another --out.")
+    _load_weights(stack, tensors, path)
     states: dict[int, dict[str, Tensor]] = {}
     for name, z in tensors.items():
         if name.startswith("optimiser."):
@@ -67,41 +78,16 @@ def resume(folder: Path, recipe: Recipe, task: Task, stack: DeepStack, optimiser
 
 
 def _load_weights(stack: DeepStack, tensors: dict[str, Tensor], path: str | Path) -> None:
+    weights = {name.removeprefix("stack."): z for name, z in tensors.items() if name.startswith("stack.")}
     try:
-        stack.load_state_dict({name[6:]: z for name, z in tensors.items() if name.startswith("stack.")})
+        stack.load_state_dict(weights)
     except RuntimeError:
         raise ValueError(f"{path} has the weights of another stack; move it away to start over.") from None
 
 
-def _require_same_run(path: Path, about: dict[str, Any], recipe: Recipe, task: Task) -> None:
-    """ValueError unless the checkpoint belongs to this run. A finished run may get more updates."""
-    then, now = {**about["recipe"]}, asdict(recipe)
-    if about["update"] == then["updates"] < now["updates"]:
-        then["updates"] = now["updates"]
-    if changes := _differences(then, now):
-        raise ValueError(f"{path} was trained with other options: {changes}. Use them, or another --out.")
-    if changes := _differences(about["versions"], versions()):
-        raise ValueError(f"{path} was written by other code: {changes}. Use another --out, or move it away.")
-    if about["digest"] != task.digest:
-        raise ValueError(f"the data of {task.name!r} have changed since {path} was written; use another --out.")
-
-
-def _differences(then: dict[str, Any], now: dict[str, Any]) -> str:
-    names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
-    return "; ".join(f"{name} {then.get(name)} (there) and {now.get(name)} (now)" for name in names)
-
-
-def _is_before(line: str, update: int) -> bool:
-    """Whether a line of a log is of an update before this one; False if a kill cut it short."""
-    try:
-        return bool(json.loads(line)["update"] < update)
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return False
-
-
 @contextmanager
 def open_log(folder: Path | None, start: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that writes one line per update; without a folder it does nothing."""
+    """A function that writes one line per update, from update `start` on; without a folder it does nothing."""
     if folder is None:
         yield lambda line: None
         return
@@ -110,7 +96,7 @@ def open_log(folder: Path | None, start: int) -> Iterator[Callable[[dict[str, An
         temporary.unlink(missing_ok=True)
     path = folder / LOG
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    write_bytes("".join(f"{line}\n" for line in lines if _is_before(line, start)).encode(), path)
+    write_bytes("".join(f"{line}\n" for line in lines[:start]).encode(), path)
     with path.open("a", buffering=1) as log:  # line by line
         yield lambda line: print(json.dumps(line, allow_nan=False), file=log)
 

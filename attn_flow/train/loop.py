@@ -94,31 +94,26 @@ def train_stack(
         bar = progress_bar(f"train {task.name}", recipe.updates, progress and world.is_first)
         advance = contexts.enter_context(bar)
         advance(start)
-        next_update, is_stepping = start, False
+        finished: int | None = start  # updates that are complete; None while the weights change
         try:
             for update in range(start, recipe.updates):
                 numbers = _compute_gradient(recipe, task, world, stack, optimiser, update)
-                if not numbers["loss"] <= DIVERGED * math.log(max(2, task.outputs)):
-                    raise _diverged(recipe, folder, update, f"loss {numbers['loss']:.4g}")
-                if not math.isfinite(numbers["gradient"]):
-                    raise _diverged(recipe, folder, update, f"gradient norm {numbers['gradient']}")
+                _require_convergence(numbers, recipe, task, folder, update)
                 if update % save_every == 0 and (update > start or start == 0):
                     save(update)
                 if update % evaluate_every == 0:
                     numbers |= evaluate(stack, task, recipe.seed)
                 log({"update": update, **numbers, **_betas(recipe, stack)})
-                is_stepping = True
+                finished = None
                 optimiser.step()
-                next_update, is_stepping = update + 1, False
+                finished = update + 1
                 advance(1, note=f"loss {numbers['loss']:.4f}  accuracy {numbers['accuracy']:.3f}")
         except KeyboardInterrupt:
-            is_finite = all(bool(p.isfinite().all()) for p in stack.parameters())
-            if next_update > start and not is_stepping and is_finite:
-                save(next_update)
+            if finished is not None and finished > start:
+                save(finished)
             raise
         final = evaluate(stack, task, recipe.seed)
-        if not math.isfinite(final["held_out_loss"]):
-            raise _diverged(recipe, folder, recipe.updates, f"held-out loss {final['held_out_loss']}")
+        _require_convergence({"loss": final["held_out_loss"]}, recipe, task, folder, recipe.updates)
         save(recipe.updates)
         log({"update": recipe.updates, **final, **_betas(recipe, stack)})
     summary = {
@@ -166,10 +161,16 @@ def _betas(recipe: Recipe, stack: DeepStack) -> dict[str, float]:
     return {f"beta.{l}.{h}": b for l in layers for h, b in enumerate(stack.layer(l).beta.tolist())}
 
 
-def _diverged(recipe: Recipe, folder: Path | None, update: int, reason: str) -> FloatingPointError:
+def _require_convergence(
+    numbers: dict[str, float], recipe: Recipe, task: Task, folder: Path | None, update: int
+) -> None:
+    """FloatingPointError if the loss is far above that of a guess, or a number is not finite."""
+    if numbers["loss"] <= DIVERGED * math.log(max(2, task.outputs)) and all(map(math.isfinite, numbers.values())):
+        return
+    reason = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items())
     is_saved = folder is not None and (folder / CHECKPOINT).is_file()
     hint = f" The last good checkpoint is in {folder}." if is_saved else ""
-    return FloatingPointError(
+    raise FloatingPointError(
         f"training diverged at update {update}: {reason}. Use a lower --lr (now {recipe.lr:g}, try "
         f"{recipe.lr / 5:g}), a longer --warmup or a shorter --horizon, and another --out.{hint}"
     )

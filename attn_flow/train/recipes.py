@@ -27,7 +27,6 @@ TASKS = {
     "recall": KnownTask(
         {"tokens": 9, "horizon": 2.0, "steps": 2, "beta": 8.0, "updates": 300, "lr": 1e-2, "warmup": 20}, 0.98
     ),
-    "clusters": KnownTask({"tokens": 16, "dim": 16, "horizon": 2.0, "updates": 600}, 0.93),
     "side": KnownTask(
         {"tokens": 200, "dim": 3, "embedding": "identity", "symmetric": "V alone", "horizon": 5.0, "steps": 20}
         | {"step": "euler", "beta": 20.0, "updates": 300, "warmup": 20, "batch": 16, "lr": 2e-2},
@@ -36,6 +35,7 @@ TASKS = {
 }
 SYMMETRIC = ("none", "GV", "positive", "V alone")
 GEOMETRIES = ("sphere", "euclidean", "layer-norm")
+EMBEDDINGS = ("learned", "identity")
 
 
 def _option(default: Any, description: str) -> Any:
@@ -54,7 +54,7 @@ class Recipe:
         300
     """
 
-    task: str = field(metadata={"help": "majority, recall, clusters or side."})
+    task: str = field(metadata={"help": "majority, recall or side."})
     tokens: int = _option(16, "Tokens of one input.")
     dim: int = _option(32, "Dimension of the tokens.")
     embedding: str = _option("learned", "learned, or identity: vectors of dimension --dim are the tokens.")
@@ -84,19 +84,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         from attn_flow.base import checks
-        from attn_flow.dynamics.steppers import METHODS
-        from attn_flow.nn.layer import NORMS
 
-        choices = {"task": (*TASKS, "own"), "geometry": GEOMETRIES, "norm": NORMS, "step": METHODS}
-        choices |= {"symmetric": SYMMETRIC, "embedding": ("learned", "identity")}
+        choices = {"task": (*TASKS, "own"), "geometry": GEOMETRIES, "symmetric": SYMMETRIC, "embedding": EMBEDDINGS}
         for name, values in choices.items():
             checks.require_choice(name, getattr(self, name), values)
-        counts = ("tokens", "dim", "heads", "depth", "steps", "updates", "batch")
-        checks.require_count(**{name: getattr(self, name) for name in counts})
-        checks.require_positive(horizon=self.horizon, lr=self.lr, clip=self.clip)
-        numbers = ("ffn", "warmup", "seed", "weight_decay")
-        checks.require_nonnegative(**{name: getattr(self, name) for name in numbers})
-        checks.require_beta(self.beta)
+        checks.require_count(updates=self.updates, batch=self.batch)
+        checks.require_positive(lr=self.lr, clip=self.clip)
+        checks.require_nonnegative(warmup=self.warmup, seed=self.seed, weight_decay=self.weight_decay)
         if self.symmetric != "none" and (self.heads, self.head_dim or self.dim) != (1, self.dim):
             raise ValueError(f"symmetric = {self.symmetric!r}: expected one head of width dim = {self.dim}.")
 
@@ -125,8 +119,7 @@ def recipe(task: str) -> Recipe:
     """The default recipe of a task.
 
     Args:
-        task: majority (most frequent class), recall (a key's value), clusters (which points share the first one's
-            centre) or side (on which side of a plane most tokens lie).
+        task: majority (most frequent class), recall (a key's value) or side (on which side of a plane most tokens lie).
 
     Returns:
         A `Recipe`; change it with `dataclasses.replace`.

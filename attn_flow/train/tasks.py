@@ -2,7 +2,6 @@
 
     majority   ids: the class that occurs most often in the cloud
     recall     pairs (key, value), then a key alone: its value
-    clusters   points around centres on a sphere, new ones in every cloud: which points share the first one's centre
     side       points on the sphere: on which side of an unknown plane most of them lie
 
 `y` is one class per cloud (batch,), or one per token (batch, n) with -100 for tokens that are not asked.
@@ -170,30 +169,6 @@ def _recall(n: int, keys: int = 16, values: int = 8) -> Task:
     return Task("recall", keys + values + 1, values, draw, draw, chance=1 / values, readout="token")
 
 
-def _clusters(n: int, centres: int = 3, d: int = 8, spread: float = 0.15) -> Task:
-    """Points (batch, n, d + 1) around centres on the sphere, with a mark on the first; y: in its cluster or not.
-
-    Every cloud has its own uniform centres, so that a model has to compare points. The first point and a partner
-    share a centre. The first itself is not asked.
-    """
-    _require_tokens(n, 3)
-
-    def draw(size: int, generator: torch.Generator) -> Batch:
-        centre = Sphere().uniform((size, centres), d, generator=generator)
-        label = torch.randint(centres, (size, n), generator=generator)
-        label[:, 1] = label[:, 0]
-        x = centre.gather(1, label[..., None].expand(-1, -1, d))
-        x = Sphere().retract(x + spread * torch.randn(size, n, d, generator=generator))
-        mark = torch.zeros(size, n, 1)
-        mark[:, 0] = 1
-        y = (label == label[:, :1]).long()
-        y[:, 0] = IGNORE
-        return Batch(torch.cat([x, mark], dim=-1), y)
-
-    positive = (1 + (n - 2) / centres) / (n - 1)  # of the n - 1 asked: the partner, and a third of the others
-    return Task("clusters", d + 1, 2, draw, draw, max(positive, 1 - positive), readout="token", points=True)
-
-
 PLANE_NORMAL = (2 / 3, -1 / 3, 2 / 3)  # of the task "side"
 
 
@@ -230,6 +205,5 @@ def _require_tokens(n: int, least: int, most: int = 10**9) -> None:
 GENERATED: dict[str, Callable[[int], Task]] = {
     "majority": _majority,
     "recall": _recall,
-    "clusters": _clusters,
     "side": _side,
 }

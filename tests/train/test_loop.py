@@ -25,7 +25,7 @@ import sys, torch
 torch.set_num_threads(int(sys.argv[3]))
 from dataclasses import replace
 from attn_flow.train import train_stack, recipe
-r = replace(recipe("clusters"), **eval(sys.argv[2]))
+r = replace(recipe("recall"), **eval(sys.argv[2]))
 train_stack(r, sys.argv[1], save_every=5, evaluate_every=10)
 """
 
@@ -84,7 +84,7 @@ def test_the_seed_decides_the_curve_and_nothing_else(finished: Path, tmp_path: P
 def test_a_killed_run_resumes_to_the_same_curve(tmp_path: Path) -> None:
     """SIGKILL in the middle of a run, with a learned beta: log and weights are the same to the byte."""
     options = {**SMALL, "updates": 120, "learn_beta": True}
-    r = replace(recipe("clusters"), **options)  # type: ignore[arg-type]
+    r = replace(recipe("recall"), **options)  # type: ignore[arg-type]
     run(tmp_path / "whole", r)
     out = tmp_path / "killed"
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out), repr(options), str(torch.get_num_threads())])
@@ -134,7 +134,7 @@ def test_ctrl_c_ends_the_command_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "the same command goes on from the checkpoint" in words
+    assert "continues from the checkpoint" in words
     assert "Traceback" not in words
     assert read_checkpoint(tmp_path)[1]["recipe"]["updates"] == 100000
 
@@ -168,7 +168,7 @@ def test_a_learned_beta_is_not_decayed() -> None:
 
 
 def test_evaluation_is_a_mean_over_the_answers() -> None:
-    r = small("clusters", updates=1)
+    r = small("recall", updates=1)
     task = r.make_task()
     stack = make_stack(r, task.stack_options).eval()
     batch = task.held_out(300, generator_of(0, "held out"))
@@ -234,7 +234,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    run(tmp_path / "one", replace(recipe("clusters"), **options))
+    run(tmp_path / "one", replace(recipe("recall"), **options))
     for one, two in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
         assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
 
@@ -255,7 +255,6 @@ def test_data_of_your_own() -> None:
 TINY = {
     "majority": {"tokens": 7, "dim": 8, "updates": 200},
     "recall": {"tokens": 4, "dim": 24, "updates": 250},
-    "clusters": {"tokens": 8, "dim": 12, "depth": 2, "horizon": 0.5, "updates": 500},
     "side": {"tokens": 40, "dim": 3, "beta": 10.0, "horizon": 4.0, "steps": 8, "step": "euler", "updates": 300},
 }
 
@@ -285,7 +284,7 @@ def test_symmetric_matrices_stay_symmetric_and_are_loaded(symmetric: str, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["majority", "recall", "clusters", "side"])
+@pytest.mark.parametrize("task", ["majority", "recall", "side"])
 def test_stated_accuracies(task: str) -> None:
     summary = train_stack(recipe(task)).summary
     assert summary["accuracy"] >= summary["stated_accuracy"] > summary["chance"]

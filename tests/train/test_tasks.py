@@ -35,17 +35,6 @@ def test_recall() -> None:
         assert y == [-100] * 4 + [dict(pairs)[key] - 16]
 
 
-def test_clusters() -> None:
-    task, batch = draw("clusters", size=2000, tokens=8)
-    assert torch.equal(batch.y[:, 0], torch.full((2000,), -100))
-    assert torch.equal(batch.y[:, 1], torch.ones(2000, dtype=torch.long))
-    cosine = (batch.x[:, 1:, :8] * batch.x[:, :1, :8]).sum(-1)
-    assert float(cosine[batch.y[:, 1:] == 1].mean()) > 0.8
-    assert abs(float(cosine[batch.y[:, 1:] == 0].mean())) < 0.05
-    share = float((batch.y[:, 1:] == 0).float().mean())
-    assert share == pytest.approx(task.chance, abs=0.02)
-
-
 def test_side() -> None:
     """The majority decides; the mean of the points says little, and so does any magnitude."""
     task, batch = draw("side", size=2000, tokens=100)
