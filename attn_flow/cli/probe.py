@@ -88,7 +88,7 @@ def probe(
     """
     from attn_flow.base.processes import processes
     from attn_flow.probe import prepare
-    from attn_flow.probe.summary import COLUMNS, summary_rows
+    from attn_flow.probe.findings import SUMMARY
 
     names = ["minilm"] if demo and not models else list(models or [])
     if not names:
@@ -119,7 +119,9 @@ def probe(
         run = prepare(model, *inputs, beta_factor=beta_factor, **options)
         results[name] = _run_or_load(run, name, folder, again, shows, progress)
         if shows:
-            print_table(name, list(COLUMNS), summary_rows(results[name]))
+            findings = results[name].findings
+            rows = [[SUMMARY[key], f.verdict or "-", f.value, f.baseline] for key, f in findings.items()]
+            print_table(name, ["question", "answer", "value (95% interval)", "best baseline"], rows)
             echo(f"Report: {folder / 'report.html'}")
     if not world.is_first:
         return

@@ -7,23 +7,17 @@ no fitted number: from the standard deviation of its logits, as if they were Gau
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from attn_flow.probe.findings import (
-    MIN_TEXTS,
-    Finding,
-    Interval,
-    bootstrap,
-    correlation,
-    layers_named,
-    rank_correlation,
-    span,
-)
+from attn_flow.probe import findings
+from attn_flow.probe.findings import MIN_TEXTS, Finding, Interval, bootstrap, correlation, span, with_interval
 from attn_flow.probe.recording import Heads, Recording
 from attn_flow.probe.sampling import (
     decay_exponent,
@@ -33,9 +27,7 @@ from attn_flow.probe.sampling import (
     logit_sd,
     permuted_keys,
     sample_sizes,
-    sampled_averages,
     weight_errors,
-    weighted_attention,
 )
 
 MEAN_FIELD_EXPONENT = 0.5
@@ -70,11 +62,6 @@ class Averaging:
     continuation: Tensor
     other_text: Tensor
 
-    @property
-    def applies(self) -> bool:
-        """Whether the encoder was measured: every token sees every token."""
-        return len(self.tokens) > 0
-
     def exponents(self, squared_errors: Tensor) -> Tensor:
         """b (..., texts) of squared errors (..., sizes, texts)."""
         return decay_exponent(squared_errors.transpose(-1, -2), self.sizes.T, self.tokens[:, None])
@@ -85,17 +72,16 @@ class Averaging:
         A layer or head has the mean-field rate if the 95% interval of its b over texts holds 1/2 or lies above 0.4.
         "supported": every layer has it. "partly": some layer, or a tenth of the heads. Otherwise "not supported".
         """
-        if not self.applies:
+        if not len(self.tokens):
             return Finding(None, "Not measured: tokens of this encoder see only a part of their text.")
         layers, heads = (bootstrap(self.exponents(e), seed) for e in (self.layer_errors, self.head_errors))
+        predicted = [gaussian_exponent(sd, int(n)) for sd, n in zip(self.logit_sd.unbind(-1), self.tokens)]
         columns = {
             "b": heads.mean,
             "b_low": heads.low,
             "b_high": heads.high,
             "logit_sd": self.logit_sd.mean(-1),
-            "predicted_b": torch.stack(
-                [gaussian_exponent(sd, int(n)) for sd, n in zip(self.logit_sd.unbind(-1), self.tokens)], -1
-            ).mean(-1),
+            "predicted_b": torch.stack(predicted, -1).mean(-1),
             "logits_b": self.exponents(self.logits_errors).nanmean(-1),
         }
         named = has_mean_field_rate(layers).nonzero()[:, 0].tolist()
@@ -111,17 +97,21 @@ class Averaging:
             **_agreement(columns, seed),
         }
         texts, L = len(self.tokens), len(layers.mean)
+        known = layers.mean.isfinite()
+        by_layer = sorted(zip(*(bound[known].tolist() for bound in (layers.mean, layers.low, layers.high))))
+        ends = " to ".join(with_interval(*row) for row in by_layer[:: max(1, len(by_layer) - 1)])
+        value = f"b = {ends} by layer" if by_layer else "no exponent", "0.50 in mean-field theory"
         if texts < MIN_TEXTS:
             text = f"No verdict from fewer than {MIN_TEXTS} texts ({texts}): the error of m random keys falls as m^-b"
-            return Finding(None, f"{text} with b = {span(layers.mean)} by layer.", numbers)
+            return Finding(None, f"{text} with b = {span(layers.mean)} by layer.", numbers, *value)
         verdict = "supported" if len(named) == L else "partly" if named or share >= HEAD_SHARE else "not supported"
-        where = layers_named(named, L) if len(named) in (0, 1, 2, L) else f"{len(named)} of {L} layers"
+        where = findings.layers_named(named, L) if len(named) in (0, 1, 2, L) else f"{len(named)} of {L} layers"
         error = numbers["logits_b"]["rms_error"]
         text = (
             f"Attention averages over many tokens in {where} and {share:.0%} of heads: the error of m random keys "
             f"falls as m^-b, b = {span(layers.mean)} by layer (a mean: 0.50)"
         ) + ("" if error is None else f"; logits predict heads' b to {error:.2f}")
-        return Finding(verdict, text + ".", numbers)
+        return Finding(verdict, text + ".", numbers, *value)
 
 
 def has_mean_field_rate(b: Interval) -> Tensor:
@@ -149,7 +139,7 @@ def _agreement(columns: dict[str, Tensor], seed: int) -> dict[str, Any]:
             "correlation": float(torch.tensor(permuted).quantile(0.95)) if permuted else None,
             "rms_error": rms(logits[orders] - b),
         },
-        "rank_correlation_with_logit_sd": rank_correlation(sd, b),
+        "rank_correlation_with_logit_sd": findings.rank_correlation(sd, b),
     }
 
 
@@ -178,7 +168,9 @@ def measure_averaging(
         >>> averaging.exponents(averaging.layer_errors).shape  # layers and texts
         torch.Size([2, 1])
     """
-    recording = recording.first(0 if recording.hides_tokens else texts)
+    if recording.hides_tokens:
+        return Averaging(*[torch.zeros(0, dtype=torch.float64)] * 8)
+    recording = recording.first(texts)
     columns = []
     for text in range(recording.texts):
         rows = []
@@ -186,8 +178,6 @@ def measure_averaging(
             rows.append(_measure_text(recording, layer, text, draws, queries, generator))
             progress((text * recording.layers + layer + 1) / (recording.texts * recording.layers))
         columns.append([torch.stack(column) for column in zip(*rows)])
-    if not columns:
-        return Averaging(*[torch.zeros(0, dtype=torch.float64)] * 8)
     lengths = [int((~special).sum()) for special in recording.special]
     sizes = torch.stack([sample_sizes(n) for n in lengths], -1)
     measured = (torch.stack(values, -1).double().cpu() for values in zip(*columns))
@@ -222,6 +212,23 @@ def _measure_text(
     )
 
 
+def sampled_averages(heads: Heads, sample: Tensor) -> Tensor:
+    """What every head computes from samples (draws, m) of its regular keys, (draws, heads, queries, v)."""
+    draws, m = sample.shape
+    special = heads.special.nonzero()[:, 0]
+    kept = torch.cat([special.expand(draws, -1), sample], dim=-1)
+    keys, values = (z[:, kept].transpose(0, 1) for z in (heads.keys, heads.values))
+    return _weighted_attention(heads.queries, keys, values, len(special), (heads.n - len(special)) / m)
+
+
+def _weighted_attention(queries: Tensor, keys: Tensor, values: Tensor, special: int, weight: float) -> Tensor:
+    """Attention (..., heads, queries, v) in which all keys but the first `special` ones have a weight."""
+    log_weights = torch.zeros(keys.shape[-2]).to(keys)
+    log_weights[special:] = math.log(weight)
+    queries = queries.expand(*keys.shape[:-2], -1, -1)
+    return scaled_dot_product_attention(queries, keys, values, attn_mask=log_weights[None, :], scale=1.0)
+
+
 def _relative_errors(squared_errors: Tensor, output: Tensor) -> Tensor:
     """Squared errors (..., sizes) over the variance of the output (..., n, d) over tokens; NaN if they are rounding."""
     output = output.double()
@@ -244,7 +251,7 @@ def explained_by(heads: Heads, source: Heads) -> Tensor:
     def attend(other: Heads, chosen: Tensor) -> Tensor:
         pairs = ((heads.keys, other.keys), (heads.values, other.values))
         keys, values = (torch.cat([a[:, special], b[:, chosen]], 1) for a, b in pairs)
-        averages = weighted_attention(heads.queries[:, first], keys, values, len(special), half / len(chosen))
+        averages = _weighted_attention(heads.queries[:, first], keys, values, len(special), half / len(chosen))
         return heads.combine(averages).double()
 
     true, predicted = attend(heads, first), attend(source, second)

@@ -115,8 +115,13 @@ def fit(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor) -> Core
     """
     target = (queries @ keys.mT).softmax(-1) @ values
     coreset = _refit_values(coreset, queries, target)
-    seen, aim, new, new_aim = queries[:, ::2], target[:, ::2], queries[:, 1::2], target[:, 1::2]
-    scale = 1 / _spread(aim, torch.full_like(aim[..., 0], 1 / aim.shape[-2])).clamp_min(1e-20)
+    fitted, fitted_target, held_out, held_out_target = (
+        queries[:, ::2],
+        target[:, ::2],
+        queries[:, 1::2],
+        target[:, 1::2],
+    )
+    scale = 1 / _spread(fitted_target, torch.full_like(fitted_target[..., 0], 1 / fitted_target.shape[-2]))
     start = (coreset.keys, coreset.values, coreset.log_masses.clamp_min(-30))
     units = keys.std(-2, keepdim=True), values.std(-2, keepdim=True), torch.ones_like(keys[0, 0, 0])
     moves = [torch.zeros_like(x, requires_grad=True) for x in start]
@@ -126,13 +131,16 @@ def fit(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor) -> Core
         optimiser.param_groups[0]["lr"] = STEP_SIZE * (1 - step / STEPS)
         optimiser.zero_grad()
         with torch.enable_grad():
-            error = (moved().averages(seen) - aim).square().sum(-1).mean(-1)
+            error = (moved().averages(fitted) - fitted_target).square().sum(-1).mean(-1)
             (error * scale).sum().backward()
         optimiser.step()
-    fitted = _refit_values(Coreset(*(x.detach() for x in vars(moved()).values())), queries, target)
-    before, after = ((c.averages(new) - new_aim).square().sum((-2, -1)) for c in (coreset, fitted))
-    pairs = zip(vars(fitted).values(), vars(coreset).values())
-    return Coreset(*(torch.where((after < before).reshape(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs))
+    with torch.no_grad():
+        other = _refit_values(moved(), queries, target)
+        before, after = ((c.averages(held_out) - held_out_target).square().sum((-2, -1)) for c in (coreset, other))
+    keep = lambda a, b: torch.where((after < before).reshape(-1, *[1] * (a.ndim - 1)), a, b)
+    return Coreset(
+        keep(other.keys, coreset.keys), keep(other.values, coreset.values), keep(other.log_masses, coreset.log_masses)
+    )
 
 
 def _refit_values(coreset: Coreset, queries: Tensor, target: Tensor) -> Coreset:
@@ -162,11 +170,8 @@ def top_tokens(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Core
 
 def top_tokens_and_rest(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:
     """The size - 1 tokens that receive most attention of the queries, and all others as one cluster."""
-    received, size = _received(queries, keys), min(size, keys.shape[-2])
-    best = received.topk(size - 1).indices
-    labels = torch.full_like(received, size - 1, dtype=torch.long)
-    labels.scatter_(1, best, torch.arange(size - 1, device=keys.device).expand_as(best))
-    return merge(keys, values, queries, labels)
+    rank = _received(queries, keys).argsort(-1, descending=True).argsort(-1)
+    return merge(keys, values, queries, rank.clamp(max=min(size, keys.shape[-2]) - 1))
 
 
 def random_clusters(keys: Tensor, values: Tensor, queries: Tensor, size: int, generator: torch.Generator) -> Coreset:
@@ -258,10 +263,8 @@ class ForeignQueries:
         return (_regressors(keys, values) @ self.linear)[:, tokens] + self.residuals
 
 
-def foreign_queries(
-    recording: Recording, layer: int, texts: int, generator: torch.Generator, number: int = QUERIES
-) -> list[ForeignQueries]:
-    """For each of the first `texts` texts, `number` queries drawn from all other texts of the recording.
+def foreign_queries(recording: Recording, layer: int, texts: int, generator: torch.Generator) -> list[ForeignQueries]:
+    """For each of the first `texts` texts, QUERIES queries drawn from all other texts of the recording.
 
     They are at their own positions, none beyond the length of the text.
     """
@@ -275,7 +278,7 @@ def foreign_queries(
     result = []
     for text in range(texts):
         candidates = ((owner != text) & (position < heads[text].n)).nonzero()[:, 0]
-        drawn = candidates[torch.randperm(len(candidates), generator=generator)[:number]].to(pool.device)
+        drawn = candidates[torch.randperm(len(candidates), generator=generator)[:QUERIES]].to(pool.device)
         queries, linear = pool[:, drawn], None
         residuals = queries
         if recording.positions[layer] is None:

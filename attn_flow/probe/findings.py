@@ -20,6 +20,14 @@ QUESTIONS = {
 }
 
 
+SUMMARY = {  # rows of the table in the terminal
+    "averaging": "averages over tokens?",
+    "clusters": "clusters per head",
+    "temperature": "temperature of heads",
+    "limit": "moves to its limit?",
+}
+
+
 @dataclass(frozen=True)
 class Finding:
     """The answer to a question.
@@ -28,6 +36,7 @@ class Finding:
         verdict: "supported", "partly", "not supported", or None where there is none.
         text: the answer in one sentence.
         numbers: what it rests on, by name, as JSON values; None stands for a number that does not exist.
+        value, baseline: its main number and what it is compared with, for a table.
 
     Example:
         >>> print(Finding("partly", "In layers 0 and 2."))
@@ -39,6 +48,8 @@ class Finding:
     verdict: str | None
     text: str
     numbers: dict[str, Any] = field(default_factory=dict)
+    value: str = "not measured"
+    baseline: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numbers", _as_json(self.numbers))
@@ -115,6 +126,16 @@ def span(values: Tensor) -> str:
         return "not defined"
     low, high = f"{float(finite.min()):.2f}", f"{float(finite.max()):.2f}"
     return low if low == high else f"{low} to {high}"
+
+
+def with_interval(mean: float, low: float, high: float, digits: int = 2) -> str:
+    """A number with its interval, in words; without an interval that is NaN.
+
+    >>> with_interval(35.1, 26.0, 43.2, digits=0), with_interval(0.5, math.nan, math.nan)
+    ('35 (26 to 43)', '0.50')
+    """
+    text = f"{mean:.{digits}f}"
+    return text if math.isnan(low + high) else f"{text} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def layers_named(indices: Sequence[int], count: int) -> str:

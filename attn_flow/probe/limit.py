@@ -21,8 +21,7 @@ from torch import Tensor
 
 from attn_flow.measures import Cloud
 from attn_flow.probe.findings import MIN_TEXTS, Finding, layers_named
-from attn_flow.probe.gaussian_flow import GaussianFlow, Weights, read_weights
-from attn_flow.probe.leading_subspace import SMALL, leading_subspace
+from attn_flow.probe.limit_flow import SMALL, GaussianFlow, Weights, leading_subspace, read_weights
 from attn_flow.probe.recording import Recording, directions
 from attn_flow.probe.replacement import w2
 
@@ -59,11 +58,6 @@ class LimitApproach:
     heads: Tensor
     width: Tensor
 
-    @property
-    def applies(self) -> bool:
-        """Whether the encoder was measured: every token sees every token."""
-        return self.agreement.shape[-1] > 0
-
     @cached_property
     def global_p(self) -> float:
         """p value of the mean agreement of all layers among joint rotations."""
@@ -80,44 +74,52 @@ class LimitApproach:
         "supported": the global p value is at most 0.05, the weights agree better than every shift of heads and of
         layers, and at least half of the layers pass by themselves after Holm's correction. "partly": fewer layers do.
         """
-        if not self.applies:
+        if not self.agreement.numel():
             return Finding(None, "Not measured: tokens of this encoder see only a part of their text.")
         named, (L, texts) = holm(self.p_values), self.agreement.shape
-        made, expected = self.reduction.mean(-1), self.flow_reduction.mean(-1)
+        own, made, expected = (z.mean(-1) for z in (self.agreement, self.reduction, self.flow_reduction))
         fraction = float(made.mean() / expected.mean()) if expected.mean() > 0 else None
-        rivals = {name: getattr(self, name) for name in ("permuted_heads", "other_layers")}
-        beaten = {n: bool(self.agreement.mean() > z.max()) if len(z) else None for n, z in rivals.items()}
+        rotated = self.rotated.nanmean(-1)
+        rivals = {"permuted_heads": self.permuted_heads, "other_layers": self.other_layers}
+        means = {name: float(z.mean()) if len(z) else None for name, z in rivals.items()}
+        beaten = {name: bool(own.mean() > z.max()) if len(z) else None for name, z in rivals.items()}
         numbers = {
             "p_value": self.p_values,
             "fraction": [float(a / b) if b > 0 else None for a, b in zip(made, expected)],
             "global_p": self.global_p,
             "named_layers": named,
-            "percent_of_distance": (100 * made).tolist(),
-            "percent_of_flow": (100 * expected).tolist(),
+            "percent_of_distance": 100 * made,
+            "percent_of_flow": 100 * expected,
             "mean_fraction": fraction,
-            "agreement": self.agreement.mean(-1).tolist(),
-            "rotated": self.rotated.nanmean(-1).tolist(),
-            "rivals": {name: float(z.mean()) if len(z) else None for name, z in rivals.items()},
+            "agreement": own,
+            "rotated": rotated,
+            "rivals": means,
             "rivals_beaten": beaten,
-            "rotations": (~self.rotated.isnan()).sum(-1).tolist(),
-            "dimension": self.dimension.tolist(),
+            "rotations": (~self.rotated.isnan()).sum(-1),
+            "dimension": self.dimension,
             "not_covered": self.not_covered,
         }
+        baselines = {"rotated weights": float(rotated.mean())} | {k: v for k, v in means.items() if v is not None}
+        best = max(baselines, key=lambda name: baselines[name])
+        value = f"p = {self.global_p:.2g}; agreement {float(own.mean()):.2f}"
+        cells = value, f"{best.replace('_', ' ')}: {baselines[best]:.2f}"
         distance = f"W2 to the limit shrinks by {100 * float(made.mean()):.1f}% a layer"
         compared = f"p = {self.global_p:.2g} against rotated weights"
         unbeaten = " and ".join(name.replace("_", " ") for name, is_beaten in beaten.items() if is_beaten is False)
         if texts < MIN_TEXTS:
-            return Finding(None, f"No verdict from {texts} texts, which takes {MIN_TEXTS}: {distance}.", numbers)
+            return Finding(
+                None, f"No verdict from {texts} texts, which takes {MIN_TEXTS}: {distance}.", numbers, *cells
+            )
         if self.global_p > LEVEL:
             text = f"Layers do not follow the limit of their weights more than that of rotated weights: {distance}"
-            return Finding("not supported", f"{text} ({compared}).", numbers)
+            return Finding("not supported", f"{text} ({compared}).", numbers, *cells)
         if unbeaten:
             text = f"Rotated weights predict less ({compared}), but {unbeaten} as much as the weights: {distance}."
-            return Finding("not supported", text, numbers)
+            return Finding("not supported", text, numbers, *cells)
         share = "" if fraction is None else f", {fraction:.2f} of what the flow would do"
         where = f"{layers_named(named, L)} by {'itself' if len(named) == 1 else 'themselves'}"
         text = f"Layers move their tokens towards the limit of their weights ({compared}), {where}: {distance}{share}."
-        return Finding("supported" if 2 * len(named) >= L else "partly", text, numbers)
+        return Finding("supported" if 2 * len(named) >= L else "partly", text, numbers, *cells)
 
     @property
     def not_covered(self) -> str:

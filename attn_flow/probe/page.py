@@ -10,15 +10,17 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attn_flow.base.figures import LIGHT, save_figure
 from attn_flow.base.files import write_bytes
 from attn_flow.base.imports import require_extra
 from attn_flow.probe.figures import CLUSTER_METHODS, PIXELS_PER_INCH, comparison_figure, draw
 from attn_flow.probe.findings import QUESTIONS, Finding
-from attn_flow.probe.measurements import Measurements
-from attn_flow.probe.reading import as_words
+from attn_flow.probe.tokens import as_words
+
+if TYPE_CHECKING:
+    from attn_flow.probe.result import ProbeResult
 
 WIDE, NARROW, SMALL = 748, 350, 236  # widths of figures in pixels
 ANSWERS = {"supported": "Yes.", "partly": "In part.", "not supported": "No.", None: "Not decided."}
@@ -56,28 +58,48 @@ NOT_SAID = {
     "temperature": "what a head is for: a description of its output is not its purpose.",
     "limit": "that the theorem fails, which has one head, constant weights and no feed-forward part.",
 }
+TOKEN_VIEW = """<section id="tokens"><h2>Where do tokens attend?</h2>
+<p class="about">Heads: darker is colder, the number is the exponent b. Tokens: darker attends to fewer tokens;
+underlined ones receive most attention. Choose a head, then a token of the first text.</p>
+<div class="wide"><div id="heads"></div></div>
+<p class="controls"><label>text <select id="which-text"></select></label>
+<label>layer <select id="which-layer"></select></label> <label>head <select id="which-head"></select></label></p>
+<div id="text"></div>
+<p id="row-title" class="about"></p><div id="bars"></div></section>"""
 
 
-def write_page(result: Measurements, folder: str | Path, title: str = "") -> Path:
-    """Write report.html and its four figures into a folder.
+def write_page(result: ProbeResult, folder: str | Path, title: str = "") -> Path:
+    """Write report.html and its four figures into a folder; returns the path of the page.
 
     Args:
         result: of a probe.
         folder: is made if it does not exist.
         title: the name of the encoder on the page.
-
-    Returns:
-        The path of the page.
     """
-    folder, name = Path(folder), title or result.about.encoder["model"]
-    for question in QUESTIONS:
-        save_figure(draw(result, question), folder / f"{question}.png")
-    path = folder / "report.html"
-    write_bytes(_page(result, name).encode(), path)
-    return path
+    folder, about, encoder = Path(folder), result.about, result.about.encoder
+    for name in QUESTIONS:
+        save_figure(draw(result, name), folder / f"{name}.png")
+    question = f"Does attention in {title or encoder['model']} act as a mean field?"
+    answer = ANSWERS[result.findings["averaging"].verdict]
+    body = [
+        f"<h1>{html.escape(question)} <span>{answer}</span></h1>",
+        f'<p class="about">{encoder["layers"]} layers of {encoder["heads"]} heads, {about.texts} texts of '
+        f"{about.tokens / about.texts:.0f} tokens on average. Four questions, each with its own test:</p>",
+        '<div class="cards">',
+        *(_card(result, name) for name in QUESTIONS),
+        "</div>",
+        *(_section(result, name) for name in QUESTIONS),
+        '<section id="evolution"><h2>How does the cloud of tokens change through depth?</h2>',
+        f"<p>{html.escape(result.evolution.finding(about.seed).text)}</p>{_figure(result, 'evolution')}</section>",
+        TOKEN_VIEW,
+        f"<section><h2>What was probed</h2>{_described(result)}</section>",
+        '<p class="about">Files: <a href="probe.json">probe.json</a> (all numbers), '
+        '<a href="probe.safetensors">probe.safetensors</a> (all measurements).</p>',
+    ]
+    return _write_html(folder / "report.html", f"{question} {answer}", "\n".join(body), _scripts(result))
 
 
-def write_comparison(results: Mapping[str, Measurements], folder: str | Path, subfolders: dict[str, str]) -> Path:
+def write_comparison(results: Mapping[str, ProbeResult], folder: str | Path, subfolders: dict[str, str]) -> Path:
     """Write comparison.html beside the folders of several models' reports; returns its path."""
     rows = []
     for name, result in results.items():
@@ -91,61 +113,28 @@ def write_comparison(results: Mapping[str, Measurements], folder: str | Path, su
         "temperature of its logits.</p>"
         f'<div class="wide"><table class="comparison"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
     )
-    path = Path(folder) / "comparison.html"
-    write_bytes(_shell("Encoders side by side", body, "").encode(), path)
-    return path
+    return _write_html(Path(folder) / "comparison.html", "Encoders side by side", body)
 
 
-def _page(result: Measurements, name: str) -> str:
-    question = f"Does attention in {name} act as a mean field?"
-    answer = ANSWERS[result.findings["averaging"].verdict]
-    about, encoder = result.about, result.about.encoder
-    body = [
-        f"<h1>{html.escape(question)} <span>{answer}</span></h1>",
-        f'<p class="about">{encoder["layers"]} layers of {encoder["heads"]} heads, {about.texts} texts of '
-        f"{about.tokens / about.texts:.0f} tokens on average. Four questions, each with its own test:</p>",
-        '<div class="cards">',
-        *(_card(result, question) for question in QUESTIONS),
-        "</div>",
-        *(_section(result, question) for question in QUESTIONS),
-        '<section id="evolution"><h2>How does the cloud of tokens change through depth?</h2>',
-        f"<p>{html.escape(result.evolution.finding(about.seed).text)}</p>{_figure(result, 'evolution')}</section>",
-        _TOKENS,
-        f"<section><h2>What was probed</h2>{_described(result)}</section>",
-        '<p class="about">Files: <a href="probe.json">probe.json</a> (all numbers), '
-        '<a href="probe.safetensors">probe.safetensors</a> (all measurements).</p>',
-    ]
-    return _shell(f"{question} {answer}", "\n".join(body), _scripts(result))
-
-
-_TOKENS = """<section id="tokens"><h2>Where do tokens attend?</h2>
-<p class="about">Heads: darker is colder, the number is the exponent b. Tokens: darker attends to fewer tokens;
-underlined ones receive most attention. Choose a head, then a token of the first text.</p>
-<div class="wide"><div id="heads"></div></div>
-<p class="controls"><label>text <select id="which-text"></select></label>
-<label>layer <select id="which-layer"></select></label> <label>head <select id="which-head"></select></label></p>
-<div id="text"></div>
-<p id="row-title" class="about"></p><div id="bars"></div></section>"""
-
-
-def _card(result: Measurements, question: str) -> str:
-    finding = result.findings[question]
-    figure = _svg(draw(result, question, SMALL, small=True), f"{question}-small", QUESTIONS[question])
+def _card(result: ProbeResult, name: str) -> str:
+    finding = result.findings[name]
+    figure = _svg(draw(result, name, SMALL, small=True), f"{name}-small", QUESTIONS[name])
     return (
-        f'<a class="card" href="#{question}"><h2>{html.escape(QUESTIONS[question])}</h2>{figure}'
+        f'<a class="card" href="#{name}"><h2>{html.escape(QUESTIONS[name])}</h2>{figure}'
         f"<p>{_tag(finding)}{html.escape(finding.text)}</p></a>"
     )
 
 
-def _section(result: Measurements, question: str) -> str:
+def _section(result: ProbeResult, name: str) -> str:
+    numbers, layers = result.findings[name].numbers, result.about.encoder["layers"]
     return (
-        f'<section id="{question}"><h2>{html.escape(QUESTIONS[question])}</h2>{_figure(result, question)}'
-        f"<p>{html.escape(METHODS[question])}</p><details><summary>Numbers</summary>{_tables(result, question)}"
-        f'</details><p class="not-said">This does not say {html.escape(NOT_SAID[question])}</p></section>'
+        f'<section id="{name}"><h2>{html.escape(QUESTIONS[name])}</h2>{_figure(result, name)}'
+        f"<p>{html.escape(METHODS[name])}</p><details><summary>Numbers</summary>{_tables(numbers, layers)}"
+        f'</details><p class="not-said">This does not say {html.escape(NOT_SAID[name])}</p></section>'
     )
 
 
-def _figure(result: Measurements, name: str) -> str:
+def _figure(result: ProbeResult, name: str) -> str:
     """The figure for wide and for narrow screens, of which the style shows one."""
     label = QUESTIONS.get(name, "The cloud through depth")
     wide, narrow = (_svg(draw(result, name, width), f"{name}-{width}", label) for width in (WIDE, NARROW))
@@ -167,43 +156,31 @@ def _svg(figure: Any, name: str, label: str) -> str:
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
 
 
-def _tables(result: Measurements, question: str) -> str:
-    numbers = result.findings[question].numbers
-    tables = []
-    if question == "clusters":
+def _tables(numbers: dict[str, Any], layers: int) -> str:
+    """The numbers of a finding: clusters by method and K, lists by layer, heads, and single numbers."""
+    parts = []
+    if "curve" in numbers:
         columns = ("found from", "K", "W2", "embedding cosine", "explained, mean of layers")
+        label = lambda method: CLUSTER_METHODS[method][0] if method in CLUSTER_METHODS else method.replace("_", " ")
         rows = [
-            (CLUSTER_METHODS[method][0] if method in CLUSTER_METHODS else method.replace("_", " "),
-             K, row["w2"], row["embedding_cosine"], _mean(row["explained"]))
-            for method, by_K in (numbers.get("curve") or {}).items()
+            (label(method), K, row["w2"], row["embedding_cosine"], sum(row["explained"]) / layers)
+            for method, by_K in numbers["curve"].items()
             for K, row in by_K.items()
-        ]  # fmt: skip
-        tables.append(_table(columns, rows))
-    layers = result.about.encoder["layers"]
-    by_layer = {key: v for key, v in numbers.items() if isinstance(v, list) and len(v) == layers and _is_plain(v)}
+        ]
+        parts.append(_table(columns, rows))
+    is_plain = lambda value: value is None or isinstance(value, int | float)
+    by_layer = {k: v for k, v in numbers.items() if isinstance(v, list) and len(v) == layers and all(map(is_plain, v))}
     if by_layer:
-        rows = [(layer, *(values[layer] for values in by_layer.values())) for layer in range(layers)]
-        tables.append(_table(("layer", *(key.replace("_", " ") for key in by_layer)), rows))
-    if numbers.get("heads"):
-        keys = [key for key, value in numbers["heads"][0].items() if not isinstance(value, list | dict)]
-        rows = [tuple(row[key] for key in keys) for row in numbers["heads"]]
-        tables.append(_table([key.replace("_", " ") for key in keys], rows))
+        parts.append(_table(("layer", *by_layer), list(zip(range(layers), *by_layer.values()))))
+    if "heads" in numbers:
+        parts.append(_table(list(numbers["heads"][0]), [list(row.values()) for row in numbers["heads"]]))
     single = {k.replace("_", " "): v for k, v in numbers.items() if isinstance(v, int | float | str)}
     listed = "".join(f"<li>{html.escape(key)}: {_cell(value)}</li>" for key, value in single.items())
-    return f'{"".join(tables)}<ul class="numbers">{listed}</ul>'
-
-
-def _is_plain(values: list[Any]) -> bool:
-    return all(value is None or isinstance(value, int | float) for value in values)
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values or [] if value is not None]
-    return sum(known) / len(known) if known else None
+    return f'{"".join(parts)}<ul class="numbers">{listed}</ul>'
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    head = "".join(f"<th>{html.escape(column.replace('_', ' '))}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
@@ -218,53 +195,46 @@ def _tag(finding: Finding) -> str:
     return f'<span class="tag {TAGS[finding.verdict]}">{finding.verdict or "numbers"}</span> '
 
 
-def _described(result: Measurements) -> str:
+def _described(result: ProbeResult) -> str:
     about, encoder = result.about, result.about.encoder
     skipped = f", {len(about.skipped)} left out as too short" if about.skipped else ""
-    errors = [check["error"] for check in about.checks if check["error"] is not None]
-    positions = sorted({check["positions"] for check in about.checks} - {""})
-    omits = sorted({check["omits"] for check in about.checks} - {""})
+    names = ("attn-flow", "torch", "transformers", "python")
+    unexplained = f"leave {max(about.unexplained):.1e} of what attention adds unexplained" if about.unexplained else ""
     items = {
         "Encoder": f"{encoder['model']} ({encoder['architecture']}), {encoder['layers']} layers, "
         f"{encoder['heads']} heads of width {encoder['head_dim']}, d = {encoder['dim']}",
         "Texts": f"{about.texts}, {about.tokens} tokens, {about.truncated} cut to {about.max_length}{skipped}; "
         f"{about.unknown_share:.1%} of the tokens unknown to the tokenizer",
         "Temperature": "as trained" if about.beta_factor == 1 else f"{about.beta_factor:g} times the trained beta",
-        "Weights as read": f"differ from what the layers compute by at most {max(errors):.1e}" if errors else "",
-        "Positions in the scores": ", ".join(positions),
-        "Left out of the scores": ", ".join(omits),
-        "Computed": f"in {about.dtype} on {about.device}, seed {about.seed}; " + ", ".join(
-            f"{name} {about.versions[name]}" for name in ("attn-flow", "torch", "transformers", "python")
-        ),
+        "Weights and positions as read": unexplained,
+        "Computed": f"in {about.dtype} on {about.device}, seed {about.seed}; "
+        + ", ".join(f"{name} {about.versions[name]}" for name in names),
         "Weights": about.weights,
-    }  # fmt: skip
+    }
     return "<ul>" + "".join(f"<li>{k}: {html.escape(v)}.</li>" for k, v in items.items() if v) + "</ul>"
 
 
-def _scripts(result: Measurements) -> str:
+def _scripts(result: ProbeResult) -> str:
     """The data of the token view and its script. "<" is escaped, so that no token can end the script."""
-    reading, texts, first = result.reading, [], 0
-    for tokens, n in zip(result.tokens, reading.lengths.tolist()):
-        part = slice(first, first + n)
-        relative = reading.keys[..., part].log() / max(1.0, float(reading.lengths.double().log().max()))
-        texts.append(
-            {
-                "words": [[word, joined] for word, joined in as_words(tokens)],
-                "keys": _bytes(relative),
-                "received": [[round(v, 2) for v in row] for row in reading.received[:, part].tolist()],
-            }
+    reading, lengths = result.reading, result.reading.lengths.tolist()
+    spreads = reading.keys.log() / max(1.0, float(reading.lengths.double().log().max()))
+    texts = [
+        {
+            "words": as_words(tokens),
+            "keys": _bytes(spread),
+            "received": [[round(value, 2) for value in row] for row in received.tolist()],
+        }
+        for tokens, spread, received in zip(
+            result.tokens, spreads.split(lengths, -1), reading.received.split(lengths, -1)
         )
-        first += n
-    heads = [
-        {"layer": row["layer"], "head": row["head"], "b": row["b"], "sd": row["logit_sd"]}
-        for row in result.findings["averaging"].numbers.get("heads") or []
     ]
+    heads = result.findings["averaging"].numbers.get("heads", [])
     data = {
         "texts": texts,
-        "longest": int(reading.lengths.max()),
+        "longest": max(lengths),
         "layers": result.about.encoder["layers"],
         "heads": result.about.encoder["heads"],
-        "map": heads,
+        "map": [{"layer": row["layer"], "head": row["head"], "b": row["b"], "sd": row["logit_sd"]} for row in heads],
         "rows": {"n": reading.weights.shape[-1], "bytes": _bytes(reading.weights.sqrt())},
     }
     code = files("attn_flow.probe").joinpath("page.js").read_text(encoding="utf-8")
@@ -277,10 +247,12 @@ def _bytes(values: Any) -> str:
     return base64.b64encode((values.clamp(0, 1) * 255).round().byte().numpy().tobytes()).decode()
 
 
-def _shell(title: str, body: str, scripts: str) -> str:
+def _write_html(path: Path, title: str, body: str, scripts: str = "") -> Path:
     style = files("attn_flow.probe").joinpath("page.css").read_text(encoding="utf-8")
-    return (
+    text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{style}</style></head><body>\n{body}\n{scripts}</body></html>\n"
     )
+    write_bytes(text.encode(), path)
+    return path

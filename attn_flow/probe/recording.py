@@ -7,7 +7,7 @@ the scores, so that attention is softmax(queries keys^T) values in every archite
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from attn_flow.attention import Attention
 from attn_flow.base.processes import ALONE, Processes
-from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.capture import record
-from attn_flow.hooks.layout import blocks
+from attn_flow.hooks.layout import blocks, encoder_inside
 from attn_flow.hooks.positions import Positions, read_positions
 from attn_flow.hooks.weights import attentions
 from attn_flow.hooks.wrapping import scale_beta
@@ -70,6 +69,33 @@ class Heads:
         return drift if self.output_bias is None else drift + self.output_bias
 
 
+Predict = Callable[[Heads, int, int], Tensor]  # (heads, layer, text) -> what attention adds, (n, d)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A model and what it was run on, so that it can be run again.
+
+    Args:
+        model: the encoder or `DeepStack`.
+        source, texts: the tokenizer and all texts, or the model's own inputs and None.
+        max_length: tokens kept of each text; None for as many as the model takes.
+        beta_factor: the multiple of the trained inverse temperature.
+        batch: texts in a forward pass.
+    """
+
+    model: nn.Module
+    source: Any
+    texts: Sequence[str] | None = None
+    max_length: int | None = None
+    beta_factor: float = 1.0
+    batch: int = 16
+
+    def scaled(self) -> Any:
+        """A context in which the model runs at `beta_factor` times its trained inverse temperature."""
+        return nullcontext() if self.beta_factor == 1 else scale_beta(self.model, self.beta_factor)
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
     """The tokens of every text at every layer, and the attention of every layer.
@@ -88,6 +114,7 @@ class Recording:
         unknown_share: share of tokens that the tokenizer does not know.
         digest: of the inputs.
         horizon, steps: the time that a layer lasts, and in how many steps: 1 and 1 in an encoder.
+        inputs: what was recorded.
     """
 
     attentions: list[Attention]
@@ -104,6 +131,7 @@ class Recording:
     digest: str = ""
     horizon: float = 1.0
     steps: int = 1
+    inputs: Inputs | None = None
 
     @property
     def layers(self) -> int:
@@ -124,11 +152,22 @@ class Recording:
 
     def heads(self, layer: int, text: int) -> Heads:
         """A text as the heads of a layer see it."""
-        return self.heads_of(layer, self.states[layer][text], self.special[text])
+        return self.heads_of(layer, self.states[layer][text], text)
 
-    def heads_of(self, layer: int, x: Tensor, special: Tensor) -> Heads:
-        """Any tokens x (n, d) as the heads of a layer see them."""
-        return read_heads(self.attentions[layer], x, special, self.windows[layer], self.positions[layer])
+    def heads_of(self, layer: int, x: Tensor, text: int) -> Heads:
+        """Other tokens x (n, d) of a text as the heads of a layer see them."""
+        return read_heads(self.attentions[layer], x, self.special[text], self.windows[layer], self.positions[layer])
+
+    def explained(self, predict: Predict) -> Tensor:
+        """R2 of a prediction of what attention adds, against each text's mean output, (layers, texts)."""
+        R2 = torch.zeros(self.layers, self.texts, dtype=torch.float64)
+        for layer in range(self.layers):
+            for text in range(self.texts):
+                output = self.outputs[layer][text].double()
+                error = predict(self.heads(layer, text), layer, text).double() - output
+                variance = (output - output.mean(0)).square().sum()
+                R2[layer, text] = 1 - error.square().sum() / variance.clamp_min(1e-30)
+        return R2
 
     def first(self, texts: int) -> Recording:
         """The first few texts."""
@@ -179,30 +218,30 @@ def record_encoder(
     source: Any,
     texts: Sequence[str] | None,
     *,
-    batch: int = 16,
-    max_length: int | None = None,
-    beta_factor: float = 1.0,
     max_unknown: float = 0.1,
     world: Processes = ALONE,
+    **options: Any,
 ) -> Recording:
-    """Record a model that runs at `beta_factor` times its trained inverse temperature; see `hooks.record`."""
-    scaled = [A.with_beta(beta_factor * A.beta) for A in attentions(model)]
-    points = ("attn.hook_in", "attn.hook_out", f"blocks.{len(scaled) - 1}.hook_out")
-    with torch.no_grad(), nullcontext() if beta_factor == 1 else scale_beta(model, beta_factor):
-        options: dict[str, Any] = {"batch": batch, "max_length": max_length, "max_unknown": max_unknown}
-        path = record(model, source, texts, points=points, world=world, **options)
-    layers = blocks(model)
-    positions = read_positions(layers, path.x.shape[-2])
-    return _split_texts(path, scaled, [block.window for block in layers], positions)
+    """Record a model on texts; `options` are those of `Inputs`, the others those of `hooks.record`.
 
-
-def _split_texts(
-    path: Trajectory, scaled: list[Attention], windows: list[int | None], positions: list[Positions | None]
-) -> Recording:
-    """The recorded path text by text, without padding and without texts that are too short."""
+    Texts of fewer than MIN_TOKENS tokens are left out.
+    """
+    inputs = Inputs(encoder_inside(model), source, texts, **options)
+    layers, scaled = blocks(model), [A.with_beta(inputs.beta_factor * A.beta) for A in attentions(model)]
+    L = len(scaled)
+    with torch.no_grad(), inputs.scaled():
+        path = record(
+            model,
+            source,
+            texts,
+            points=("attn.hook_in", "attn.hook_out", f"blocks.{L - 1}.hook_out"),
+            batch=inputs.batch,
+            max_length=inputs.max_length,
+            max_unknown=max_unknown,
+            world=world,
+        )
     assert path.mask is not None  # recorded paths have one
-    L, x, mask = len(scaled), path.x, path.mask
-    lengths = mask.sum(-1).tolist()
+    x, mask, lengths = path.x, path.mask, path.mask.sum(-1).tolist()
     indices = [t for t, n in enumerate(lengths) if n >= MIN_TOKENS]
     if not indices:
         raise ValueError(
@@ -211,25 +250,31 @@ def _split_texts(
         )
     names, ids, special = path.labels.get("token"), path.labels.get("id"), path.labels["special"]
     tokens = [list(names[t]) if names else [str(i) for i in range(lengths[t])] for t in indices]
-    states = [[x[level, t][mask[t]] for t in indices] for level in (*range(L), 2 * L)]
+    levels = [[x[level, t][mask[t]] for t in indices] for level in range(2 * L + 1)]
     contents = [
-        f"{ids[t]} {special[t]} {tokens[i]}".encode() if ids else states[0][i].cpu().numpy().tobytes()
+        f"{ids[t]} {special[t]} {tokens[i]}".encode() if ids else levels[0][i].cpu().numpy().tobytes()
         for i, t in enumerate(indices)
     ]
     return Recording(
-        scaled,
-        windows,
-        positions,
-        states,
-        [[x[L + layer, t][mask[t]] for t in indices] for layer in range(L)],
-        [torch.tensor(special[t], dtype=torch.bool, device=x.device) for t in indices],
-        tokens,
-        indices,
-        tuple(t for t in range(len(lengths)) if t not in indices),
-        int(path.about.get("truncated") or 0),
-        float(path.about.get("unknown_share") or 0.0),
-        hashlib.sha256(b"\0".join(contents)).hexdigest(),
+        attentions=scaled,
+        windows=[block.window for block in layers],
+        positions=read_positions(layers, x.shape[-2]),
+        states=[*levels[:L], levels[-1]],
+        outputs=levels[L:-1],
+        special=[torch.tensor(special[t], dtype=torch.bool, device=x.device) for t in indices],
+        tokens=tokens,
+        indices=indices,
+        skipped=tuple(t for t in range(len(lengths)) if t not in indices),
+        truncated=int(path.about.get("truncated") or 0),
+        unknown_share=float(path.about.get("unknown_share") or 0.0),
+        digest=hashlib.sha256(b"\0".join(contents)).hexdigest(),
+        inputs=inputs,
     )
+
+
+def exact(heads: Heads, layer: int, text: int) -> Tensor:
+    """Attention itself, as a prediction."""
+    return heads.combine(heads.averages)
 
 
 def directions(x: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +13,89 @@ from torch import Tensor
 from attn_flow.base.files import read_tensors, write_json, write_tensors
 from attn_flow.base.imports import require_extra
 from attn_flow.base.texts import parse_json
-from attn_flow.probe.measurements import RECORDS, About, Measurements
+from attn_flow.probe.averaging import Averaging
+from attn_flow.probe.clusters import Clusters
+from attn_flow.probe.findings import QUESTIONS, Finding
+from attn_flow.probe.limit import LimitApproach
 from attn_flow.probe.page import write_page
+from attn_flow.probe.temperature import Temperature
+from attn_flow.probe.tokens import Evolution, Reading
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+RECORDS: dict[str, Callable[..., Any]] = {
+    "averaging": Averaging,
+    "clusters": Clusters,
+    "temperature": Temperature,
+    "limit": LimitApproach,
+    "evolution": Evolution,
+    "reading": Reading,
+}
 
-class ProbeResult(Measurements):
-    """What a probe measured. Made by `probe`, or read from a folder by `ProbeResult.load`; see `Measurements`."""
+
+@dataclass(frozen=True)
+class About:
+    """What was probed.
+
+    Args:
+        encoder: the facts of `hooks.encoder_facts`.
+        weights, inputs: digests.
+        texts, tokens: how many were probed.
+        skipped: the texts that were too short, by their numbers.
+        truncated: how many texts were cut to `max_length`.
+        unknown_share: share of tokens that the tokenizer does not know.
+        max_length, batch, beta_factor, seed: the options.
+        dtype, device: of the computation.
+        versions: of the packages.
+        key: a digest of all of the above. Equal keys, equal results.
+        unexplained: by layer, the share of what attention adds that its weights and positions as read do not explain.
+    """
+
+    encoder: dict[str, Any]
+    weights: str
+    inputs: str
+    texts: int
+    tokens: int
+    skipped: list[int]
+    truncated: int
+    unknown_share: float
+    max_length: int | None
+    batch: int
+    beta_factor: float
+    seed: int
+    dtype: str
+    device: str
+    versions: dict[str, str]
+    key: str = ""
+    unexplained: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeResult:
+    """What a probe measured. Made by `probe`, or read from a folder by `ProbeResult.load`.
+
+    Args:
+        about: what was probed.
+        averaging, clusters, temperature, limit: the measurements of the four questions.
+        evolution: how the cloud changes through depth.
+        reading: attention token by token, of a few texts.
+        tokens: the tokens of these texts.
+    """
+
+    about: About
+    averaging: Averaging
+    clusters: Clusters
+    temperature: Temperature
+    limit: LimitApproach
+    evolution: Evolution
+    reading: Reading
+    tokens: list[list[str]]
+
+    @cached_property
+    def findings(self) -> dict[str, Finding]:
+        """The answer to each question: averaging, clusters, temperature, limit."""
+        return {name: getattr(self, name).finding(seed=self.about.seed) for name in QUESTIONS}
 
     def __repr__(self) -> str:
         encoder = self.about.encoder
@@ -33,27 +109,26 @@ class ProbeResult(Measurements):
             rows: "heads" for one row per head (layer, head, exponent b, logit_sd, its two predictions, and what
                 describes the head), or "layers" for one row per layer (exponent, p_value and fraction of the limit).
         """
-        numbers = {name: finding.numbers for name, finding in self.findings.items()}
+        averaging, temperature, limit = (self.findings[name].numbers for name in ("averaging", "temperature", "limit"))
         if rows == "heads":
-            table: dict[tuple[int, int], dict[str, Any]] = {}
-            for name in ("averaging", "temperature"):
-                for row in numbers[name].get("heads") or []:
-                    table.setdefault((row["layer"], row["head"]), {}).update(row)
-            return require_extra("pandas").DataFrame([table[place] for place in sorted(table)])
+            table = temperature["heads"]
+            if averaging:
+                table = [{**row, **other} for row, other in zip(averaging["heads"], table)]
+            return require_extra("pandas").DataFrame(table)
         if rows != "layers":
             raise ValueError(f"rows = {rows!r}, expected 'heads' or 'layers'.")
-        layers = list(range(self.about.encoder["layers"]))
-        columns = {"exponent": "averaging", "p_value": "limit", "fraction": "limit"}
-        by_layer = {column: numbers[name].get(column) or [None] * len(layers) for column, name in columns.items()}
+        columns = {"exponent": averaging, "p_value": limit, "fraction": limit}
+        layers = range(self.about.encoder["layers"])
+        by_layer = {name: numbers.get(name) or [None] * len(layers) for name, numbers in columns.items()}
         return require_extra("pandas").DataFrame({"layer": layers, **by_layer})
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values: `about`, `questions` (verdict, text, numbers), `evolution`. A missing number is None."""
-        questions = {name: asdict(finding) for name, finding in self.findings.items()}
+        answer = lambda finding: {"verdict": finding.verdict, "text": finding.text, "numbers": finding.numbers}
         return {
             "about": asdict(self.about),
-            "questions": questions,
-            "evolution": asdict(self.evolution.finding(self.about.seed)),
+            "questions": {name: answer(finding) for name, finding in self.findings.items()},
+            "evolution": answer(self.evolution.finding(self.about.seed)),
         }
 
     def report(self, folder: str | Path, title: str = "") -> Path:

@@ -23,22 +23,17 @@ from attn_flow.base.processes import ALONE, Processes
 from attn_flow.base.progress import progress_bar
 from attn_flow.hooks.fingerprints import fingerprint
 from attn_flow.hooks.inputs import length_limit, pieces, row_texts
-from attn_flow.hooks.layout import encoder_inside
+from attn_flow.hooks.layout import blocks, encoder_inside
 from attn_flow.hooks.weights import encoder_facts
 from attn_flow.nn.stack import DeepStack
 from attn_flow.probe.averaging import measure_averaging
-from attn_flow.probe.clusters import TEXTS as REPLACED_TEXTS
 from attn_flow.probe.clusters import measure_clusters
-from attn_flow.probe.evolution import measure_evolution
 from attn_flow.probe.limit import measure_limit
-from attn_flow.probe.measurements import RECORDS, About
-from attn_flow.probe.reading import read_tokens
-from attn_flow.probe.recording import MIN_TOKENS, Recording, record_encoder
-from attn_flow.probe.replacement import prepare_replacement
-from attn_flow.probe.result import ProbeResult, tensors_of
-from attn_flow.probe.stacks import check_stack, record_stack, stack_facts
+from attn_flow.probe.recording import MIN_TOKENS, Recording, exact, record_encoder
+from attn_flow.probe.result import RECORDS, About, ProbeResult, tensors_of
+from attn_flow.probe.stacks import record_stack, stack_facts
 from attn_flow.probe.temperature import measure_temperature
-from attn_flow.probe.weights_check import check_weights
+from attn_flow.probe.tokens import measure_evolution, read_tokens
 
 # The stages with their typical shares of the time, for the progress bar. Processes take the groups in turn.
 GROUPS = (
@@ -47,7 +42,7 @@ GROUPS = (
     {"limit": 30},
     {"evolution": 2, "reading": 1},
 )
-Report = Callable[[float], None]  # is told which share of a stage is done
+UNEXPLAINED = 0.01  # share of what attention adds that weights and positions as read may leave unexplained
 
 
 def probe(
@@ -79,8 +74,7 @@ def probe(
         progress: show a progress bar.
 
     Returns:
-        A `ProbeResult`, whose `findings` has an answer to each question. `prepare` with `ProbeRun.run` does the same in
-        two steps, also in several processes.
+        A `ProbeResult`, whose `findings` has an answer to each question.
 
     Example:
         >>> from attn_flow.hooks.demo import minilm, topics
@@ -98,15 +92,11 @@ class ProbeRun:
     """An encoder that was recorded and checked, ready to be probed; made by `prepare`.
 
     Args:
-        model, source, texts: as they were given.
         recording: its tokens and attentions.
         about: what is probed; `about.key` changes with inputs, weights, options and versions.
         world: the processes that share the stages.
     """
 
-    model: nn.Module
-    source: Any
-    texts: list[str] | None
     recording: Recording
     about: About
     world: Processes = ALONE
@@ -133,10 +123,10 @@ class ProbeRun:
                 report(1.0)
         shares = self.world.gather_objects(records)
         records = {name: record for share in shares for name, record in share.items()}
-        tokens = [self.recording.tokens[t] for t in records["reading"].texts.tolist()]
+        tokens = self.recording.tokens[: len(records["reading"].lengths)]
         return ProbeResult(self.about, tokens=tokens, **records)
 
-    def _read_or_measure(self, name: str, folder: str | Path | None, report: Report) -> Any:
+    def _read_or_measure(self, name: str, folder: str | Path | None, report: Callable[[float], None]) -> Any:
         if folder is None:
             return self._measure(name, report)
         path = Path(folder) / f"{name}.safetensors"
@@ -148,24 +138,20 @@ class ProbeRun:
         write_tensors(tensors_of(record), path, {"key": self.about.key})
         return record
 
-    def _measure(self, name: str, report: Report) -> Any:
-        recording, about = self.recording, self.about
-        mixed = hashlib.sha256(f"{about.seed}/{name}".encode()).digest()  # other numbers in every stage
+    def _measure(self, name: str, report: Callable[[float], None]) -> Any:
+        if name == "temperature":
+            return measure_temperature(self.recording, progress=report)
+        if name == "evolution":
+            return measure_evolution(self.recording)
+        if name == "reading":
+            return read_tokens(self.recording)
+        mixed = hashlib.sha256(f"{self.about.seed}/{name}".encode()).digest()  # other numbers in every stage
         generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
         if name == "averaging":
-            return measure_averaging(recording, generator, progress=report)
-        if name == "temperature":
-            return measure_temperature(recording, progress=report)
-        if name == "limit":
-            return measure_limit(recording, generator, progress=report)
-        if name == "evolution":
-            return measure_evolution(recording)
-        if name == "reading":
-            return read_tokens(recording)
-        options: dict[str, Any] = {key: getattr(about, key) for key in ("batch", "max_length", "beta_factor")}
-        first = recording.first(REPLACED_TEXTS)
-        encoder = prepare_replacement(self.model, self.source, self.texts, first, **options)
-        return measure_clusters(encoder, recording, generator, progress=report)
+            return measure_averaging(self.recording, generator, progress=report)
+        if name == "clusters":
+            return measure_clusters(self.recording, generator, progress=report)
+        return measure_limit(self.recording, generator, progress=report)
 
 
 def prepare(
@@ -180,7 +166,7 @@ def prepare(
     seed: int = 0,
     world: Processes = ALONE,
 ) -> ProbeRun:
-    """Record an encoder and check that its weights were read rightly.
+    """Record an encoder and check that its weights were read rightly: the first step of `probe`.
 
     Args:
         model, source, texts, max_length, beta_factor, max_unknown, batch, seed: see `probe`.
@@ -195,18 +181,23 @@ def prepare(
     if max_length is not None:
         checks.require_count(max_length=max_length)
     model = encoder_inside(model)
-    texts = None if texts is None else list(row_texts(texts))
     if isinstance(model, DeepStack):
         if texts is not None:
             raise ValueError("a DeepStack has no tokenizer: probe(stack, ids), ids (texts, n), or vectors.")
-        checked, facts = check_stack(model, source), stack_facts(model)
-        recording = record_stack(model, source, beta_factor)
+        recording, facts = record_stack(model, source, beta_factor), stack_facts(model)
+        unexplained, inputs = [], recording.digest
     else:
+        texts = None if texts is None else list(row_texts(texts))
         limit = None if texts is None else length_limit(source, model)
         max_length = min(max_length, limit) if max_length is not None and limit is not None else max_length
-        checked, facts = check_weights(model, source, texts, max_length), encoder_facts(model)
         options: dict[str, Any] = {"max_length": max_length, "beta_factor": beta_factor, "max_unknown": max_unknown}
-        recording = record_encoder(model, source, texts, batch=batch, world=world, **options)
+        recording, facts = (
+            record_encoder(model, source, texts, batch=batch, world=world, **options),
+            encoder_facts(model),
+        )
+        unexplained, inputs = check_weights(model, recording), recording.digest
+        if texts is None:  # token types and positions count, too
+            inputs += hashlib.sha256(b"".join(p.content() for p in pieces(model, source, None, batch))).hexdigest()
     if recording.skipped and world.is_first:
         names = ", ".join(map(str, recording.skipped[:10])) + ", ..." * (len(recording.skipped) > 10)
         warnings.warn(
@@ -214,10 +205,6 @@ def prepare(
             f"have fewer than {MIN_TOKENS} tokens: numbers {names} (counted from 0).",
             stacklevel=2,
         )
-    inputs = recording.digest
-    if texts is None and not isinstance(model, DeepStack):  # token types and positions count, too
-        inputs += hashlib.sha256(b"".join(p.content() for p in pieces(model, source, None, batch))).hexdigest()
-    first = recording.states[0][0]
     about = About(
         encoder=facts,
         weights=fingerprint(model),
@@ -231,10 +218,25 @@ def prepare(
         batch=batch,
         beta_factor=beta_factor,
         seed=seed,
-        dtype=str(first.dtype).removeprefix("torch."),
-        device=first.device.type,
+        dtype=str(recording.states[0][0].dtype).removeprefix("torch."),
+        device=recording.device.type,
         versions=versions(),
     )
     key = hashlib.sha256(json.dumps(asdict(about), sort_keys=True).encode()).hexdigest()
-    about = replace(about, key=key, checks=[asdict(check) for check in checked])
-    return ProbeRun(model, source, texts, recording, about, world)
+    return ProbeRun(recording, replace(about, key=key, unexplained=unexplained), world)
+
+
+def check_weights(model: nn.Module, recording: Recording) -> list[float]:
+    """By layer, the share of what attention adds that its weights and positions as read do not explain.
+
+    A layer that computes something else is a ValueError, unless its architecture has positions that cannot be read.
+    """
+    unexplained = (1 - recording.first(2).explained(exact)).amax(-1).clamp(min=0).tolist()
+    for layer, (share, block) in enumerate(zip(unexplained, blocks(model))):
+        if share > UNEXPLAINED and (block.knows_positions or not block.positions):
+            raise ValueError(
+                f"layer {layer} of {type(model).__name__}: its weights and positions as read leave {share:.2g} of what "
+                f"its attention adds unexplained. The architecture {block.architecture.name!r} does not fit this "
+                "model; register one of its own."
+            )
+    return unexplained

@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from attn_flow.probe.recording import Heads
 from attn_flow.theory.random_energy import PHASES, phase
 
 SMALLEST_SAMPLE = 8
@@ -66,23 +64,6 @@ def permuted_keys(special: Tensor, draws: int, generator: torch.Generator) -> Te
     return regular[order.to(regular.device)]
 
 
-def sampled_averages(heads: Heads, sample: Tensor) -> Tensor:
-    """What every head computes from samples (draws, m) of its regular keys, (draws, heads, queries, v)."""
-    draws, m = sample.shape
-    special = heads.special.nonzero()[:, 0]
-    kept = torch.cat([special.expand(draws, -1), sample], dim=-1)
-    keys, values = (z[:, kept].transpose(0, 1) for z in (heads.keys, heads.values))
-    return weighted_attention(heads.queries, keys, values, len(special), (heads.n - len(special)) / m)
-
-
-def weighted_attention(queries: Tensor, keys: Tensor, values: Tensor, special: int, weight: float) -> Tensor:
-    """Attention (..., heads, queries, v) in which all keys but the first `special` ones have a weight."""
-    log_weights = torch.zeros(keys.shape[-2]).to(keys)
-    log_weights[special:] = math.log(weight)
-    queries = queries.expand(*keys.shape[:-2], -1, -1)
-    return scaled_dot_product_attention(queries, keys, values, attn_mask=log_weights[None, :], scale=1.0)
-
-
 def weight_errors(logits: Tensor, special: Tensor, order: Tensor, sizes: Tensor) -> Tensor:
     """Expected squared error per component with independent normal values: E sum_j (p'_j - p_j)^2, (heads, sizes).
 
@@ -99,9 +80,8 @@ def weight_errors(logits: Tensor, special: Tensor, order: Tensor, sizes: Tensor)
     weights = (logits - logits.amax(-1, keepdim=True)).exp()
     squares = weights.square()
     n, (draws, N) = len(special), order.shape
-    rank = torch.empty(draws, n, dtype=torch.int64, device=order.device).scatter_(
-        1, order, torch.arange(N, device=order.device).expand(draws, -1)
-    )
+    ranks = torch.arange(N, device=order.device).expand(draws, -1)
+    rank = torch.empty(draws, n, dtype=torch.int64, device=order.device).scatter_(1, order, ranks)
     is_sampled = (rank[:, None] < sizes.to(rank)[:, None]) & ~special  # (draws, sizes, n)
     masks = is_sampled.to(weights).flatten(0, 1).mT
     factor = (N / sizes.to(weights)).repeat(draws)

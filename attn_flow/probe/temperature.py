@@ -70,7 +70,8 @@ class Temperature:
             kind = best[name]
             words = f"R2 {medians[name][kind]:.2f} by {DESCRIPTIONS[kind]}" if kind else "no description applies"
             parts += [f"{size} {'is' if size == 1 else 'are'} {name} ({words})"] if size else []
-        return Finding(None, f"Of {phases.numel()} heads {', '.join(parts)}.", numbers)
+        value = ", ".join(f"{size} {name}" for name, size in sizes.items())
+        return Finding(None, f"Of {phases.numel()} heads {', '.join(parts)}.", numbers, value)
 
 
 def measure_temperature(

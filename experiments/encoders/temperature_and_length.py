@@ -23,10 +23,9 @@ from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panel
 from attn_flow.experiments.parts import kept_part
 from attn_flow.hooks.demo import topics
 from attn_flow.hooks.fingerprints import fingerprint
-from attn_flow.hooks.layout import encoder_inside
 from attn_flow.hooks.loading import load_encoder
-from attn_flow.probe.recording import Heads, Recording, record_encoder
-from attn_flow.probe.replacement import Passes, Predict, Replacement
+from attn_flow.probe.recording import Heads, Predict, Recording, record_encoder
+from attn_flow.probe.replacement import run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,19 +78,19 @@ def compare_lengths(model: nn.Module, tokenizer: Any, n: int, n0: int, texts: in
     """The best factor of beta for texts of n tokens against their chunks of n0 tokens, and the cosines of windows."""
     chunks = list(cut_texts(topics(), tokenizer, n0, n // n0, texts))
     trained = replacing(colder(1.0))
-    parts = [prepare(model, tokenizer, row, n0).run(trained).embeddings.mean(0) for row in chunks]
+    parts = [run(record_encoder(model, tokenizer, row, max_length=n0), trained).embeddings.mean(0) for row in chunks]
     target = nn.functional.normalize(torch.stack(parts), dim=-1)
-    encoder = prepare(model, tokenizer, [" ".join(row) for row in chunks], n)
+    recording = record_encoder(model, tokenizer, [" ".join(row) for row in chunks], max_length=n)
 
     def cosine(weights: Weights) -> Tensor:
-        return (encoder.run(replacing(weights)).embeddings * target).sum(-1).double()
+        return (run(recording, replacing(weights)).embeddings * target).sum(-1).double()
 
     by_factor = torch.stack([cosine(colder(factor)) for factor in FACTORS])
     draws = torch.randint(len(chunks), (RESAMPLES, len(chunks)), generator=torch.Generator().manual_seed(seed))
     resampled = sorted(best_factor(by_factor[:, draw].mean(-1)) for draw in draws)
     best = best_factor(by_factor.mean(-1))
-    distance = attended_distance(encoder.recording, colder(best))
-    width = matching_window(encoder.recording, distance)
+    distance = attended_distance(recording, colder(best))
+    width = matching_window(recording, distance)
     return {
         "n": n,
         "n0": n0,
@@ -104,7 +103,7 @@ def compare_lengths(model: nn.Module, tokenizer: Any, n: int, n0: int, texts: in
         "root": math.sqrt(math.log(n) / math.log(n0)),
         "trained_cosine": float(cosine(colder(1.0)).mean()),
         "best_cosine": float(cosine(colder(best)).mean()),
-        "trained_distance": attended_distance(encoder.recording, colder(1.0)),
+        "trained_distance": attended_distance(recording, colder(1.0)),
         "best_distance": distance,
         "window": width,
         "window_cosine": float(cosine(local(width)).mean()),
@@ -135,22 +134,6 @@ def cut_texts(texts: Sequence[str], tokenizer: Any, n0: int, count: int, number:
         number -= 1
         if number == 0:
             return
-
-
-def prepare(model: nn.Module, tokenizer: Any, texts: Sequence[str], max_length: int) -> Replacement:
-    """An encoder whose attention can be replaced on some texts, without the distances that embeddings do not need."""
-    recording = record_encoder(model, tokenizer, texts, max_length=max_length)
-    return Replacement(
-        model=encoder_inside(model),
-        source=tokenizer,
-        texts=texts,
-        recording=recording,
-        true=Passes([], torch.empty(0)),
-        between=1.0,
-        batch=len(texts),
-        max_length=max_length,
-        beta_factor=1.0,
-    )
 
 
 def replacing(weights: Weights) -> Predict:

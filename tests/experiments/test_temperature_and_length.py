@@ -9,7 +9,8 @@ import torch
 from attn_flow.base.files import to_plain
 from attn_flow.experiments.encoders import temperature_and_length as experiment
 from attn_flow.hooks.demo import minilm, topics
-from attn_flow.probe.recording import Heads
+from attn_flow.probe.recording import Heads, record_encoder
+from attn_flow.probe.replacement import run
 
 
 def random_heads(n=9):
@@ -60,19 +61,19 @@ def test_embeddings_at_the_trained_beta_are_the_encoders_own(encoder):
     model, tokenizer = encoder
     texts = [text[:200] for text in topics() if len(text) > 900][:2]
     with pytest.warns(UserWarning, match="truncated"):
-        run = experiment.prepare(model, tokenizer, texts, 32)
-    embeddings = run.run(experiment.replacing(experiment.colder(1.0))).embeddings
+        recording = record_encoder(model, tokenizer, texts, max_length=32)
+    embeddings = run(recording, experiment.replacing(experiment.colder(1.0))).embeddings
     for text, embedding in zip(texts, embeddings):
         inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=32)
         with torch.no_grad():
             expected = model(**inputs).last_hidden_state[0].mean(0)
         torch.testing.assert_close(embedding, expected / expected.norm(), atol=1e-5, rtol=0)
-    distances = [experiment.attended_distance(run.recording, experiment.local(w)) for w in (4, 12, 64)]
+    distances = [experiment.attended_distance(recording, experiment.local(w)) for w in (4, 12, 64)]
     assert distances == sorted(distances)
     assert distances[0] <= 2
-    assert distances[2] == experiment.attended_distance(run.recording, experiment.colder(1.0))
-    assert 4 <= experiment.matching_window(run.recording, distances[1]) <= 13
-    assert experiment.matching_window(run.recording, distances[2]) == 64
+    assert distances[2] == experiment.attended_distance(recording, experiment.colder(1.0))
+    assert 4 <= experiment.matching_window(recording, distances[1]) <= 13
+    assert experiment.matching_window(recording, distances[2]) == 64
 
 
 def test_a_quick_run_is_measured_and_drawn():

@@ -10,7 +10,13 @@ import torch
 from attn_flow import Attention
 from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.hooks.demo import topics
-from attn_flow.probe.averaging import Averaging, explained_by, has_mean_field_rate, measure_averaging
+from attn_flow.probe.averaging import (
+    Averaging,
+    explained_by,
+    has_mean_field_rate,
+    measure_averaging,
+    sampled_averages,
+)
 from attn_flow.probe.findings import Interval
 from attn_flow.probe.recording import Heads, Recording, read_heads, record_encoder
 from attn_flow.probe.sampling import (
@@ -19,7 +25,6 @@ from attn_flow.probe.sampling import (
     logit_sd,
     permuted_keys,
     sample_sizes,
-    sampled_averages,
     weight_errors,
 )
 
@@ -235,7 +240,7 @@ def test_few_texts_have_no_verdict_and_causal_attention_is_left_out(tmp_path):
     assert causal.finding().verdict is None
     assert "part of their text" in causal.finding().text
     write_tensors(vars(causal), tmp_path / "causal.safetensors", {})
-    assert not Averaging(**read_tensors(tmp_path / "causal.safetensors")[0]).applies
+    assert Averaging(**read_tensors(tmp_path / "causal.safetensors")[0]).finding() == causal.finding()
 
 
 def test_a_head_without_error_has_no_exponent():

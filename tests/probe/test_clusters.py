@@ -15,26 +15,22 @@ from attn_flow.probe.clusters import (
     SINGLE,
     Clusters,
     default_sizes,
-    explained,
     measure_clusters,
     size_for_w2,
 )
-from attn_flow.probe.recording import record_encoder
-from attn_flow.probe.replacement import prepare_replacement
+from attn_flow.probe.recording import exact, record_encoder
 
 
 def prepare(texts: int, max_length: int):
     model, tokenizer = minilm()
     pages = [text for text in topics() if len(text) > 900][:texts]
     with pytest.warns(UserWarning, match="truncated"):
-        recording = record_encoder(model, tokenizer, pages, max_length=max_length)
-    return prepare_replacement(model, tokenizer, pages, recording, max_length=max_length), recording
+        return record_encoder(model, tokenizer, pages, max_length=max_length)
 
 
 @pytest.fixture(scope="module")
 def measured() -> Clusters:
-    replacement, recording = prepare(4, 64)
-    return measure_clusters(replacement, recording, torch.Generator().manual_seed(0), sizes=[8, 32], texts=3)
+    return measure_clusters(prepare(4, 64), torch.Generator().manual_seed(0), sizes=[8, 32], texts=3)
 
 
 def test_shapes_and_order(measured):
@@ -77,11 +73,9 @@ def test_it_is_kept_on_disk(measured, tmp_path):
 
 
 def test_it_depends_on_the_generator_alone():
-    replacement, recording = prepare(3, 24)
+    recording = prepare(3, 24)
     shares: list[float] = []
-    run = lambda: measure_clusters(
-        replacement, recording, torch.Generator().manual_seed(3), sizes=[4], progress=shares.append
-    )
+    run = lambda: measure_clusters(recording, torch.Generator().manual_seed(3), sizes=[4], progress=shares.append)
     first, second = run(), run()
     torch.testing.assert_close(vars(first), vars(second), rtol=1e-4, atol=1e-5, equal_nan=True)
     assert shares[-1] == 1.0
@@ -91,11 +85,10 @@ def test_it_depends_on_the_generator_alone():
 
 
 def test_explained_is_against_the_mean_output():
-    _, recording = prepare(2, 24)
-    mean = explained(recording, lambda heads, layer, text: recording.outputs[layer][text].mean(0).expand(heads.n, -1))
+    recording = prepare(2, 24)
+    mean = recording.explained(lambda heads, layer, text: recording.outputs[layer][text].mean(0).expand(heads.n, -1))
     torch.testing.assert_close(mean, torch.zeros(6, 2, dtype=torch.float64), rtol=0, atol=1e-6)
-    exact = explained(recording, lambda heads, layer, text: heads.combine(heads.averages))
-    torch.testing.assert_close(exact, torch.ones(6, 2, dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(recording.explained(exact), torch.ones(6, 2, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["DeBERTa", "T5 encoder", "ViT", "torch pre-norm"])
@@ -103,8 +96,7 @@ def test_as_many_clusters_as_tokens_are_the_encoder(name):
     """Also where positions enter the scores, and in texts of several lengths."""
     model, x = tiny(name), long_inputs(name)
     recording = record_encoder(model, x, None)
-    encoder = prepare_replacement(model, x, None, recording)
-    measured = measure_clusters(encoder, recording, torch.Generator().manual_seed(0), sizes=[4, 20])
+    measured = measure_clusters(recording, torch.Generator().manual_seed(0), sizes=[4, 20])
     for method in ("foreign_queries", "own_attention", "keys", "top_tokens", "random_tokens"):
         few, all_tokens = measured.w2[list(METHODS).index(method)].mean(-1).tolist()
         assert all_tokens < 1e-2 < few
@@ -114,10 +106,9 @@ def test_causal_models_are_not_asked():
     model = tiny("GPT-2")
     ids = {"input_ids": torch.randint(3, 60, (3, 20), generator=torch.Generator().manual_seed(0))}
     recording = record_encoder(model, ids, None)
-    measured = measure_clusters(prepare_replacement(model, ids, None, recording), recording, torch.Generator())
-    finding = measured.finding()
+    finding = measure_clusters(recording, torch.Generator()).finding()
     assert finding.verdict is None
-    assert "causal" in finding.text
+    assert "see all of their text" in finding.text
 
 
 # --- the verdict, from numbers made by hand ---
@@ -136,7 +127,7 @@ def by_hand(differences: dict[tuple[str, int], float], texts: int = 8, noise: fl
     cosine = torch.rand(w2.shape, generator=torch.Generator().manual_seed(1)).double()
     r2 = torch.rand(len(METHODS), 2, 3, texts, generator=torch.Generator().manual_seed(2)).double()
     lengths, sizes = torch.full((texts,), 128), torch.tensor([16, 64])
-    return Clusters(sizes, lengths, w2, cosine, r2, empty, empty, empty, empty, torch.tensor(False))
+    return Clusters(sizes, lengths, w2, cosine, r2, empty, empty, empty, empty)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +211,7 @@ def test_sizes_for_a_distance():
 @pytest.mark.slow
 def test_published_table():
     """16 texts of 128 tokens: embedding cosine and last-level W2 with 32 clusters a head in every layer of MiniLM."""
-    replacement, recording = prepare(24, 128)
-    measured = measure_clusters(replacement, recording, torch.Generator().manual_seed(0), sizes=[32], texts=16)
+    measured = measure_clusters(prepare(24, 128), torch.Generator().manual_seed(0), sizes=[32], texts=16)
     expected = {
         "own_attention": (0.986, 0.21),
         "foreign_queries": (0.970, 0.27),

@@ -131,10 +131,10 @@ def recording() -> Recording:
 
 
 def test_foreign_queries_come_from_other_texts(recording):
-    foreign = coresets.foreign_queries(recording, 1, 2, torch.Generator().manual_seed(0), number=50)
+    foreign = coresets.foreign_queries(recording, 1, 2, torch.Generator().manual_seed(0))
     for text in range(2):
         others = torch.cat([recording.heads(1, t).queries for t in range(4) if t != text], dim=1)
-        for query in foreign[text].queries[0]:
+        for query in foreign[text].queries[0, :50]:
             assert bool((others[0] == query).all(-1).any())
 
 

@@ -14,8 +14,8 @@ from scipy.optimize import linear_sum_assignment
 from attn_flow import Attention, flow
 from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.prediction import spectrum
-from attn_flow.probe.leading_subspace import leading_subspace
 from attn_flow.probe.limit import LimitApproach, holm, measure_limit, sequential_p
+from attn_flow.probe.limit_flow import leading_subspace
 from attn_flow.probe.replacement import w2
 from attn_flow.transport import solve
 

@@ -9,7 +9,7 @@ import browser
 import pytest
 
 from attn_flow.probe.page import write_comparison
-from attn_flow.probe.reading import as_words, begins_with_words
+from attn_flow.probe.tokens import as_words
 
 HOSTILE = "<script>document.title='owned'</script> </script> <img src=x onerror=alert(1)> & <b>bold</b> "
 
@@ -65,13 +65,9 @@ def test_models_side_by_side(result, tmp_path) -> None:
     assert text.count("<svg") == 1
 
 
-def test_words_are_joined_and_decoration_is_short() -> None:
+def test_words_are_joined() -> None:
     assert as_words(["[CLS]", "de", "##bu", "##g"]) == [("[CLS]", False), ("de", False), ("bu", True), ("g", True)]
     assert as_words(["<s>", "▁the", "▁ta", "b"])[1:] == [("the", False), ("ta", False), ("b", True)]
-    stars = as_words(["a", *"*" * 22])
-    assert stars[1] == ("* ×22", False)
-    assert len(stars) == 23
-    assert not begins_with_words(["[CLS]", "title", *"*" * 22])
 
 
 @pytest.mark.browser

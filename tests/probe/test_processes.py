@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from attn_flow.cli.app import app
 from attn_flow.probe import ProbeResult
-from attn_flow.probe.measurements import RECORDS
-from attn_flow.probe.result import tensors_of
+from attn_flow.probe.result import RECORDS, tensors_of
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "attn_flow")
 

@@ -10,13 +10,8 @@ from encoder_zoo import every_architecture, fingerprint, tiny
 from encoder_zoo import long_inputs as inputs
 from torch import Tensor
 
-from attn_flow.nn import DeepStack
-from attn_flow.probe.recording import Heads, Recording, record_encoder
-from attn_flow.probe.replacement import prepare_replacement, w2
-
-
-def exact(heads: Heads, layer: int, text: int) -> Tensor:
-    return heads.combine(heads.averages)
+from attn_flow.probe.recording import Heads, Recording, exact, record_encoder
+from attn_flow.probe.replacement import prepare_replacement, run, w2
 
 
 def without(recording: Recording, text: int) -> Recording:
@@ -37,7 +32,7 @@ def test_exact_attention_in_its_place_is_the_encoder(name):
     model, x = tiny(name, torch.float64), inputs(name, torch.float64)
     recorded = without(record_encoder(model, x, None), 1)
     before = fingerprint(model)
-    encoder = prepare_replacement(model, x, None, recorded)
+    encoder = prepare_replacement(recorded)
     distances, cosines = encoder.compare(exact)
     assert fingerprint(model) == before
     assert distances.shape == (2,)
@@ -49,17 +44,17 @@ def test_exact_attention_in_its_place_is_the_encoder(name):
 def test_exact_attention_of_a_colder_encoder(name):
     model, x = tiny(name, torch.float64), inputs(name, torch.float64)
     recorded = record_encoder(model, x, None, beta_factor=2.0)
-    encoder = prepare_replacement(model, x, None, recorded, beta_factor=2.0)
+    encoder = prepare_replacement(recorded)
     assert float(encoder.compare(exact)[0].max()) < 1e-6
     warm = record_encoder(model, x, None)
-    assert float(prepare_replacement(model, x, None, warm).compare(exact)[0].max()) < 1e-6
+    assert float(prepare_replacement(warm).compare(exact)[0].max()) < 1e-6
     at_trained_beta = lambda heads, layer, text: exact(warm.heads(layer, text), layer, text)
     assert float(encoder.compare(at_trained_beta)[0].min()) > 1e-3
 
 
 def test_attention_removed_is_not_the_encoder():
     model, x = tiny("BERT"), inputs("BERT")
-    encoder = prepare_replacement(model, x, None, record_encoder(model, x, None))
+    encoder = prepare_replacement(record_encoder(model, x, None))
     removed = encoder.compare(lambda heads, layer, text: torch.zeros(heads.n, 32))
     assert float(removed[0].min()) > 1e-2
 
@@ -72,39 +67,20 @@ def test_shared_blocks_are_replaced_each_time_they_run():
         calls.append((layer, text, heads.n))
         return exact(heads, layer, text)
 
-    recorded = record_encoder(model, x, None)
-    prepare_replacement(model, x, None, recorded, batch=2).run(listening)
+    run(record_encoder(model, x, None, batch=2), listening)
     lengths = [20, 17, 18]
     batches = ([0, 1], [2])
     assert calls == [(layer, t, lengths[t]) for texts in batches for layer in range(3) for t in texts]
-
-
-@pytest.mark.parametrize("options", [{}, {"shared": True, "ffn": 0}, {"norm": "pre", "step": "euler"}])
-def test_stack(options):
-    """A prediction is the drift at every step of every layer of a stack."""
-    torch.manual_seed(0)
-    stack = DeepStack(12, 3, **{"depth": 2, "dim": 8, "heads": 2, "length": 24, "ffn": 16, "beta": 2.0, **options})
-    ids = torch.randint(12, (3, 24), generator=torch.Generator().manual_seed(1))
-    special = [torch.zeros(24, dtype=torch.bool)] * 2
-    recorded = Recording(stack.attentions(), [None] * 2, [None] * 2, [], [], special, [], [0, 2])
-    encoder = prepare_replacement(stack, ids, None, recorded)
-    for output, text in zip(encoder.true.outputs, (0, 2)):
-        torch.testing.assert_close(output, stack.paths(ids[text : text + 1])[-1][1][0], rtol=1e-4, atol=1e-5)
-    distances, _ = encoder.compare(exact)
-    assert distances.shape == (2,)
-    assert float(distances.max()) < 1e-3
-    removed = encoder.compare(lambda heads, layer, text: torch.zeros(heads.n, 8))
-    assert float(removed[0].min()) > 1e-2
 
 
 def test_distances_are_what_their_definitions_say(generator):
     """W2 of three tokens by trying all pairings; units and embeddings by hand."""
     model, x = tiny("BERT", torch.float64), inputs("BERT", torch.float64)
     x = {name: t[:, :17] for name, t in x.items()}
-    encoder = prepare_replacement(model, x, None, record_encoder(model, x, None))
+    encoder = prepare_replacement(record_encoder(model, x, None))
     noise = torch.randn(17, 32, generator=generator, dtype=torch.float64)
     predict = lambda heads, layer, text: exact(heads, layer, text) + (0.5 + text) * noise
-    passes, (distances, cosines) = encoder.run(predict), encoder.compare(predict)
+    passes, (distances, cosines) = run(encoder.recording, predict), encoder.compare(predict)
     pairs = [(0, 1), (1, 2), (2, 0)]
     unit = sum(w2(encoder.true.outputs[i], encoder.true.outputs[j]) for i, j in pairs) / 3
     for t in range(3):
@@ -120,6 +96,6 @@ def test_distances_are_what_their_definitions_say(generator):
 def test_one_text_has_no_unit():
     model = tiny("BERT")
     x = {name: t[:1] for name, t in inputs("BERT").items()}
-    distances, cosines = prepare_replacement(model, x, None, record_encoder(model, x, None)).compare(exact)
+    distances, cosines = prepare_replacement(record_encoder(model, x, None)).compare(exact)
     assert bool(distances.isnan().all())
     assert float(cosines) > 0.999

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attn_flow.probe import ProbeResult
-from attn_flow.probe.evolution import Evolution
 from attn_flow.probe.findings import QUESTIONS, bootstrap, span
+from attn_flow.probe.tokens import Evolution
 
 VERDICTS = {"supported", "partly", "not supported", None}
 METHODS = {"foreign_queries", "own_attention", "keys", "top_tokens", "random_clusters", "random_tokens"}

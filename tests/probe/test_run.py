@@ -14,9 +14,8 @@ from encoder_zoo import tiny
 from attn_flow.hooks.demo import tiny_bert
 from attn_flow.hooks.fingerprints import fingerprint
 from attn_flow.probe import ProbeResult, prepare, probe, untrained_copy
-from attn_flow.probe.measurements import RECORDS
 from attn_flow.probe.recording import MIN_TOKENS
-from attn_flow.probe.result import tensors_of
+from attn_flow.probe.result import RECORDS, tensors_of
 from attn_flow.probe.run import ProbeRun
 
 WORDS = ["a b c d e f g h i j " * 2, "j i h g f e d c b a " * 2, "a c e g i b d f h j " * 2]

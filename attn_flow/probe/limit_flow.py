@@ -1,14 +1,21 @@
-"""The weights of a layer, and the flow that they make of tokens whose distribution is Gaussian."""
+"""The weights of a layer, the flow that they make of tokens whose distribution is Gaussian, and where it leads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
+from scipy.sparse.linalg import ArpackError, eigs
 from torch import Tensor
 
 from attn_flow.attention import Attention
+from attn_flow.base.processes import limit_threads
+from attn_flow.prediction.spectrum import spectrum
+
+SMALL = 64  # dimensions up to which the Schur form is as fast as Arnoldi iteration
+RTOL = 1e-6  # of eigenvalues
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +50,7 @@ class Weights:
 
     def equals(self, other: Weights) -> bool:
         """Whether all matrices are equal."""
-        pairs = zip(vars(self).values(), vars(other).values())
-        return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
+        return all(torch.equal(getattr(self, name), getattr(other, name)) for name in ("Q", "K", "V", "O", "beta"))
 
 
 def read_weights(attention: Attention, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -84,3 +90,49 @@ class GaussianFlow:
         shift = ((q @ self.spread) * q).sum(-1, keepdim=True).clamp(min=0)
         averages = (q * (1 + shift).rsqrt()) @ self.values.mT  # (H, n, v)
         return averages.transpose(0, 1).reshape(len(x), -1) @ self.O.mT
+
+
+def leading_subspace(M: Tensor) -> tuple[Tensor, Tensor]:
+    """An orthonormal basis U (d, k) of the leading subspace of M (d, d), and coordinates W (k, d) with Pi = U W.
+
+    The leading subspace E belongs to the eigenvalues with the largest real part, and Pi projects on it along the other
+    invariant subspace, as in `attn_flow.prediction.spectrum`. Above dimension 64 one real eigenvalue or one complex
+    pair is found, which is the generic case: right and left eigenvectors by Arnoldi iteration.
+
+    Returns:
+        U and W, in float64 on the device of M.
+
+    Example:
+        >>> U, W = leading_subspace(torch.tensor([[2.0, 0.5], [0.0, 1.0]]))
+        >>> U @ W
+        tensor([[1.0000, 0.5000],
+                [0.0000, 0.0000]], dtype=torch.float64)
+    """
+    if len(M) > SMALL:
+        matrix = M.detach().double().cpu().numpy()
+        with limit_threads(1):  # of hundreds of products with one vector
+            right, left = _leading_vectors(matrix), _leading_vectors(matrix.T)
+        if right and left and abs(right[0] - left[0]) <= 1e-3 * abs(right[0]):
+            U, rows = torch.linalg.qr(right[1])[0], left[1].mT
+            return U.to(M.device), torch.linalg.solve(rows @ U, rows).to(M.device)
+    limit = spectrum(M)
+    return limit.basis, limit.basis.mT @ limit.direction
+
+
+def _leading_vectors(matrix: np.ndarray) -> tuple[complex, Tensor] | None:
+    """The eigenvalue with the largest real part, the upper one of a pair, and the real span (d, 1 or 2) of its vector.
+
+    None if the iteration does not converge, or if the eigenvalue is 0, whose space may have any dimension.
+    """
+    start = torch.randn(len(matrix), generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
+    try:
+        values, vectors = eigs(matrix, k=2, which="LR", v0=start, ncv=40, tol=RTOL)
+    except ArpackError:
+        return None
+    i = int(np.lexsort((values.imag, values.real.round(12)))[-1])
+    value, vector = complex(values[i]), vectors[:, i]
+    if abs(value) <= RTOL * np.abs(matrix).max():
+        return None
+    is_real = abs(value.imag) <= RTOL * abs(value)
+    parts = [vector.real] if is_real else [vector.real, vector.imag]
+    return value, torch.from_numpy(np.stack(parts, 1))

@@ -1,0 +1,121 @@
+"""What the report shows of tokens: how their cloud changes through depth, and where they attend."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_flow.base.processes import limit_threads
+from attn_flow.observe.quantities import effective_rank
+from attn_flow.probe.findings import Finding, bootstrap
+from attn_flow.probe.recording import Recording, directions
+
+TEXTS = 16  # whose clouds are measured; more do not change the means
+SHOWN_TEXTS = 4  # in the view of tokens
+WEIGHTS = 600_000  # attention weights kept, all of the first text
+
+
+@dataclass(frozen=True, eq=False)
+class Evolution:
+    """Clouds of directions x/|x| level by level, (levels, texts) each.
+
+    Args:
+        cosine: mean cosine of different tokens of a text.
+        centred_cosine: the same after the mean of the text is taken away.
+        effective_rank: exp of the entropy of the eigenvalues of the second-moment matrix of a text's directions.
+    """
+
+    cosine: Tensor
+    centred_cosine: Tensor
+    effective_rank: Tensor
+
+    def finding(self, seed: int = 0) -> Finding:
+        """Whether tokens gather, or only gain a direction that all of them share."""
+        means = {name: value.mean(-1) for name, value in vars(self).items()}
+        change = {name: bootstrap(value[-1] - value[0], seed) for name, value in vars(self).items()}
+        if change["centred_cosine"].low > 0.05:
+            text = "Tokens gather through depth"
+        elif change["effective_rank"].high < -0.1 * means["effective_rank"][0]:
+            text = "The cloud loses dimensions through depth"
+        elif change["cosine"].low > 0:
+            text = "Tokens gain a common direction and do not gather"
+        else:
+            text = "Tokens do not come closer through depth"
+        ends = lambda name: f"{means[name][0]:.2f} to {means[name][-1]:.2f}".replace("-0.00", "0.00")
+        rank = f"{means['effective_rank'][0]:.0f} to {means['effective_rank'][-1]:.0f}"
+        cosines = f"mean cosine {ends('cosine')}, centred {ends('centred_cosine')}"
+        return Finding(None, f"{text}: {cosines}; effective rank {rank}.", means)
+
+
+def measure_evolution(recording: Recording) -> Evolution:
+    """The numbers of `Evolution` for the first texts of a recording."""
+    rows = []
+    with limit_threads(1):
+        for level in recording.states:
+            clouds = [directions(z) for z in level[:TEXTS]]
+            centred = [directions(x - x.mean(0)) for x in clouds]
+            cosines = [[_mean_cosine(x) for x in group] for group in (clouds, centred)]
+            rows.append([*cosines, [float(effective_rank(x)) for x in clouds]])
+    return Evolution(*torch.tensor(rows, dtype=torch.float64).transpose(0, 1))
+
+
+def _mean_cosine(x: Tensor) -> float:
+    """Mean of <x_i, x_j> over i != j, for unit vectors x (n, d)."""
+    n = len(x)
+    return float((x.sum(0).square().sum() - n) / (n * (n - 1)))
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """The first few texts, one after another on the axis of tokens.
+
+    Args:
+        lengths: their numbers of tokens.
+        keys: (layers, heads, tokens), exp(entropy) of a query's attention: over how many keys it is spread.
+        received: (layers, tokens), attention that a token receives over its fair share 1, mean over heads and queries.
+        weights: (layers, heads, m, m), attention among the first m tokens of the first of these texts.
+    """
+
+    lengths: Tensor
+    keys: Tensor
+    received: Tensor
+    weights: Tensor
+
+
+def read_tokens(recording: Recording) -> Reading:
+    """The attention of the first texts, token by token."""
+    recording = recording.first(SHOWN_TEXTS)
+    heads = recording.attentions[0].heads
+    m = min(len(recording.special[0]), max(8, math.isqrt(WEIGHTS // (recording.layers * heads))))
+    keys, received, weights = [], [], []
+    for layer in range(recording.layers):
+        rows = [recording.heads(layer, t).logits.softmax(-1).double().cpu() for t in range(recording.texts)]
+        keys.append(torch.cat([torch.special.entr(P).sum(-1).exp() for P in rows], -1))
+        received.append(torch.cat([P.mean((0, 1)) * P.shape[-1] for P in rows]))
+        weights.append(rows[0][:, :m, :m])
+    lengths = torch.tensor([len(special) for special in recording.special])
+    return Reading(lengths, torch.stack(keys), torch.stack(received), torch.stack(weights))
+
+
+def as_words(tokens: list[str]) -> list[tuple[str, bool]]:
+    """Every token as it reads, and whether it continues the word before it.
+
+    Knows the marks of WordPiece (##), SentencePiece and byte-level vocabularies; others are left as they are.
+
+    >>> as_words(["tab", "##ula", "rasa"])
+    [('tab', False), ('ula', True), ('rasa', False)]
+    """
+    special = re.compile(r"\[\w+\]|<[^>]+>")
+    marks = "".join(mark for mark in "▁Ġ" if any(token.startswith(mark) for token in tokens))
+    if not marks:
+        return [(t[2:], True) if len(t) > 2 and t.startswith("##") else (t, False) for t in tokens]
+    words, is_first = [], True
+    for token in tokens:
+        is_special = bool(special.fullmatch(token))
+        words.append((token.lstrip(marks) or " ", not (is_first or is_special or token[:1] in marks)))
+        is_first = is_special
+    return words
