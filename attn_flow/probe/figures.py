@@ -198,7 +198,7 @@ def _finish_exponents(axes: Axes, result: ProbeResult) -> None:
     b = gaussian_exponent(s, round(float(result.averaging.tokens.double().mean())))
     axes.plot(s, b, "-", color=PREDICTION, linewidth=1.8)
     axes.set_xlim(low, high)
-    place = int((b < 0.4).double().argmax())
+    place = int((b < 0.12).double().argmax())
     options: dict[str, Any] = {"textcoords": "offset points"}
     axes.annotate("theory b(s)", (float(s[place]), float(b[place])), (10, 6), color=PREDICTION, **options)
     corner: dict[str, Any] = {"ha": "right", "xycoords": ("axes fraction", "data"), "color": BASELINE}
