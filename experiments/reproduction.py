@@ -30,7 +30,7 @@ def run_experiment(
         Its numbers, with "claims" (each with "value", "expected", "source", "holds") and "run". The figure of a quick
         run says so on itself.
     """
-    from attn_flow.hooks.loading import without_bars  # of models that an experiment loads
+    from attn_flow.hooks.safe_loading import without_bars  # of models that an experiment loads
 
     experiment = load(name)
     keeps_parts = "parts" in inspect.signature(experiment.compute).parameters

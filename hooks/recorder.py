@@ -182,10 +182,6 @@ class ActivationCache(Mapping[str, Tensor]):
     def __repr__(self) -> str:
         return f"ActivationCache({len(self)} activations of {self.blocks[0].architecture.name}: {self.points[0]}, ...)"
 
-    def __setitem__(self, name: str, x: Tensor) -> None:
-        """Put another activation (batch, pos, d) in its place, after a hook has changed it."""
-        self._states[name] = self.batch_first(x)
-
     @property
     def last_state(self) -> Tensor:
         """The activation that was recorded last, (batch, pos, d)."""
@@ -220,7 +216,6 @@ class ActivationCache(Mapping[str, Tensor]):
             return (~padding if padding.dtype == torch.bool else padding == 0).to(x.device)
         mask = self._call.get("attention_mask")
         if mask is None:
-            self._refuse_unmasked_padding()
             return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         if mask.ndim != 2 or tuple(mask.shape) != tuple(x.shape[:2]):
             raise ValueError(
@@ -228,30 +223,17 @@ class ActivationCache(Mapping[str, Tensor]):
             )
         return mask.to(x.device) > 0
 
-    def _refuse_unmasked_padding(self) -> None:
-        ids, config = self._call.get("input_ids"), getattr(self.blocks[0].root, "config", None)
-        pad = getattr(config, "pad_token_id", None)
-        if isinstance(ids, Tensor) and ids.ndim == 2 and isinstance(pad, int) and ids.shape[1] > 1:
-            is_padded = (ids[:, -1] == pad) & (ids[:, 0] != pad)
-            if bool(is_padded.any()) and not bool(is_padded.all()):
-                raise ValueError(
-                    f"input_ids end in the padding id {pad} in some rows and there is no attention_mask, so the model "
-                    "attends to padding; pass attention_mask (all ones if these are tokens)."
-                )
-
     # --- as other objects ---
 
-    def kept_tokens(self, batch: TokenBatch, special: bool, tokenizer: Any = None) -> tuple[Tensor, Tensor]:
+    def kept_tokens(self, batch: TokenBatch, special: bool) -> tuple[Tensor, Tensor]:
         """Which positions to record (batch, pos), and which hold special tokens ([CLS], [SEP], class tokens)."""
-        mask, ids = self.mask, self._call.get("input_ids")
+        mask = self.mask
         marks = torch.zeros_like(mask)
         if batch.special is not None:
             for b, row in enumerate(batch.special):
-                marks[b, : len(row)] = torch.tensor(row[: mask.shape[1]], device=mask.device)
+                marks[b, : len(row)] = torch.tensor(row, device=mask.device)
         elif "pixel_values" in self._call:
             marks[:, : mask.shape[1] - self._patch_grid(mask.shape[1])[0]] = True
-        elif tokenizer is not None and isinstance(ids, Tensor):
-            marks = torch.isin(ids, torch.tensor(tokenizer.all_special_ids, device=ids.device)).to(mask.device)
         elif not special:
             raise ValueError("special=False needs to know the special tokens; pass special_tokens_mask in the inputs.")
         is_kept = mask if special else mask & ~marks
@@ -260,9 +242,9 @@ class ActivationCache(Mapping[str, Tensor]):
             raise ValueError(f"text {empty} has no token left to record; drop it, or keep special tokens.")
         return is_kept, marks
 
-    def strings(self, batch: TokenBatch, tokenizer: Any = None) -> list[list[str]]:
+    def strings(self, batch: TokenBatch | None = None, tokenizer: Any = None) -> list[list[str]]:
         """A name for every position of the last pass: the token, its id, the place of a patch, or the position."""
-        if batch.tokens is not None:
+        if batch is not None and batch.tokens is not None:
             return batch.tokens
         (texts, n), ids = self.mask.shape, self._call.get("input_ids")
         if "pixel_values" in self._call:
@@ -278,15 +260,12 @@ class ActivationCache(Mapping[str, Tensor]):
         config: Any = self.blocks[0].root.config
         height, width = self._call["pixel_values"].shape[-2:]
         rows, columns = height // config.patch_size, width // config.patch_size
-        if rows * columns > n:
-            size = config.patch_size
-            raise ValueError(f"{n} tokens for {rows} x {columns} patches of {size} pixels; expected at least as many.")
         return rows * columns, columns
 
-    def trajectory(self, batch: TokenBatch | None = None, *, special: bool = True, tokenizer: Any = None) -> Trajectory:
+    def trajectory(self, batch: TokenBatch | None = None, *, special: bool = True) -> Trajectory:
         """The last pass as clouds x (points, texts, n, d): without padding, tokens to the left, then zeros."""
         batch = batch or TokenBatch({})
-        is_kept, marks = self.kept_tokens(batch, special, tokenizer)
+        is_kept, marks = self.kept_tokens(batch, special)
         lengths = is_kept.sum(-1)
         order = (~is_kept).to(torch.uint8).argsort(dim=-1, stable=True)[:, : int(lengths.max())]
         columns = torch.arange(order.shape[1], device=order.device)
@@ -303,7 +282,7 @@ class ActivationCache(Mapping[str, Tensor]):
         labels: dict[str, list] = {
             "text": list(range(batch.first, batch.first + len(order))),
             "position": positions,
-            "token": rows(self.strings(batch, tokenizer)),
+            "token": rows(self.strings(batch)),
             "special": rows(marks.tolist()),
         }
         if isinstance(self._call.get("input_ids"), Tensor):
@@ -331,7 +310,7 @@ class ActivationCache(Mapping[str, Tensor]):
             index = dict(zip(("text", "head", "query", "key"), is_kept.nonzero().T.numpy()))
             return pandas.DataFrame({**index, "value": x[is_kept].float().numpy()})
         where = mask.nonzero()
-        strings = self.strings(TokenBatch({}), tokenizer)
+        strings = self.strings(None, tokenizer)
         tokens = [strings[text][position] for text, position in where.tolist()]
         frame = pandas.DataFrame({"text": where[:, 0].numpy(), "position": where[:, 1].numpy(), "token": tokens})
         values = x[mask]  # (tokens, d) or (tokens, heads, d_head)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from attn_flow.hooks.evaluation import describe_changes
 from attn_flow.hooks.inputs import TokenBatch
 from attn_flow.hooks.layout import Block, encoder_inside, evaluation_mode
+from attn_flow.hooks.positions import UnreadableWeightsError, projections, relative_rounding
 from attn_flow.hooks.recorder import recording, run_batch
-from attn_flow.hooks.weights import UnreadableWeightsError, projections, read_attention, relative_rounding
+from attn_flow.hooks.weights import read_attention
 from attn_flow.measures import Cloud
 
 
@@ -103,16 +103,9 @@ def _largest_logit(block: Block, z: Tensor) -> float:
     return block.beta * float((norms[0] * norms[1]).amax())
 
 
-def first_tokens(inputs: Mapping[str, Tensor], tokens: int = 8) -> dict[str, Tensor]:
-    """The first tokens of the first text, or the first image; everything if it is neither."""
-    mask = inputs.get("attention_mask")
-    if "src" in inputs or not inputs or (mask is not None and mask.ndim != 2):
+def first_text(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs of the first text or image alone; torch's encoder, which may have texts second, gets all."""
+    if "src" in inputs:
         return dict(inputs)
-    leading = next(iter(inputs.values()))
-    first = {name: t[:1] if t.ndim and t.shape[0] == leading.shape[0] else t for name, t in inputs.items()}
-    if "pixel_values" in inputs or leading.ndim < 2:
-        return first
-    n = leading.shape[1]
-    chosen = (torch.arange(n) if mask is None else mask[0].cpu().nonzero()[:, 0])[:tokens]
-    has_tokens = lambda t: t.ndim >= 2 and t.shape[:2] == (1, n)
-    return {name: t[:, chosen.to(t.device)] if has_tokens(t) else t for name, t in first.items()}
+    texts = next(iter(inputs.values())).shape[0]
+    return {name: t[:1] if t.ndim and t.shape[0] == texts else t for name, t in inputs.items()}

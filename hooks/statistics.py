@@ -57,7 +57,7 @@ class Statistics:
 
     Args:
         about: the model and the options of the run, as plain JSON.
-        n, first, second: number of tokens, sum x (points, d), and the upper part of sum x x^T (points, d, d).
+        n, first, second: number of tokens, sum x (points, d), and sum x x^T (points, d, d).
         x: the sampled tokens (points, m, d).
         key, text, position, token: random keys, texts, positions and strings of the sampled tokens, (m,).
         done: whether the run is complete.
@@ -112,7 +112,6 @@ class Statistics:
         """
         self.n += len(states[0])
         for x, first, second in zip(states, self.first, self.second):
-            quarter = -(-x.shape[-1] // 4)
             for part in (x if x.dtype == torch.float64 else x.float()).split(AT_ONCE):
                 b, total = len(part), part.sum(0, dtype=torch.float64)
                 first += total
@@ -120,9 +119,7 @@ class Statistics:
                 u, c = part - near, near.double()
                 # sum x x^T = sum u u^T + c s^T + (s - b c) c^T with u = x - c and s = sum x, for any c.
                 second.addmm_(torch.stack([c, total - b * c], 1), torch.stack([total, c]))
-                # The matrix is symmetric: ten of its sixteen blocks are enough. This is nearly all that this costs.
-                for i in range(0, x.shape[-1], quarter):
-                    second[i : i + quarter, i:] += u[:, i : i + quarter].mT @ u[:, i:]
+                second += u.mT @ u
 
     def candidates(self, text: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """Which of these tokens belong to the sample, as indices, and their keys."""
@@ -149,8 +146,7 @@ class Statistics:
     @property
     def covariance(self) -> Tensor:
         """E x x^T - E x E x^T, (points, d, d), float64."""
-        full = torch.triu(self.second) + torch.triu(self.second, 1).mT
-        return full / self.n - self.mean[:, :, None] * self.mean[:, None, :]
+        return self.second / self.n - self.mean[:, :, None] * self.mean[:, None, :]
 
     @property
     def unknown_share(self) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_flow.base.texts import csv_rows, lines, parse_json, read_text
-from attn_flow.hooks.loading import pretrained
+from attn_flow.hooks.safe_loading import pretrained
 
 PLAIN = ("", ".txt", ".text", ".md", ".rst", ".log")
 TABLES = {".csv": ",", ".tsv": "\t"}

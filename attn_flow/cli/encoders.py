@@ -167,7 +167,7 @@ def record(
       torchrun --nproc-per-node=2 -m attn_flow record minilm --texts corpus.txt --out runs/stats
     """
     from attn_flow.hooks.corpus import record_corpus
-    from attn_flow.hooks.loading import load_tokenizer
+    from attn_flow.hooks.safe_loading import load_tokenizer
     from attn_flow.hooks.wrapping import scale_beta
 
     if texts is None:
@@ -222,7 +222,8 @@ def open_model(
     import torch
 
     import attn_flow.experiments.encoders  # noqa: F401  makes the packaged encoders known by name
-    from attn_flow.hooks.loading import load_encoder, without_bars
+    from attn_flow.hooks.loading import load_encoder
+    from attn_flow.hooks.safe_loading import without_bars
     from attn_flow.probe.untrained import untrained_copy
 
     path, _, variant = name.partition("@")

@@ -148,7 +148,7 @@ def _inputs(
 ) -> tuple[Any, Any]:
     """What `probe` takes after the model: a tokenizer and texts, or the model's own inputs and None."""
     from attn_flow.experiments.encoders import own_inputs
-    from attn_flow.hooks.loading import load_tokenizer
+    from attn_flow.hooks.safe_loading import load_tokenizer
     from attn_flow.hooks.texts import load_images
 
     path = name.partition("@")[0]

@@ -9,7 +9,7 @@ from torch import nn
 
 from attn_flow.base.texts import lines
 from attn_flow.hooks.demo import word_tokenizer
-from attn_flow.hooks.loading import package_folder, pretrained_model
+from attn_flow.hooks.safe_loading import package_folder, pretrained_model
 
 # One alternative per token of a SMILES string: bracket atoms, elements, aromatic atoms, bonds, rings and branches.
 SMILES = r"\[[^\]]+\]|Br|Cl|>>|%\d\d|[BCNOSPFIbcnosp]|[0-9]|[().=#+\-\\/:~@?*$>]"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from attn_flow.experiments.encoders.installed import smiles_tokenizer
 from attn_flow.experiments.encoders.packages import extract
 from attn_flow.hooks.demo import BRACKETS, word_tokenizer
-from attn_flow.hooks.loading import pretrained
+from attn_flow.hooks.safe_loading import pretrained
 
 Recipe = Callable[[Sequence[Path], Path], None]
 

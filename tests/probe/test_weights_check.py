@@ -35,7 +35,7 @@ def test_positions_that_cannot_be_read_are_allowed_and_counted(monkeypatch) -> N
 
 
 def test_positions_that_are_read_wrongly_are_refused(monkeypatch) -> None:
-    wrong = lambda root, n: -root.encoder.compute_position_bias(torch.zeros(1, n, 1))[0]
+    wrong = lambda block, n: -block.root.encoder.compute_position_bias(torch.zeros(1, n, 1))[0]
     monkeypatch.setattr("attn_flow.hooks.layout.ARCHITECTURES", mpnet_with(score_table=wrong))
     with pytest.raises(ValueError, match="its weights and positions as read leave"):
         prepare(tiny("MPNet"), long_inputs("MPNet"))

@@ -1,0 +1,74 @@
+"""Load what `save_pretrained` wrote without running code that comes along with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+from safetensors import SafetensorError
+
+
+def pretrained(kind: Any, path: str | os.PathLike[str], remote_code: bool = False, **options: Any) -> Any:
+    """kind.from_pretrained(path), which never asks on the terminal whether to run the code of a model.
+
+    kind: an Auto class, or a class of models. remote_code: run the code that the folder or the hub brings along.
+    """
+    try:
+        return kind.from_pretrained(os.fspath(path), trust_remote_code=remote_code, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{path} brings Python code of its own, which was not run; if you trust it, pass remote_code=True to "
+            "attn_flow.hooks.load_encoder."
+        ) from None
+    except (SafetensorError, UnpicklingError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"{path}: its weights cannot be read ({why}); the file is damaged, fetch it again.") from None
+
+
+def pretrained_model(kind: Any, path: str | os.PathLike[str], remote_code: bool = False, **options: Any) -> Any:
+    """The model of `pretrained`, all of whose weights come from the file; a pooler, which no layer sees, may be new."""
+    model, report = pretrained(kind, path, remote_code, output_loading_info=True, **options)
+    missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ValueError(
+            f"{path} lacks {shown}: {len(missing)} weights of a {type(model).__name__}, which would be random numbers; "
+            "expected all of them."
+        )
+    return model
+
+
+def load_tokenizer(path: str | os.PathLike[str], *, remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or name; `remote_code` as in `load_encoder`."""
+    from transformers import AutoTokenizer
+
+    return pretrained(AutoTokenizer, path, remote_code)
+
+
+def package_folder(package: str, inside: str, install: str) -> Path:
+    """A folder inside an installed package, which is located without importing (and so running) the package."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"package {package} is not installed; run `pip install {install}`.")
+    return Path(spec.submodule_search_locations[0]) / inside
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """No progress bars of transformers during the `with`; afterwards as before."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
