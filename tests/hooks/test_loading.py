@@ -1,10 +1,9 @@
 """Texts, images and models from files: formats by their names, code of a model never run, bad files in a sentence."""
 
-import ast
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 import transformers
 from encoder_zoo import tiny, tokenizer
 
-import attn_flow
 from attn_flow.experiments.encoders.zoo import load_text_encoder as _text_encoder
 from attn_flow.hooks import load, load_encoder, load_texts
 from attn_flow.hooks.safe_loading import load_tokenizer, pretrained
@@ -163,46 +161,6 @@ LOADERS: dict[str, tuple[str, dict[str, object], Callable[[Path], object]]] = {
         lambda folder: pretrained(transformers.AutoTokenizer, folder),
     ),
 }
-# Where the package reads what save_pretrained wrote: (file, function, class), and which of the LOADERS attacks it.
-READERS = {
-    ("loading.py", "load_folder", "AutoConfig"): "model",
-    ("loading.py", "load_folder", "AutoModel"): "model",
-    ("loading.py", "load_tokenizer", "AutoTokenizer"): "tokenizer",
-    ("loading.py", "load_images", "AutoImageProcessor"): "image processor",
-    ("replacing.py", "load", "AutoConfig"): "model with a flow",
-    ("replacing.py", "restored", "WithFlows"): "model with a flow",
-    ("zoo.py", "load_text_encoder", "AutoModel"): "model of the zoo",
-    ("zoo.py", "load_text_encoder", "AutoTokenizer"): "tokenizer of the zoo",
-    ("recipes.py", "write", "AutoModel"): "model of a recipe",
-    ("recipes.py", "write", "AutoTokenizer"): "tokenizer of a recipe",
-    ("installed.py", "load_rxnmapper", "AlbertModel"): "model",  # a class of transformers' own, which knows no auto_map
-    ("safe_loading.py", "pretrained_model", "kind"): "model",
-}
-# Calls that may run what a file says.
-UNSAFE = {("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("joblib", "load"), ("yaml", "load")}
-
-
-def called(node: ast.Call) -> tuple[str, str]:
-    """(what is before the last dot, the name) of a call."""
-    function = node.func
-    if isinstance(function, ast.Attribute):
-        return ast.unparse(function.value), function.attr
-    return "", getattr(function, "id", "")
-
-
-def calls() -> Iterator[tuple[str, str, ast.Call]]:
-    """(file, innermost function, call) of all calls in the package."""
-    root = Path(attn_flow.__file__).parent
-    for path in sorted(
-        {p.resolve() for folder in (root, root / "hooks", root / "experiments") for p in folder.rglob("*.py")}
-    ):
-        tree = ast.parse(path.read_text())
-        inside = {id(tree): ""}
-        for node in ast.walk(tree):
-            for child in ast.iter_child_nodes(node):
-                inside[id(child)] = child.name if isinstance(child, ast.FunctionDef) else inside[id(node)]
-            if isinstance(node, ast.Call):
-                yield path.name, inside[id(node)], node
 
 
 @pytest.mark.parametrize("loader", list(LOADERS))

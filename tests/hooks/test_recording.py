@@ -272,6 +272,7 @@ def test_bad_inputs() -> None:
         (tokenizer(), r"inputs are a \w+, expected a dict of tensors"),
         ({"input_ids": [[1, 2]]}, "hold no tensors"),
         ({"input_ids": torch.tensor([[1, 60]])}, "input_ids go from 1 to 60, but this model embeds ids 0 to 59"),
+        ({"input_ids": torch.tensor([[1, -1]])}, "input_ids go from -1 to 1"),
         ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"input_ids has shape \(2, 0\): no tokens"),
         ({"input_ids": torch.rand(1, 4)}, r"input_ids have dtype torch.float32, expected integers"),
         ({"input_ids": ids, "attention_mask": torch.ones(2, 3, 3)}, r"attention_mask has shape \(1, 3, 3\)"),
@@ -292,6 +293,9 @@ def test_unknown_tokens() -> None:
     assert unknown_share(tok, ["w1 w2 what", "w3"]) == 0.25
     assert record(tiny("BERT"), tok, tenth).about["unknown_share"] == 0.1
     assert record_corpus(tiny("BERT"), tok, tenth).unknown_share == 0.1
+    for run in (record, record_corpus):
+        with pytest.raises(ValueError, match=r"1 of 9 tokens are unknown .*11%, expected at most 10%"):
+            run(tiny("BERT"), tok, ["w1 w2 w3 w4 w5 w6 w7 w8 what"])
     assert record(tiny("BERT"), tok, ["what is w1 w2"], max_unknown=1).about["unknown_share"] == 0.5
     with pytest.raises(ValueError, match="max_unknown = 2"):
         record(tiny("BERT"), tok, tenth, max_unknown=2)

@@ -135,6 +135,12 @@ def test_other_changes_beside_a_flow() -> None:
     flows(model)[1].beta_factor = 1.0
     with scale_beta(model, 0.5, layers=[0, 2]):
         assert torch.equal(record(model, x).x, halved)
+    plain = run(tiny("BERT"), x)
+    with scale_beta(model, 0.5):  # in whatever order they are made and undone
+        restore_attention(model)
+        replace_attention(model, [0], steps=2)
+    assert list(flows(model)) == [0]
+    assert torch.equal(run(restore_attention(model), x), plain)
 
 
 def test_bad_arguments() -> None:

