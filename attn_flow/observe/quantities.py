@@ -1,4 +1,4 @@
-"""Numbers of a cloud: energy, diameter, clusters, pairwise cosines, rank, alignment, and statistics of its attention.
+"""Numbers of a cloud: energy, diameter, clusters, pairwise cosines, rank and alignment.
 
 Every function takes tokens (..., n, d) or a `Cloud` with weights and a mask; leading axes are a batch. Statistics of
 pairs run in blocks of rows, so that memory is linear in n, and never count a token's similarity to itself.
@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
 from attn_flow.geometry import Geometry
 from attn_flow.measures.cloud import Cloud, as_cloud
@@ -252,98 +251,3 @@ def alignment(x: Tensor, basis: Tensor) -> Tensor:
         raise ValueError(f"basis has shape {tuple(basis.shape)}, expected (d, k), d = {x.shape[-1]} and 1 <= k <= d.")
     E = torch.linalg.qr(basis.to(x))[0]
     return (_directions(x) @ E).square().sum(-1)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class AttentionStatistics:
-    """What the softmax of every head does to a cloud; NaN for the queries of padding.
-
-    Args:
-        entropy: (..., heads, n), of the weights of each query, in nats.
-        largest_weight: (..., heads, n).
-        logit_std: (..., heads, n), standard deviation of the logits of each query under the cloud.
-        self_argmax: (..., heads, n), 1 where a token attends most to itself, otherwise 0.
-        effective_beta: (..., heads), as in `effective_beta`.
-    """
-
-    entropy: Tensor
-    largest_weight: Tensor
-    logit_std: Tensor
-    self_argmax: Tensor
-    effective_beta: Tensor
-
-    def __repr__(self) -> str:
-        *_, heads, n = self.entropy.shape
-        return f"AttentionStatistics({heads} heads, {n} queries, {self.entropy.dtype})"
-
-
-def attention_statistics(attention: Attention, cloud: Tensor | Cloud) -> AttentionStatistics:
-    """Entropy, largest weight, logit spread and self-attention of every query, and the effective beta of every head.
-
-    Args:
-        attention: softmax attention at a finite beta. Multiplying Q by c and dividing beta by c changes nothing.
-        cloud: tokens (..., n, d) or a `Cloud`.
-
-    Returns:
-        `AttentionStatistics` in the dtype of the tokens, computed in float64.
-
-    Example:
-        >>> attention_statistics(Attention.identity(2, beta=0.0), torch.eye(2)).entropy  # log 2
-        tensor([[0.6931, 0.6931]])
-    """
-    cloud = as_cloud(cloud)
-    if attention.kind != "softmax" or bool(torch.as_tensor(attention.beta).isinf().any()):
-        kind = f"kind {attention.kind!r} and beta = {attention.beta}"
-        raise ValueError(f"attention has {kind}, expected softmax attention at a finite beta.")
-    checks.require_shape("x", cloud.x, (attention.dim,))
-    x, p, is_token = _expand(cloud)
-    queries, keys, beta = _queries_and_keys(attention, x)
-    scale, p = beta[..., None, None], p.double()[..., None, None, :]  # (..., heads or 1, 1, 1), (..., 1, 1, n)
-    index = torch.arange(x.shape[-2], device=x.device)
-    blocks = []
-    for rows in _row_blocks(x, attention.heads):
-        logits = scale * (queries[..., rows, :] @ keys.mT)  # (..., heads, rows, n)
-        is_hidden = (index > index[rows, None]) & attention.causal
-        is_hidden = is_hidden | ((index == index[rows, None]) & (not attention.self_attention))
-        weights = (logits + p.log()).masked_fill(is_hidden, -math.inf).softmax(-1)
-        largest = weights.amax(-1)
-        deviation = logits - (p * logits).sum(-1, keepdim=True)
-        is_own = weights.diagonal(rows.start, dim1=-2, dim2=-1) >= largest
-        entropy, spread = torch.special.entr(weights).sum(-1), (p * deviation.square()).sum(-1).sqrt()
-        blocks.append((entropy, largest, spread, is_own))
-    columns = (torch.cat(column, dim=-1).to(x.dtype) for column in zip(*blocks))
-    entropy, largest, spread, is_own = (torch.where(is_token[..., None, :], z, math.nan) for z in columns)
-    return AttentionStatistics(entropy, largest, spread, is_own, effective_beta(attention, cloud))
-
-
-def effective_beta(attention: Attention, cloud: Tensor | Cloud) -> Tensor:
-    """beta mean|G x + b| mean|y|, the inverse temperature that would act alike on the unit sphere with G = I.
-
-    Args:
-        attention: attention with any weights; b is its query bias seen by the tokens, K^T query_bias.
-        cloud: tokens (..., n, d) or a `Cloud`.
-
-    Returns:
-        The effective beta (..., heads).
-
-    Example:
-        >>> effective_beta(Attention.identity(2, beta=3.0), 2 * torch.eye(2))
-        tensor([12.])
-    """
-    cloud = as_cloud(cloud)
-    checks.require_shape("x", cloud.x, (attention.dim,))
-    x, p, _ = _expand(cloud)
-    queries, _, beta = _queries_and_keys(attention, x)
-    g = queries if attention.K is None else queries @ attention.K.double()  # (..., heads, n, d)
-    reach = (p.double()[..., None, :] * g.norm(dim=-1)).sum(-1)  # (..., heads)
-    return (beta * reach * (p * x.norm(dim=-1)).sum(-1, keepdim=True)).to(x.dtype)
-
-
-def _queries_and_keys(attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys (..., heads, n, k) and beta (..., heads or 1) in float64."""
-    tokens = x.double()[..., None, :, :]
-    queries = tokens if attention.Q is None else tokens @ attention.Q.double().mT
-    if attention.query_bias is not None:
-        queries = queries + attention.query_bias.double()[..., None, :]
-    keys = tokens if attention.K is None else tokens @ attention.K.double().mT
-    return queries, keys, torch.atleast_1d(torch.as_tensor(attention.beta, dtype=torch.float64, device=x.device))

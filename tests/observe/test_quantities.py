@@ -11,11 +11,9 @@ from torch import Tensor
 from attn_flow import Attention, Cloud, Sphere, flow
 from attn_flow.observe.quantities import (
     alignment,
-    attention_statistics,
     close_pairs,
     clusters,
     diameter,
-    effective_beta,
     effective_rank,
     log_energy,
     pairwise_cosines,
@@ -200,56 +198,3 @@ def test_alignment_does_not_depend_on_the_basis() -> None:
     torch.testing.assert_close(alignment(x, draw(3, 3, seed=4)), torch.ones(4, 6, dtype=F64))
     with pytest.raises(ValueError, match=r"basis has shape \(2, 1\), expected \(d, k\), d = 3"):
         alignment(x, torch.ones(2, 1))
-
-
-# --- attention -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("self_attention", [False, True])
-@pytest.mark.parametrize("with_keys", [False, True])
-def test_attention_statistics_query_by_query(causal: bool, self_attention: bool, with_keys: bool) -> None:
-    beta = torch.tensor([0.7, 2.0], dtype=F64)
-    Q, K, bias = draw(2, 4, 4, seed=5) / 2, draw(2, 4, 4, seed=6) if with_keys else None, draw(2, 4, seed=7)
-    options = {"causal": causal, "self_attention": self_attention}
-    attention = Attention(Q, K, None, None, beta, query_bias=bias, **options)
-    result = attention_statistics(attention, CLOUD)
-    assert len(repr(result)) < 300
-    for b, h in itertools.product(BATCH, range(2)):
-        x, p = X[b], P[b]
-        keys, queries = (x if K is None else x @ K[h].T), x @ Q[h].T + bias[h]
-        g = queries if K is None else queries @ K[h]
-        size = float((p * g.norm(dim=-1)).sum() * (p * x.norm(dim=-1)).sum() * beta[h])
-        assert float(result.effective_beta[b][h]) == pytest.approx(size, rel=1e-12)
-        for i in range(6):
-            row = [z[b][h, i] for z in (result.entropy, result.largest_weight, result.logit_std, result.self_argmax)]
-            if not MASK[b][i]:
-                assert all(math.isnan(z) for z in row)
-                continue
-            logits = [float(beta[h] * queries[i] @ keys[j]) for j in range(6)]
-            mean = math.fsum(float(p[j]) * logits[j] for j in range(6))
-            variance = math.fsum(float(p[j]) * (logits[j] - mean) ** 2 for j in range(6))
-            assert float(row[2]) == pytest.approx(math.sqrt(variance), rel=1e-10)
-            visible = [j for j in range(6) if p[j] > 0 and (j <= i or not causal) and (j != i or self_attention)]
-            if visible:
-                e = {j: float(p[j]) * math.exp(logits[j]) for j in visible}
-                a = {j: value / math.fsum(e.values()) for j, value in e.items()}
-                assert float(row[0]) == pytest.approx(-sum(v * math.log(v) for v in a.values()), abs=1e-11)
-                assert float(row[1]) == pytest.approx(max(a.values()), rel=1e-11)
-                assert float(row[3]) == (max(a, key=lambda j: a[j]) == i)
-
-
-def test_statistics_of_equiangular_tokens() -> None:
-    n, beta = 6, 3.0
-    x = torch.eye(n, dtype=F64)
-    p = 1 / (1 + (n - 1) * math.exp(-beta))
-    entropy = -p * math.log(p) - (1 - p) * math.log((1 - p) / (n - 1))
-    for attention in (Attention.identity(n, beta), Attention(Q=4 * torch.eye(n, dtype=F64), beta=beta / 4)):
-        result = attention_statistics(attention, x)
-        torch.testing.assert_close(result.entropy, torch.full((1, n), entropy, dtype=F64))
-        assert float(result.effective_beta) == pytest.approx(beta)
-        assert float(effective_beta(attention, 2 * x)) == pytest.approx(4 * beta)
-    with pytest.raises(ValueError, match="expected softmax attention at a finite beta"):
-        attention_statistics(Attention.identity(n, math.inf), x)
-    with pytest.raises(ValueError, match="kind 'unnormalised'"):
-        attention_statistics(Attention.identity(n, beta, kind="unnormalised"), x)
