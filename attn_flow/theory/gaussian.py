@@ -61,8 +61,8 @@ def solve(
 def blow_up_time(S0: ArrayLike, v: float, G: ArrayLike, beta: float) -> float:
     """Time at which the covariance becomes infinite for V = v I and any G; infinity if it stays bounded.
 
-    (S^{-1})' = -beta v (G + G^T), so S^{-1} is linear in time. In one dimension the time is 1 / (2 beta v G S0).
-    arXiv 2501.18322.
+    (S^{-1})' = -beta v (G + G^T), so S(t) = (S0^{-1} - beta v t (G + G^T))^{-1}. In one dimension the time is
+    1 / (2 beta v G S0). If G is symmetric, the mean is e^{vt} (I - 2 beta v t S0 G)^{-1/2} m0. arXiv 2501.18322.
 
     Args:
         S0: covariance (d, d) at time 0, positive definite.
@@ -77,33 +77,3 @@ def blow_up_time(S0: ArrayLike, v: float, G: ArrayLike, beta: float) -> float:
     top = float(eigh(A, np.linalg.inv(S0), eigvals_only=True)[-1])
     # Rounding must not turn a bounded covariance (top = 0) into a blow-up at a time near 1e16.
     return 1 / top if top > 1e-13 * float(np.abs(A).max() * np.abs(S0).max()) else float("inf")
-
-
-def solve_scalar_values(
-    t: ArrayLike, m0: ArrayLike, S0: ArrayLike, v: float, G: ArrayLike, beta: float
-) -> tuple[Array, Array]:
-    """Means (T, d) and covariances (T, d, d) in closed form for V = v I and symmetric G. arXiv 2501.18322.
-
-    S(t) = (I - 2 beta v t S0 G)^{-1} S0,   m(t) = e^{vt} (I - 2 beta v t S0 G)^{-1/2} m0.
-
-    Args:
-        t: times (T,), at least 0 and below `blow_up_time`.
-        m0, S0: mean (d,) and covariance (d, d) at time 0.
-        v, G: the value matrix is v I; scores (d, d), symmetric.
-
-    >>> m, S = solve_scalar_values([0.25], [1.0], [[1.0]], 1.0, [[1.0]], beta=1.0)
-    >>> S
-    array([[[2.]]])
-    """
-    m0, S0, G = reals("mean", m0), _covariance(S0), reals("G", G)
-    t = np.atleast_1d(reals("t", t, 0))
-    if not np.allclose(G, G.T):
-        raise ValueError("G is not symmetric, as the closed form of the mean requires; use `solve` for a general G.")
-    end = blow_up_time(S0, v, G, beta)
-    if t.max() >= end:
-        raise ValueError(f"t = {t.max():g}, expected t < {end:g}, the blow-up time.")
-    # G W = S0^{-1} W diag(lam) and W^T S0^{-1} W = I, so S0 G = W diag(lam) W^{-1} with real lam.
-    lam, W = eigh(G, np.linalg.inv(S0))
-    shrink = 1 - 2 * beta * v * t[:, None] * lam  # (T, d)
-    m = np.exp(v * t)[:, None] * ((shrink**-0.5 * np.linalg.solve(W, m0)) @ W.T)
-    return m, np.einsum("ik,tk,jk->tij", W, 1 / shrink, W)

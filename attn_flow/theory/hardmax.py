@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attn_flow.theory.domain import Array, integers, reals
+from attn_flow.theory.domain import Array, reals
 
 ROUNDING = 1e-14  # relative differences of scores below this count as ties
 
@@ -75,7 +75,9 @@ def step(x: ArrayLike, alpha: float, G: ArrayLike | None = None) -> Array:
 def frank_wolfe_gap(x: ArrayLike, vertices: ArrayLike, G: ArrayLike | None = None) -> Array:
     """max_v <G x_i, v - x_i> (n,) over the vertices v: zero if hardmax attention no longer moves x_i uphill.
 
-    For symmetric G the linear form is the gradient of f(x) = <x, G x> / 2. arXiv 2508.09628.
+    For symmetric G the linear form is the gradient of f(x) = <x, G x> / 2. If G is positive semidefinite, a step gains
+    at least alpha/(1+alpha) times the gap, so the smallest gap of the first K steps is at most
+    (max f - f(x_0)) (1+alpha) / (alpha K). arXiv 2508.09628.
 
     Args:
         x, G: tokens (n, d) and score matrix, as in `argmax_matrix`.
@@ -86,16 +88,3 @@ def frank_wolfe_gap(x: ArrayLike, vertices: ArrayLike, G: ArrayLike | None = Non
     """
     x, g = _directions(x, G)
     return (g @ reals("vertices", vertices).T).max(1) - (g * x).sum(1)
-
-
-def gap_bound(rise: ArrayLike, alpha: float, steps: ArrayLike) -> Array:
-    """Bound rise (1+alpha) / (alpha K) (...) on the smallest Frank-Wolfe gap of the first K steps.
-
-    rise is max f - f(x_0) (...). For positive semidefinite G, f is convex, so a step of size gamma = alpha/(1+alpha)
-    gains at least gamma times the gap, and no smoothness constant is needed. arXiv 2508.09628.
-
-    >>> gap_bound(1.0, alpha=1.0, steps=[1, 4])
-    array([2. , 0.5])
-    """
-    alpha = float(reals("alpha", alpha, 0, is_open=True))
-    return reals("rise", rise, 0) * (1 + alpha) / (alpha * integers("steps", steps, 1))

@@ -24,9 +24,11 @@ def output_correlation(rho: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
     """Cosine (...) of two outputs sum_j softmax_j(beta <x_i, x_j>) x_j of one layer on n equiangular tokens.
 
     The output is (p-q) x_i + q sum_j x_j. With S = 1 + (n-1) rho the product of two outputs is
-    (p-q)^2 rho + 2 (p-q) q S + n q^2 S, and the squared norm of one has 1 in place of rho. arXiv 2510.05554.
+    (p-q)^2 rho + 2 (p-q) q S + n q^2 S, and the squared norm of one has 1 in place of rho. At beta = gamma log n the
+    limit of many tokens is 1 for gamma < 1/(1-rho) (one layer collapses the tokens), 4 rho / (1 + 3 rho) at it, and
+    rho above (attention does nothing). arXiv 2510.05554.
 
-    >>> float(output_correlation(0.5, 2 * np.log(1e12), 1e12).round(4))  # at gamma = 1/(1-rho): 4 rho / (1 + 3 rho)
+    >>> float(output_correlation(0.5, 2 * np.log(1e12), 1e12).round(4))  # at gamma = 1/(1-rho)
     0.8
     """
     rho, beta, n = reals("rho", rho, -1, 1), reals("beta", beta, 0), reals("n", n, 2)
@@ -37,21 +39,6 @@ def output_correlation(rho: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
     p = 1 - (n - 1) * q
     common = 2 * (p - q) * q * S + n * q**2 * S
     return ((p - q) ** 2 * rho + common) / ((p - q) ** 2 + common)
-
-
-def output_correlation_limit(rho: ArrayLike, gamma: ArrayLike) -> Array:
-    """Limit (...) of `output_correlation` at beta = gamma log n as n grows. arXiv 2510.05554.
-
-    1 for gamma < 1/(1-rho) (one layer collapses the tokens), 4 rho/(1+3 rho) at it, rho above (attention does nothing);
-    0 < rho < 1.
-
-    >>> output_correlation_limit(0.5, [1.0, 2.0, 3.0])
-    array([1. , 0.8, 0.5])
-    """
-    rho, gamma = reals("rho", rho, 0, 1, is_open=True), reals("gamma", gamma, 0)
-    scale = gamma * (1 - rho)
-    is_critical = np.isclose(scale, 1.0, rtol=1e-12)
-    return np.where(is_critical, 4 * rho / (1 + 3 * rho), np.where(scale < 1, 1.0, rho))
 
 
 def critical_beta(n: ArrayLike, d: ArrayLike, b: ArrayLike = 1.0) -> Array:

@@ -11,7 +11,6 @@ import torch
 from numpy.typing import ArrayLike
 from scipy.integrate import quad
 from scipy.optimize import brentq
-from scipy.special import logsumexp
 
 from attn_flow.base import checks
 from attn_flow.kernels import bessel
@@ -106,7 +105,8 @@ def merge_time(beta: ArrayLike, phi: ArrayLike, phi_end: ArrayLike = 0.1, mass: 
     """Time (...) in which two clusters of masses p and 1-p at the angle phi approach to phi_end, softmax attention.
 
     With w = 1 - cos phi, phi' = -sin(phi) [(1-p)/(p e^{beta w} + 1-p) + p/((1-p) e^{beta w} + p)], integrated by
-    quadrature. arXiv 2509.25040. For equal masses it is `equiangular.time_between` with n = 2.
+    quadrature. arXiv 2509.25040. For equal masses it is `equiangular.time_between` with n = 2, which tends to
+    e^{beta (1 - cos phi)} / (2 beta sin^2 phi) for beta (1 - cos phi) >> 1.
 
     Args:
         phi, phi_end: angles at the start and at the end (...), 0 < phi_end, phi < pi.
@@ -127,37 +127,3 @@ def merge_time(beta: ArrayLike, phi: ArrayLike, phi_end: ArrayLike = 0.1, mass: 
         return float(quad(slowness, np.log(phi_end), np.log(phi), epsrel=1e-10, limit=500)[0])
 
     return np.vectorize(time, otypes=[float])(beta, phi, phi_end, p)
-
-
-def merge_time_asymptotic(beta: ArrayLike, phi: ArrayLike) -> Array:
-    """e^{beta (1 - cos phi)} / (2 beta sin^2 phi) (...), the limit of `merge_time` for beta (1 - cos phi) >> 1.
-
-    arXiv 2509.25040.
-
-    >>> (merge_time([10, 40, 400], 1.2) / merge_time_asymptotic([10, 40, 400], 1.2)).round(3)
-    array([1.209, 1.023, 1.002])
-    """
-    beta, phi = reals("beta", beta, 0, is_open=True), reals("phi", phi, 0, np.pi, is_open=True)
-    return np.exp(2 * beta * np.sin(phi / 2) ** 2) / (2 * beta * np.sin(phi) ** 2)
-
-
-def log_energy_level(masses: ArrayLike, beta: float, cosines: ArrayLike | None = None) -> float:
-    """log E_beta of point clusters, E_beta = (1/(2 beta)) sum_ab m_a m_b e^{beta <x_a, x_b>}: a step of the staircase.
-
-    Without cosines the centres are far apart and E_beta = e^beta/(2 beta) sum_a m_a^2, so that a merger of masses a and
-    b raises the energy by e^beta a b / beta. arXiv 2410.06833.
-
-    Args:
-        masses: masses (k,) of the clusters, of any sum.
-        cosines: cosines (k, k) of the centres, or None.
-
-    >>> round(log_energy_level([1.0], 1e4), 3)  # e^beta / (2 beta)
-    9990.097
-    """
-    m, beta = reals("masses", masses, 0), float(reals("beta", beta, 0, is_open=True))
-    with np.errstate(divide="ignore"):
-        log_m = np.log(m / m.sum())
-    if cosines is None:
-        return float(beta - np.log(2 * beta) + logsumexp(2 * log_m))
-    exponents = log_m[:, None] + log_m + beta * reals("cosines", cosines, -1, 1)
-    return float(logsumexp(exponents) - np.log(2 * beta))

@@ -94,7 +94,7 @@ def case(name: str, v: float, G: np.ndarray, n: int, generator: torch.Generator)
         else np.inf
     )
     far_t = 2000.0
-    far = theory.solve_scalar_values([far_t], M0, S0, v, G, BETA)[1][0] if v < 0 else np.zeros((2, 2))
+    far = np.linalg.inv(np.linalg.inv(S0) - BETA * v * far_t * (G + G.T)) if v < 0 else np.zeros((2, 2))
     return {
         "case": name,
         "t": t.tolist(),

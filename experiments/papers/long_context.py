@@ -45,7 +45,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     }
     critical = 1 / (1 - RHO)
     far = theory.output_correlation(RHO, critical * np.array([0.7, 1.0, 1.4]) * np.log(1e30), 1e30)
-    limit = theory.output_correlation_limit(RHO, critical * np.array([0.7, 1.0, 1.4]))
+    limit = [1.0, 4 * RHO / (1 + 3 * RHO), RHO]
     error = max(float(np.abs(np.array(layers[m]) - np.array(exact[m])).max()) for m in layers)
     claims = [
         at_most("one layer of equiangular tokens: largest distance from the exact correlation", error, 1e-10, "derived")

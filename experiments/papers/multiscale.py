@@ -114,7 +114,7 @@ def pairing(betas: np.ndarray) -> dict[str, Any]:
         path = flow(Attention.identity(2, float(beta)), x0, t, step=Adaptive(tol=1e-9))
         phi = angle(path.x[:, 0], path.x[:, 1]).numpy()
         times.append(float(np.interp(-math.log(PHI_END), -np.log(phi), t.numpy())))
-    measured, limit = np.array(times), theory.merge_time_asymptotic(betas, PHI)
+    measured, limit = np.array(times), np.exp(betas * (1 - math.cos(PHI))) / (2 * betas * math.sin(PHI) ** 2)
     return {
         "beta": betas.tolist(),
         "time": times,

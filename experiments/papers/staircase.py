@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow import Adaptive, Attention, Sphere, consensus, flow
+from attn_flow import Adaptive, Attention, Cloud, Sphere, consensus, flow
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import at_most, claim
 from attn_flow.experiments.figures import THEORY, caption, label, panels, shades
@@ -64,7 +64,7 @@ def energy_steps(x0: Tensor, beta: float, points: int) -> dict[str, Any]:
         log_e.append(float(log_energy(x, beta)))
         mean, mass = groups(x)
         count.append(len(mass))
-        levels.append(theory.log_energy_level(mass, beta, np.clip(mean @ mean.T, -1, 1)))
+        levels.append(float(log_energy(Cloud(torch.as_tensor(mean), torch.as_tensor(mass)), beta)))
     log_e_, settled = np.array(log_e), np.array(count) <= 6
     return {
         "beta": beta,

@@ -205,17 +205,6 @@ def test_merge_time_of_equal_clusters():
     assert times[1] == pytest.approx(10.02, abs=5e-3)
 
 
-def test_energy_levels():
-    masses, x = np.array([5, 3, 2]), RNG.standard_normal((3, 4))
-    x = x / np.linalg.norm(x, axis=1, keepdims=True)
-    cloud = np.repeat(x, masses, axis=0)
-    literal = sum(np.exp(3.0 * a @ b) for a in cloud for b in cloud) / (2 * 3.0 * len(cloud) ** 2)
-    assert metastability.log_energy_level(masses, 3.0, np.clip(x @ x.T, -1, 1)) == pytest.approx(np.log(literal))
-    far_apart = np.where(np.eye(3) > 0, 1.0, -1.0)
-    expected = metastability.log_energy_level(masses, 50.0, far_apart)
-    assert metastability.log_energy_level(masses, 50.0) == pytest.approx(expected)
-
-
 # --- equiangular -----------------------------------------------------------------------------------------------------
 
 
