@@ -49,7 +49,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(BIN)/pytest -n 2 -m "not slow and not docs"
+	$(BIN)/pytest -n 2 -rs --disable-warnings -m "not slow and not docs"
 
 test-anywhere: $(READY)
 	$(BIN)/python tests/anywhere.py $(if $(SEED),--seed $(SEED))

@@ -45,7 +45,7 @@ def write_atomically(path: FilePath, write: Callable[[str], Any]) -> None:
         'text'
     """
     path = Path(path)
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(str(temporary))

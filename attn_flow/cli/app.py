@@ -14,6 +14,7 @@ from attn_flow.cli.console import echo, reporting
 OLD_COMMANDS = {
     "encoder": "`attn-flow encoder` is now `attn-flow inspect`.",
     "predict": "stacks of texts are not trained here any more; `attn-flow limit` predicts where tokens go.",
+    "spectra": "`attn-flow spectra` is now attn_flow.hooks.attentions(model) and attn_flow.prediction.spectrum(M).",
     "bench": "benchmarks are not part of the package; run `make bench` in the repository.",
 }
 
@@ -74,7 +75,6 @@ for command in (
     play,
     probe.probe,
     encoders.inspect,
-    encoders.spectra,
     encoders.record,
     encoders.merge,
     reproduce.reproduce,

@@ -36,6 +36,14 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
             warnings.showwarning = _warn
             try:
                 return function(*args, **kwargs)
+            except KeyboardInterrupt:
+                kept = (
+                    f" What is finished in {kwargs['out']} is kept; the same command continues."
+                    if kwargs.get("out")
+                    else ""
+                )
+                complain(f"Stopped.{kept}", "yellow")
+                raise
             except FloatingPointError as error:
                 complain(f"numerical failure: {error}")
                 raise typer.Exit(3) from None

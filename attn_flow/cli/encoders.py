@@ -1,9 +1,8 @@
-"""The commands inspect, spectra, record and merge of pretrained encoders, and how commands open models and texts."""
+"""The commands inspect, record and merge of pretrained encoders, and how commands open models and texts."""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,7 +61,9 @@ def inspect(
     from attn_flow.hooks.self_check import self_check
     from attn_flow.hooks.weights import encoder_facts
 
-    loaded, tokenizer = _open_weights(model, device, dtype, pickle, quiet or as_json)
+    loaded, tokenizer, beta_factor = open_model(model, device, dtype, pickle, quiet=quiet or as_json)
+    if beta_factor != 1:
+        raise ValueError(f"{model!r}: @beta_factor changes how a model runs, not its weights; leave it out here.")
     facts, checks = encoder_facts(loaded), []
     if tokenizer is not None:
         inputs = tokenizer(["Tokens move like particles on a sphere.", "They meet."], return_tensors="pt", padding=True)
@@ -94,48 +95,6 @@ def _fact(value: Any) -> str:
     if len(different) == 1 and len(value) > 1:
         return f"{different[0]} in every layer"
     return ", ".join(different) or "none"
-
-
-def spectra(
-    model: Model,
-    out: Annotated[Path | None, typer.Option(help="Folder for spectra.png and spectra.json.")] = None,
-    device: Device = "cpu",
-    pickle: Pickle = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Show the spectra of G, V and M = V G layer by layer.
-
-    --json and --out have every head.
-
-    Example: attn-flow spectra minilm --out runs/spectra
-    """
-    from attn_flow.base.figures import save_figure
-    from attn_flow.base.files import write_json
-    from attn_flow.hooks.weights import attentions
-    from attn_flow.probe.spectra import head_spectra, spectra_as_json, spectra_figure
-
-    if out is not None:
-        require_writable(out)
-    loaded, _ = _open_weights(model, device, "float64", pickle, quiet or as_json)
-    heads = head_spectra(attentions(loaded))
-    if out is not None:
-        write_json(spectra_as_json(heads), out / "spectra.json")
-        save_figure(spectra_figure(heads, model), out / "spectra.png")
-    if as_json:
-        print_json(spectra_as_json(heads))
-        return
-    rows = []
-    for layer in dict.fromkeys(head.layer for head in heads):
-        own = [head for head in heads if head.layer == layer]
-        cases = Counter(head.case for head in own)
-        values = ([h.leading for h in own], [h.singular_G[0] for h in own], [h.singular_V[0] for h in own])
-        ranges = [f"{min(each):.3g} to {max(each):.3g}" for each in values]
-        rows.append([layer, ", ".join(f"{count} {case}" for case, count in cases.most_common()), *ranges])
-    columns = ["layer", "cases of M = V G", "leading real part of M", "norm of G", "norm of V"]
-    print_table(f"{model}: heads of every layer, from the least to the largest.", columns, rows)
-    if out is not None:
-        echo(f"Written to {out}/spectra.json and {out}/spectra.png.")
 
 
 def record(
@@ -244,14 +203,6 @@ def open_model(
     elif variant:
         raise ValueError(f"{name!r}: expected @random or @beta_factor=FACTOR after the model.")
     return model.to(device, kinds[dtype]).eval(), tokenizer, beta_factor
-
-
-def _open_weights(name: str, device: str, dtype: str, pickle: bool, quiet: bool) -> tuple[nn.Module, Any]:
-    """The model and its tokenizer, for a command that reads only the weights."""
-    model, tokenizer, beta_factor = open_model(name, device, dtype, pickle, quiet=quiet)
-    if beta_factor != 1:
-        raise ValueError(f"{name!r}: @beta_factor changes how a model runs, not its weights; leave it out here.")
-    return model, tokenizer
 
 
 def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> list[str]:

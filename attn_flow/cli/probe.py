@@ -16,7 +16,6 @@ from attn_flow.cli.console import (
     Json,
     Quiet,
     Seed,
-    complain,
     echo,
     print_json,
     print_table,
@@ -104,7 +103,7 @@ def probe(
         refuse_options(context, "--texts gives the texts", "demo")
     world = processes(timeout=timedelta(days=1))  # while the first process writes a report, the others wait
     shows, progress = world.is_first and not as_json, not (quiet or as_json)
-    place = _choose_device(device, world.count, shows and not quiet)
+    place = _choose_device(device, world.count)
     has_own_inputs = texts is None and names[0].partition("@")[0] in WITHOUT_TEXTS
     source = read_texts(texts, field, demo, names[0])[:first] if images is None and not has_own_inputs else None
     for name in names[1:]:  # a model that cannot be opened is reported before the first one is probed
@@ -167,33 +166,25 @@ def _run_or_load(run: ProbeRun, name: str, folder: Path, again: bool, shows: boo
     from attn_flow.base.files import lock_for_writing
     from attn_flow.probe import ProbeResult
 
-    world, parts = run.world, folder / "parts"
+    world = run.world
     if not again and world.gather_objects(has_finished(folder, run.about.key))[0]:
         if shows:
             echo(f"{name}: finished before (--again computes it again).")
         return ProbeResult.load(folder)
-    try:
-        with lock_for_writing(folder / "probe.json") if world.is_first else nullcontext():
-            result = run.run(None if again else parts, progress=progress)
-            if world.is_first:
-                result.report(folder, title=name)
-    except KeyboardInterrupt:
-        complain(f"Stopped. Finished parts are in {parts}; the same command continues.", "yellow")
-        raise
+    with lock_for_writing(folder / "probe.json") if world.is_first else nullcontext():
+        result = run.run(None if again else folder / "parts", progress=progress)
+        if world.is_first:
+            result.report(folder, title=name)
     return result
 
 
-def _choose_device(name: str, processes: int, shows: bool) -> str:
-    """The device of --device; which one "auto" took is said."""
+def _choose_device(name: str, processes: int) -> str:
+    """The device of --device; "auto" is CUDA if it is there."""
     import torch
 
     if name != "auto":
         return require_device(name)
-    has_cuda = torch.cuda.is_available()
-    if shows:
-        remark = "The authors have not run the probe on CUDA" if has_cuda else "torch sees no CUDA device"
-        complain(f"Device: {'cuda' if has_cuda else 'cpu'} ({remark}).", "yellow")
-    if not has_cuda:
+    if not torch.cuda.is_available():
         return "cpu"
     return "cuda" if processes == 1 else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 

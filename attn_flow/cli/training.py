@@ -14,7 +14,6 @@ from attn_flow.cli.console import (
     Device,
     Json,
     Quiet,
-    complain,
     echo,
     paragraph,
     print_json,
@@ -53,11 +52,7 @@ def train(
     chosen = replace(recipe(task), **changes)
     out = require_writable(out or Path("runs/train") / task)
     device = require_device(device)
-    try:
-        numbers = _run(chosen, out, device, save_every, evaluate_every, learned, progress=not (quiet or as_json))
-    except KeyboardInterrupt:
-        complain(f"Stopped. The same command continues from the checkpoint in {out}, if there is one.", "yellow")
-        raise
+    numbers = _run(chosen, out, device, save_every, evaluate_every, learned, progress=not (quiet or as_json))
     if numbers is None:
         return
     if as_json:

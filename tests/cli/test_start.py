@@ -1,8 +1,10 @@
 """How the command line starts: help and completion without torch."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import typer
@@ -71,3 +73,36 @@ def test_waiting_threads_sleep() -> None:
     plain = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     done = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("PASSIVE\n")
+
+
+def test_ctrl_c_ends_a_command_inside_a_long_call() -> None:
+    """A call of minutes that does not return to Python, as a product of large matrices would be."""
+    code = """
+import hashlib, sys, typer
+from attn_flow.cli import app as commands, main
+from attn_flow.cli.console import reporting
+
+def wait() -> None:
+    print("waiting", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+commands.app = typer.Typer()
+commands.app.command()(reporting(wait))
+main.main()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    )
+    try:
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors == ""  # the command itself had no time to say anything
