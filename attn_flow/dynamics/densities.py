@@ -7,6 +7,7 @@ In harmonics Y_j, c_j = int rho Y_j: c_j' = int <grad Y_j, P_x F> rho - D l (l +
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +19,13 @@ from torch import Tensor
 from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
 from attn_flow.dynamics.harmonics import Harmonics, evaluated
-from attn_flow.dynamics.steppers import dopri5
+from attn_flow.dynamics.steppers import Adaptive, dopri5
 from attn_flow.measures.cloud import Cloud
 from attn_flow.measures.von_mises_fisher import VonMisesFisher
 
 NEGATIVE = 1e-6  # of the largest density: below zero by more is not resolved, by less is rounding of an empty region
 BANDWIDTH = {2: 64, 3: 20}  # by dimension
 MAX_BANDWIDTH = {2: 4096, 3: 128}  # tables of a few gigabytes
-EPS = torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,7 +96,6 @@ def density_flow(
     bandwidth: int | None = None,
     tol: float = 1e-9,
     tail: float = 1e-7,
-    max_steps: int = 100_000,
 ) -> DensityPath:
     """Solve the mean-field continuity equation of an attention on the unit circle or on S^2.
 
@@ -110,7 +109,6 @@ def density_flow(
         tol: local error of a step in time, of the coefficients.
         tail: the largest share of the density that its highest tenth of degrees may hold. More is not resolved, and
             refused by name with the bandwidth to use.
-        max_steps: raise FloatingPointError beyond.
 
     Returns:
         A `DensityPath`: times, coefficients, density at points, sizes and growth rates of modes, moments, clouds.
@@ -127,12 +125,6 @@ def density_flow(
     d = attention.dim
     if attention.batch_shape:
         raise ValueError(f"attention has the batch {tuple(attention.batch_shape)}; solve for each element by itself.")
-    if isinstance(density, VonMisesFisher):
-        checks.require_shape("the mean of the density", density.mean, (d,))
-    checks.require_nonnegative(diffusion=diffusion)
-    checks.require_count(max_steps=max_steps)
-    if not EPS < tol < 1 or not 0 < tail < 1:
-        raise ValueError(f"tol = {tol}, tail = {tail}, expected numbers between 0 and 1, tol above rounding.")
     if d not in BANDWIDTH:
         raise ValueError(f"attention of dimension {d}; densities are solved on the circle (d = 2) and on S^2 (d = 3).")
     if attention.causal or not attention.self_attention:
@@ -140,34 +132,36 @@ def density_flow(
     if attention.is_hardmax:
         raise ValueError("beta = inf: a density fills the sphere; use zero_temperature_flow, or a finite beta.")
     L = BANDWIDTH[d] if bandwidth is None else bandwidth
-    if L < 4 or MAX_BANDWIDTH[d] < L:
+    if not 4 <= L <= MAX_BANDWIDTH[d]:
         raise ValueError(f"bandwidth = {L}, expected from 4 to {MAX_BANDWIDTH[d]} degrees.")
-    times = torch.tensor(checks.time_grid(t), dtype=torch.float64)
+    if isinstance(density, VonMisesFisher):
+        checks.require_shape("the mean of the density", density.mean, (d,))
+    checks.require_nonnegative(diffusion=diffusion)
+    checks.require_positive(tail=tail)
+    control, times = Adaptive(tol), checks.time_grid(t)
     basis = Harmonics.of(d, L).to(attention.G.device)
     run = _Spectral(attention.to(torch.float64), basis, diffusion, tail)
     c = run.start(density)
-    coefficients, steps, h = [c], 0, 0.01
+    coefficients, h = [c], 0.01
     with torch.no_grad():
-        for start, end in zip(times[:-1].tolist(), times[1:].tolist()):
-            now = start
+        for now, end in itertools.pairwise(times):
             while now < end:
-                taken = min(h, end - now)
-                ahead, error = run.step(c, taken)
-                steps += 1
-                if steps > max_steps:
-                    raise FloatingPointError(f"{max_steps} steps took t to {now:.4g} only; raise tol or max_steps.")
+                if run.evaluations > len(dopri5.b) * control.max_steps:
+                    raise FloatingPointError(f"{control.max_steps} steps took t to {now:.4g} only; raise tol.")
+                used = min(h, end - now)
+                ahead, error = run.step(c, used)
+                longer = control.next_size(used, error / tol if math.isfinite(error) else math.inf)
                 if not error <= tol:  # NaN too
-                    h = taken * max(0.2, 0.9 * (tol / error) ** 0.2) if math.isfinite(error) else taken / 5
+                    h = longer
                     continue
-                # A step cut short by a time says nothing against the longer one.
-                grown = taken * min(5.0, max(0.2, 0.9 * (tol / max(error, 1e-300)) ** 0.2))
-                h = max(h, grown) if taken < h else grown
-                now = end if taken == end - now else now + taken
+                h = max(h, longer) if used < h else longer  # a step cut short by a time is no reason for shorter ones
+                now = end if used == end - now else now + used
                 c = ahead
                 run.check(c, now)
             coefficients.append(c)
-    about = {"field": attention.summary(), "diffusion": diffusion, "bandwidth": L, "tol": tol, "steps": steps}
-    return DensityPath(times, torch.stack(coefficients), basis, about | {"evaluations": run.evaluations})
+    about = {"field": attention.summary(), "diffusion": diffusion, "bandwidth": L, "tol": tol}
+    about["evaluations"] = run.evaluations
+    return DensityPath(torch.tensor(times, dtype=torch.float64), torch.stack(coefficients), basis, about)
 
 
 class _Spectral:
@@ -183,9 +177,7 @@ class _Spectral:
         x, w = self.basis.x, self.basis.weights
         rho = density.to(torch.float64).density(x) if isinstance(density, VonMisesFisher) else density(x)
         if rho.shape != w.shape:
-            raise ValueError(
-                f"density returned shape {tuple(rho.shape)}, expected {tuple(w.shape)}, one for each node."
-            )
+            raise ValueError(f"density returned shape {tuple(rho.shape)}, expected {tuple(w.shape)}: one per node.")
         if not bool(torch.isfinite(rho).all() & (rho >= 0).all() & (rho.max() > 0)):
             values = f"{float(rho.min()):.3g} to {float(rho.max()):.3g}"
             raise ValueError(f"density returned values from {values}, expected finite numbers >= 0, not all of them 0.")

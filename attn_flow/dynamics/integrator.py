@@ -122,7 +122,7 @@ def adaptive_steps(
     log_weights = run.cloud.log_weights
     log_weights = None if log_weights is None else log_weights.to(x.dtype)
     merged = MergedCloud.start(x, run.cloud.probabilities.to(x.dtype)) if _may_merge(run, method) else None
-    now, size, attempts = times[0], min(h, method.max_step_size), 0
+    now, size, attempts = times[0], h, 0
     first: Tensor | None = None  # the velocity at x, where it is known
     previous: tuple[float, float] | None = None  # size and error of the last accepted step
     piece: Field | None = None

@@ -34,7 +34,6 @@ class Linearisation:
         jacobian: J (..., N, N), N = n times the dimension of the geometry.
         basis: (..., n, d, dim), an orthonormal basis of the tangent space at every token.
         eigenvalues: (..., N), complex, by decreasing real part.
-        vectors: (..., N, n, d), complex, the eigenvectors as displacements; None unless requested.
         speed: (...), the speed of the fastest token, zero at an equilibrium. Elsewhere J is the covariant derivative of
             the velocity, and its eigenvalues describe short times only.
     """
@@ -42,7 +41,6 @@ class Linearisation:
     jacobian: Tensor
     basis: Tensor
     eigenvalues: Tensor
-    vectors: Tensor | None
     speed: Tensor
 
     def __repr__(self) -> str:
@@ -60,7 +58,6 @@ def linearise(
     *,
     t: float = 0.0,
     geometry: Geometry = UNIT_SPHERE,
-    vectors: bool = False,
 ) -> Linearisation:
     """The Jacobian of x' = P_x F(t, x) at a cloud, along the geometry, and its eigenvalues.
 
@@ -69,7 +66,6 @@ def linearise(
         cloud: tokens (..., n, d), or a `Cloud` with weights and a mask; padding is left out (of one cloud).
         t: the time, for a field that changes in time; at a jump of `Layers` the layer that begins.
         geometry: as in `flow`.
-        vectors: whether to compute the eigenvectors too.
 
     Returns:
         A `Linearisation`. J is computed in the dtype of the tokens, its eigenvalues in float64.
@@ -100,13 +96,9 @@ def linearise(
             columns.append(torch.einsum("...ida,c...id->...iac", basis, dv).flatten(-3, -2))
         J, speed = torch.cat(columns, dim=-1), velocity(t, x).norm(dim=-1).amax(-1)
         checks.require_finite("the Jacobian", J)
-        values, modes = torch.linalg.eig(J.double()) if vectors else (torch.linalg.eigvals(J.double()), None)
+        values = torch.linalg.eigvals(J.double())
         order = values.real.argsort(dim=-1, descending=True)
-        displacements = None
-        if modes is not None:
-            sorted_modes = torch.take_along_dim(modes, order[..., None, :], dim=-1).mT.unflatten(-1, (n, -1))
-            displacements = torch.einsum("...ida,...mia->...mid", basis.to(sorted_modes.dtype), sorted_modes)
-    return Linearisation(J, basis, torch.take_along_dim(values, order, dim=-1), displacements, speed)
+    return Linearisation(J, basis, torch.take_along_dim(values, order, dim=-1), speed)
 
 
 def _without_padding(cloud: Cloud) -> Cloud:
@@ -163,7 +155,6 @@ def lyapunov(
     k: int = 1,
     *,
     transient: float | None = None,
-    every: float | None = None,
     geometry: Geometry = UNIT_SPHERE,
     step: str | RungeKutta | Adaptive = rk4,
     h: float = 0.05,
@@ -172,14 +163,13 @@ def lyapunov(
     """The k leading Lyapunov exponents along the path of x0.
 
     Displacements are carried through the steps themselves, so that they are exact for the discrete flow, and made
-    orthonormal at intervals.
+    orthonormal at intervals of at most 10 h.
 
     Args:
         field, x0, geometry, step, h: as in `flow`; tokens are never merged.
         t: the length of the path.
         k: the number of exponents, at most n (d - 1) on the sphere.
         transient: the time at the start that does not count, while displacements turn to their axes; default t / 2.
-        every: the time between two orthonormalisations; default 10 h.
         generator: for the initial displacements.
 
     Returns:
@@ -192,8 +182,8 @@ def lyapunov(
         >>> result.exponents.round(decimals=4)  # the real parts of the spectrum
         tensor([ 0.5000, -1.0000])
     """
-    start, every = t / 2 if transient is None else transient, 10 * h if every is None else every
-    checks.require_positive(t=t, h=h, every=every)
+    start = t / 2 if transient is None else transient
+    checks.require_positive(t=t, h=h)
     checks.require_count(k=k)
     if not 0 <= start < t:
         raise ValueError(f"transient = {start}, expected 0 <= transient < t = {t}.")
@@ -215,7 +205,7 @@ def lyapunov(
         u, _ = _orthonormal(geometry.tangent(x, u) * is_token[..., None])
         # The window from `start` to t has two halves, which are compared.
         windows = ((0.0, start), (start, (start + t) / 2), ((start + t) / 2, t))
-        ends = [end for a, b in windows for end in _cut(a, b, every)]
+        ends = [end for a, b in windows for end in _cut(a, b, 10 * h)]
         clock, growth = [0.0], [x.new_zeros(*x.shape[:-2], k)]
         for end in ends:
             begin = clock[-1]

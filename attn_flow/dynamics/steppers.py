@@ -6,7 +6,6 @@ for a smooth extension of the flow to ambient space, and keeps its order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -119,7 +118,6 @@ class Adaptive:
         merge: None merges wherever tokens are exchangeable; True raises an error where they are not; False never does.
         method: a Runge-Kutta method with an embedded error estimate.
         max_steps: the number of attempted steps after which `flow` raises FloatingPointError.
-        max_step_size: the longest step, in units of t.
 
     Example:
         >>> from attn_flow import Attention, Sphere, flow
@@ -133,13 +131,10 @@ class Adaptive:
     merge: bool | None = None
     method: RungeKutta = dopri5
     max_steps: int = 100_000
-    max_step_size: float = math.inf
 
     def __post_init__(self) -> None:
         checks.require_positive(tol=self.tol)
         checks.require_count(max_steps=self.max_steps)
-        if not self.max_step_size > 0:
-            raise ValueError(f"max_step_size = {self.max_step_size}, expected a positive number.")
         if self.method.embedded is None:
             raise ValueError(f"method {self.method} has no embedded error estimate; use dopri5.")
 
@@ -165,7 +160,7 @@ class Adaptive:
         if previous is not None:
             h_before, error_before = previous
             factor = min(factor, 0.9 * (h / h_before) * (max(error_before, 1e-30) / error**2) ** (1 / p))
-        return min(self.max_step_size, h * min(5.0, max(0.2, factor)))
+        return h * min(5.0, max(0.2, factor))
 
 
 METHODS: dict[str, RungeKutta] = {method.name: method for method in (euler, rk4, dopri5)}
