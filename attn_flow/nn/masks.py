@@ -71,20 +71,21 @@ class LogitMask(NamedTuple):
 def logit_mask(
     x: Tensor,
     y: Tensor,
-    heads: int,
+    queries: Tensor,
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
     attention_mask: Tensor | None,
     causal: bool,
     need_weights: bool,
 ) -> LogitMask:
-    """The masks of queries x ([batch,] n, d) and keys y ([batch,] m, d), as numbers.
+    """The masks of tokens x ([batch,] n, d) that attend to tokens y ([batch,] m, d), as numbers.
 
     Args:
+        queries: ([batch,] heads, n, k), in the dtype of the logits, which autocast may have changed.
         causal: replaces attn_mask. It stays apart if it is alone, where the fused kernel is faster, unless
             `need_weights`.
     """
-    n, m, batch = x.shape[-2], y.shape[-2], x.shape[:-2]
+    n, m, batch, heads = x.shape[-2], y.shape[-2], x.shape[:-2], queries.shape[-3]
     bias = is_empty = is_padding = None
     if attention_mask is not None:
         if key_padding_mask is not None:
@@ -92,29 +93,30 @@ def logit_mask(
         is_token, is_padding = token_mask(attention_mask, y, causal)
         key_padding_mask = ~is_token
     if key_padding_mask is not None:
-        bias = _additive("key_padding_mask", key_padding_mask, x, tuple(y.shape[:-1]))
+        bias = _additive("key_padding_mask", key_padding_mask, queries, tuple(y.shape[:-1]))
         is_empty, bias = bias.isneginf().all(-1), bias[..., None, None, :]
     if causal:
         if bias is None and not need_weights:
             return LogitMask(causal=True)
         attn_mask = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
     if attn_mask is not None:
-        pairs = _additive("attn_mask", attn_mask, x, (n, m), (math.prod(batch) * heads, n, m))
+        pairs = _additive("attn_mask", attn_mask, queries, (n, m), (math.prod(batch) * heads, n, m))
         pairs = pairs if pairs.ndim == 2 else pairs.unflatten(0, (*batch, heads))
         bias = pairs if bias is None else bias + pairs
     if bias is None:
         return LogitMask()
     is_blind = bias.isneginf().all(-1, keepdim=True)
-    return LogitMask(bias.clamp_min(torch.finfo(x.dtype).min / 4), False, is_blind, is_empty, is_padding)
+    # A query that sees no key would have NaN; with finite numbers it has an average, which is then set to zero.
+    return LogitMask(bias.clamp_min(torch.finfo(bias.dtype).min / 4), False, is_blind, is_empty, is_padding)
 
 
-def _additive(name: str, mask: Tensor, x: Tensor, *shapes: tuple[int, ...]) -> Tensor:
-    """A mask of torch, where True hides or numbers are added to the logits, as numbers in the dtype of x."""
-    checks.require_same_device(name, mask, "query", x)
+def _additive(name: str, mask: Tensor, queries: Tensor, *shapes: tuple[int, ...]) -> Tensor:
+    """A mask of torch, where True hides or numbers are added to the logits, as numbers in the dtype of the queries."""
+    checks.require_same_device(name, mask, "query", queries)
     if mask.shape not in shapes:
         raise ValueError(f"{name} has shape {tuple(mask.shape)}, expected {' or '.join(map(str, shapes))}.")
     if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask, -math.inf)
+        return torch.zeros_like(mask, dtype=queries.dtype).masked_fill(mask, -math.inf)
     if not mask.is_floating_point():
         raise TypeError(f"{name} has dtype {mask.dtype}, expected bool (True hides) or floating point.")
-    return mask.to(x.dtype)
+    return mask.to(queries.dtype)

@@ -189,10 +189,10 @@ class ContinuousMultiheadAttention(FlowModule):
             attention_mask: HuggingFace's padding mask, 1 for tokens: see `attn_flow.nn.masks.token_mask`.
         """
         x, y, is_self = self._check_shapes(query, key, value)
-        masks = (key_padding_mask, attn_mask, attention_mask, is_causal and is_self, need_weights)
-        mask = logit_mask(x, y, self.num_heads, *masks)
         start = self.geometry.retract(x)
         q, k = self._split(self.q_proj(start)), self._split(self.k_proj(start if is_self else y))
+        masks = (key_padding_mask, attn_mask, attention_mask, is_causal and is_self, need_weights)
+        mask = logit_mask(x, y, q, *masks)
         if self.validate and checks.can_read(q, k, self.log_beta):
             bound = self._logit_bound(q, k)  # not finite if a token is not, or has no image on the geometry
             dtype = self.choose_dtype({"query": x, "key": y}, bound, bound, mask.is_empty, mask.is_padding)

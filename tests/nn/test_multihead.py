@@ -169,6 +169,12 @@ def test_left_padding_with_a_causal_mask_has_finite_gradients(
     close(moved[:1, 2:], ours(short, short, short, attn_mask=later[2:, 2:], is_causal=True)[0])
     moved.square().sum().backward()
     assert all(bool(z.grad.isfinite().all()) for z in (x, *ours.parameters()))
+    low = x.detach().float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.float16):
+        mixed = ours.float()(low, low, low, key_padding_mask=is_hidden, attn_mask=later, is_causal=is_causal)[0]
+    torch.testing.assert_close(mixed.double(), moved, rtol=0, atol=0.1)
+    mixed.square().sum().backward()
+    assert bool(low.grad.isfinite().all())
 
 
 def test_huggingface_attention_mask(multihead: nn.MultiheadAttention, generator: torch.Generator) -> None:
