@@ -8,7 +8,8 @@ from attn_flow.hooks.inputs import unknown_share
 from attn_flow.hooks.layer_flow import LayerFlow, flows
 from attn_flow.hooks.layout import Block, blocks
 from attn_flow.hooks.loading import load, load_encoder, register_encoder
-from attn_flow.hooks.recorder import POINTS, ActivationCache, recording
+from attn_flow.hooks.points import POINTS
+from attn_flow.hooks.recorder import ActivationCache, recording
 from attn_flow.hooks.replacing import replace_attention, restore_attention
 from attn_flow.hooks.self_check import Check, self_check
 from attn_flow.hooks.statistics import Statistics, merge_shards

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -215,10 +216,8 @@ class _Run:
 
 def _parse_shard(shard: tuple[int, int] | str) -> tuple[int, int]:
     """(i, n) of a shard (i, n) or "i/n", counted from 0."""
-    try:
-        i, n = (int(v) for v in (shard.split("/") if isinstance(shard, str) else shard))
-    except (TypeError, ValueError):
-        raise ValueError(f"shard = {shard!r}, expected 'i/n' such as '0/4'.") from None
-    if not 0 <= i < n:
-        raise ValueError(f"shard = {shard!r}, expected i/n with 0 <= i < n, counted from 0.")
+    match = re.fullmatch(r"(\d+)/(\d+)", shard if isinstance(shard, str) else "/".join(map(str, shard)))
+    i, n = (int(match[1]), int(match[2])) if match else (0, 0)
+    if i >= n:
+        raise ValueError(f"shard = {shard!r}, expected 'i/n' such as '0/4', with i counted from 0 to n - 1.")
     return i, n

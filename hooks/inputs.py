@@ -229,8 +229,6 @@ def _tensor_pieces(inputs: Mapping[str, Tensor], size: int, vocabulary: int | No
     n, ids = leading.shape[0], tensors.get("input_ids")
     if leading.numel() == 0:
         raise ValueError(f"{name} has shape {tuple(leading.shape)}: no tokens; expected at least one text and token.")
-    if ids is not None and (ids.is_floating_point() or ids.is_complex()):
-        raise ValueError(f"input_ids have dtype {ids.dtype}, expected integers; use input_ids.long().")
     if ids is not None and vocabulary is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError(
             f"input_ids go from {int(ids.min())} to {int(ids.max())}, but this model embeds ids 0 to {vocabulary - 1}: "

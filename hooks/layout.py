@@ -332,7 +332,7 @@ def _describe_unknown(model: nn.Module) -> str:
     lists = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         return f"{type(model).__name__} has no list of blocks; expected an encoder with one of: {known}."
-    path, modules = max(lists, key=lambda item: sum(1 for _ in item[1].modules()))
+    path, modules = max(lists, key=lambda item: len(list(item[1].modules())))
     children = sorted({p for p, _ in modules[0].named_modules() if p and p.count(".") < 2})
     similar = min(ARCHITECTURES, key=lambda arch: len(_missing(modules[0], arch)))
     return (

@@ -18,8 +18,6 @@ from attn_flow.hooks.safe_loading import load_tokenizer, pretrained_model
 from attn_flow.hooks.saving import PREFIX
 
 Loader = Callable[[bool], tuple[nn.Module, Any]]  # from `pickle` to the model and its tokenizer
-
-
 _loaders: dict[str, Loader] = {"minilm": lambda pickle: minilm()}
 
 
@@ -184,18 +182,11 @@ class FlowConfig:
             raise ValueError(f"{path}: its config has no entry {ENTRY!r}; it is a plain model, use from_pretrained.")
         if model_type not in CONFIG_MAPPING:
             raise ValueError(f"{path} holds a model of type {model_type!r}, which this transformers does not know.")
-        _check_entry(path, entries[ENTRY])
         return CONFIG_MAPPING[model_type].from_dict({**entries, "model_type": model_type}, **unused)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Called by transformers; the saved file needs no registration."""
-
-
-def _check_entry(path: str | os.PathLike[str], entry: Any) -> None:
-    known = {"layers", "horizon", "steps", "step", "learn_beta"}
-    if not isinstance(entry, list) or not all(isinstance(flow, dict) and set(flow) <= known for flow in entry):
-        raise ValueError(f"{path}: the entry {ENTRY!r} of its config is not one that replace_attention wrote.")
 
 
 def has_flows(path: str | os.PathLike[str], **options: Any) -> bool:
@@ -232,8 +223,9 @@ def flow_auto_class(name: str) -> type:
 
 def with_flows(kind: Any, config: Any, path: str | os.PathLike[str]) -> Any:
     """A class of models whose attention is replaced before the weights are read."""
-    entry = getattr(config, ENTRY)
-    _check_entry(path, entry)
+    entry, known = getattr(config, ENTRY), {"layers", "horizon", "steps", "step", "learn_beta"}
+    if not isinstance(entry, list) or not all(isinstance(flow, dict) and set(flow) <= known for flow in entry):
+        raise ValueError(f"{path}: the entry {ENTRY!r} of its config is not one that replace_attention wrote.")
 
     class WithFlows(kind):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:

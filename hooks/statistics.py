@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.hooks.recorder import depth_of
+from attn_flow.hooks.points import depth_of
 
 FORMAT = "attn_flow.Statistics 0.3"
 AT_ONCE = 1024  # tokens whose products are summed in float32 before they are added in float64

@@ -269,6 +269,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     for options, message in (
         ({"reservoir": -1}, "reservoir = -1"),
         ({"shard": "3/3"}, "counted from 0"),
+        ({"shard": (-1, 3)}, "counted from 0"),
         ({"shard": "a"}, "expected 'i/n'"),
         ({"texts": TEXTS[:8], "shard": "5/99"}, "got no batch"),
         ({"texts": [*TEXTS[:9], " "]}, r"texts\[9\] is empty"),
