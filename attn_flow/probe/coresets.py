@@ -115,31 +115,28 @@ def fit(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor) -> Core
     """
     target = (queries @ keys.mT).softmax(-1) @ values
     coreset = _refit_values(coreset, queries, target)
-    fitted, fitted_target, held_out, held_out_target = (
-        queries[:, ::2],
-        target[:, ::2],
-        queries[:, 1::2],
-        target[:, 1::2],
-    )
-    scale = 1 / _spread(fitted_target, torch.full_like(fitted_target[..., 0], 1 / fitted_target.shape[-2]))
+    scale = 1 / _spread(target[:, ::2], torch.full_like(target[:, ::2, 0], 1 / target[:, ::2].shape[-2]))
     start = (coreset.keys, coreset.values, coreset.log_masses.clamp_min(-30))
     units = keys.std(-2, keepdim=True), values.std(-2, keepdim=True), torch.ones_like(keys[0, 0, 0])
     moves = [torch.zeros_like(x, requires_grad=True) for x in start]
     moved = lambda: Coreset(*(x + unit * move for x, unit, move in zip(start, units, moves)))
+    errors = lambda coreset, chosen: (
+        (coreset.averages(queries[:, chosen]) - target[:, chosen]).square().sum(-1).mean(-1)
+    )
     optimiser = torch.optim.Adam(moves, lr=STEP_SIZE)
     for step in range(STEPS):
         optimiser.param_groups[0]["lr"] = STEP_SIZE * (1 - step / STEPS)
         optimiser.zero_grad()
         with torch.enable_grad():
-            error = (moved().averages(fitted) - fitted_target).square().sum(-1).mean(-1)
-            (error * scale).sum().backward()
+            (errors(moved(), slice(0, None, 2)) * scale).sum().backward()
         optimiser.step()
     with torch.no_grad():
-        other = _refit_values(moved(), queries, target)
-        before, after = ((c.averages(held_out) - held_out_target).square().sum((-2, -1)) for c in (coreset, other))
-    keep = lambda a, b: torch.where((after < before).reshape(-1, *[1] * (a.ndim - 1)), a, b)
+        fitted, others = _refit_values(moved(), queries, target), slice(1, None, 2)
+        is_better = (errors(fitted, others) < errors(coreset, others))[:, None]
     return Coreset(
-        keep(other.keys, coreset.keys), keep(other.values, coreset.values), keep(other.log_masses, coreset.log_masses)
+        torch.where(is_better[..., None], fitted.keys, coreset.keys),
+        torch.where(is_better[..., None], fitted.values, coreset.values),
+        torch.where(is_better, fitted.log_masses, coreset.log_masses),
     )
 
 

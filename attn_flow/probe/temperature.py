@@ -69,7 +69,8 @@ class Temperature:
         for name, size in sizes.items():
             kind = best[name]
             words = f"R2 {medians[name][kind]:.2f} by {DESCRIPTIONS[kind]}" if kind else "no description applies"
-            parts += [f"{size} {'is' if size == 1 else 'are'} {name} ({words})"] if size else []
+            if size:
+                parts.append(f"{size} {'is' if size == 1 else 'are'} {name} ({words})")
         value = ", ".join(f"{size} {name}" for name, size in sizes.items())
         return Finding(None, f"Of {phases.numel()} heads {', '.join(parts)}.", numbers, value)
 

@@ -12,11 +12,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def untrained_copy(model: Model, seed: int = 0) -> Model:
-    """The same architecture with freshly drawn weights.
-
-    Args:
-        model: a model of HuggingFace, or one whose modules have `reset_parameters`.
-        seed: of the weights.
+    """The same architecture with weights drawn anew, of a HuggingFace model or one with `reset_parameters`.
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
