@@ -33,13 +33,9 @@ Ends = list[tuple[float, float, str, str]]  # of lines: x, y, label, colour
 
 
 def draw(result: ProbeResult, name: str, width: int = 748, small: bool = False) -> Figure:
-    """The figure of a question, or of "evolution", with text of 12 pixels at a width in pixels.
+    """The figure of a question, or of "evolution", at a width in pixels; small figures have no labels.
 
-    Args:
-        result: of a probe.
-        name: averaging, clusters, temperature, limit or evolution.
-        width: in pixels. Panels stand below each other if it is less than 600.
-        small: without labels.
+    Panels stand below each other if the width is less than 600.
     """
     panels = PANELS[name][:1] if small else PANELS[name]
     rows, columns = (len(panels), 1) if width < 600 else (1, len(panels))

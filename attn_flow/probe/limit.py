@@ -133,14 +133,9 @@ class LimitApproach:
 
 
 def sequential_p(own: float, draws: Tensor) -> float:
-    """p value of a rank test that ends with the 20th draw that is at least as large (Besag and Clifford, 1991).
+    """p value of a statistic among draws of the null hypothesis, by the sequential test of Besag and Clifford (1991).
 
-    Args:
-        own: the observed statistic.
-        draws: those under the null hypothesis, in the order in which they were drawn.
-
-    Returns:
-        20/k if the 20th exceedance is draw k, else (1 + exceedances)/(1 + draws).
+    It is 20/k if the 20th draw that is at least as large is draw k, else (1 + exceedances)/(1 + draws).
 
     Example:
         >>> sequential_p(1.0, torch.tensor([2.0, 0.0, 0.0])), sequential_p(0.0, torch.ones(20))

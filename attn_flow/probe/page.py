@@ -69,13 +69,7 @@ underlined ones receive most attention. Choose a head, then a token of the first
 
 
 def write_page(result: ProbeResult, folder: str | Path, title: str = "") -> Path:
-    """Write report.html and its four figures into a folder; returns the path of the page.
-
-    Args:
-        result: of a probe.
-        folder: is made if it does not exist.
-        title: the name of the encoder on the page.
-    """
+    """Write report.html and its four figures into a folder; returns the path of the page."""
     folder, about, encoder = Path(folder), result.about, result.about.encoder
     for name in QUESTIONS:
         save_figure(draw(result, name), folder / f"{name}.png")

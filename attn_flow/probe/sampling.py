@@ -40,10 +40,7 @@ def sample_sizes(n: int) -> Tensor:
 def decay_exponent(squared_errors: Tensor, sizes: Tensor, n: int | Tensor) -> Tensor:
     """The exponent b (...) of squared errors (..., sizes) ~ (1 - m/n) m^(-2b), by least squares of the logarithms.
 
-    Args:
-        squared_errors: (..., sizes), of samples of m of n keys.
-        sizes: the m, (sizes,) or (..., sizes), all below n.
-        n: the number of keys, a number or (..., 1).
+    The sizes m are (sizes,) or (..., sizes), all below n, which is a number or (..., 1).
 
     Example:
         >>> sizes = torch.tensor([8, 16, 32])
@@ -67,14 +64,8 @@ def permuted_keys(special: Tensor, draws: int, generator: torch.Generator) -> Te
 def weight_errors(logits: Tensor, special: Tensor, order: Tensor, sizes: Tensor) -> Tensor:
     """Expected squared error per component with independent normal values: E sum_j (p'_j - p_j)^2, (heads, sizes).
 
-    Args:
-        logits: (heads, queries, n).
-        special: (n,), the keys that are always kept.
-        order: (draws, N), from `permuted_keys`; the sample of size m is the first m.
-        sizes: (sizes,).
-
-    Returns:
-        Means over draws and queries, in float64.
+    The mean over the queries of logits (heads, queries, n) and over draws: `order` (draws, N) is from `permuted_keys`,
+    and a sample of size m is the first m of it with all special keys (n,).
     """
     logits = logits.double()
     weights = (logits - logits.amax(-1, keepdim=True)).exp()
@@ -97,9 +88,7 @@ def weight_errors(logits: Tensor, special: Tensor, order: Tensor, sizes: Tensor)
 def logit_sd(logits: Tensor, special: Tensor) -> Tensor:
     """Root mean square over queries of the standard deviation of a query's logits over visible regular keys, (heads,).
 
-    Args:
-        logits: (heads, queries, n), -inf for keys that a query does not see.
-        special: (n,), keys that do not count.
+    Logits (heads, queries, n) are -inf for keys that a query does not see; special keys (n,) do not count.
     """
     logits = logits[..., ~special]
     is_visible = logits > -torch.inf
