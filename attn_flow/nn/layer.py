@@ -187,9 +187,9 @@ class ContinuousAttentionLayer(FlowModule):
 
     @torch.no_grad()
     def _logit_bound(self, x: Tensor, field: Field) -> Tensor:
-        """An upper bound on the logits, (); zero where it decides nothing."""
+        """An upper bound on the logits, (). Only float32 needs it; beta shows whether a loaded one is infinite."""
         if x.dtype != torch.float32:
-            return torch.zeros(())
+            return torch.zeros(()) if self.is_hardmax else self.beta.amax()
         radius = self.geometry.max_norm
         # In flat space tokens may grow: the bound allows twice their length.
         return field.logit_bound(2 * x.norm(dim=-1).amax() if radius is None else radius)

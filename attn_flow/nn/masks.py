@@ -64,7 +64,7 @@ class LogitMask(NamedTuple):
     bias: Tensor | None = None  # ([batch,] heads or 1, n or 1, m), finite
     causal: bool = False  # a causal mask, which is not part of the bias
     is_blind: Tensor | None = None  # queries that see no key, ([batch,] heads or 1, n or 1, 1)
-    is_empty: Tensor | None = None  # clouds without keys, ([batch])
+    is_empty: Tensor | None = None  # clouds without keys, (batch) or ()
     is_padding: Tensor | None = None  # (), see `token_mask`
 
 

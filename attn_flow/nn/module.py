@@ -105,7 +105,7 @@ class FlowModule(nn.Module):
             for each, z in clouds.items():
                 checks.require_finite(each, z)
             place(name, x, self.geometry)
-            raise ValueError(f"the logits of {name} overflow; use smaller tokens, weights or beta.")
+            raise ValueError(f"the logits of {name} overflow; use smaller tokens, weights or a finite beta.")
         if is_wrong_mask:
             raise ValueError(
                 "the mask hides tokens from some queries and not from others, or has positive numbers in a mask that "

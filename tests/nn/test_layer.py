@@ -141,6 +141,10 @@ def test_beta_is_read_set_saved_loaded_and_reset() -> None:
     fresh = make(seed=1, kind="hardmax")
     fresh.load_state_dict(hardmax.state_dict())
     assert torch.equal(fresh(draw(5, 4)), hardmax(draw(5, 4)))
+    layer.load_state_dict(hardmax.state_dict())
+    for module, x in ((layer, draw(5, 4)), (copy.deepcopy(layer).float(), draw(5, 4).float())):
+        with pytest.raises(ValueError, match=r"overflow; use .* a finite beta"):
+            module(x)
     for beta, message in (
         (torch.ones(3), r"beta has shape \(3,\), expected \(\) or \(heads,\) = \(2,\)"),
         (torch.tensor([1.0, math.inf]), "expected finite numbers as at the start"),
