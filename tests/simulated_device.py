@@ -2,7 +2,7 @@
 
 Values live in an ordinary tensor inside, where every operation is done. What a real accelerator would make slow or
 impossible shows: an operand on the wrong device raises, and each value that the host waits for is counted with the line
-that asked for it.
+that reads it.
 
     with accelerator() as device:
         path = flow(attention.to(device), x0.to(device), [0.0, 1.0])
@@ -30,32 +30,32 @@ _library: torch.library.Library | None = None
 
 
 class Simulated(torch.Tensor):
-    """A tensor of the simulated device; its values are in `held`."""
+    """A tensor of the simulated device; its values are in `inner`."""
 
-    held: torch.Tensor
+    inner: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor) -> Simulated:
-        made = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, inner: torch.Tensor) -> Simulated:
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
             device=torch.device(NAME, 0),
             dispatch_sizes_strides_policy="sizes",  # an in-place operation may change them
         )
-        made.held = held
-        return made
+        tensor.inner = inner
+        return tensor
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"simulated({self.held!r})"
+        return f"simulated({self.inner!r})"
 
     def tolist(self) -> Any:
         """Which torch refuses for such tensors, and a device allows."""
         _reads[_caller()] += 1
-        return self.held.tolist()
+        return self.inner.tolist()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -70,38 +70,38 @@ def _on_device(device: Any) -> bool:
 
 def _bare(value: Any) -> Any:
     if isinstance(value, Simulated):
-        return value.held
+        return value.inner
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
 
 
 def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     leaves = tree_leaves((args, kwargs))
-    there = [z for z in leaves if isinstance(z, Simulated)]
-    here = [z for z in leaves if isinstance(z, torch.Tensor) and not isinstance(z, Simulated)]
+    simulated = [z for z in leaves if isinstance(z, Simulated)]
+    ordinary = [z for z in leaves if isinstance(z, torch.Tensor) and not isinstance(z, Simulated)]
     name = str(operation)
     if name == "aten._efficientzerotensor.default":  # of forward derivatives: a tensor without memory, for torch's eyes
         operation = torch.ops.aten.zeros.default
-    asked = kwargs.get("device")
-    if there and name in ("aten.size.default", "aten.sym_size.default"):
-        return tuple(there[0].held.size())
-    if there and name in ("aten.stride.default", "aten.sym_stride.default"):
-        return tuple(there[0].held.stride())
-    if there and name in ("aten.sym_storage_offset.default", "aten.storage_offset.default"):
-        return there[0].held.storage_offset()
-    if there and name.startswith("aten.is_"):  # is_contiguous and the like
+    device = kwargs.get("device")
+    if simulated and name in ("aten.size.default", "aten.sym_size.default"):
+        return tuple(simulated[0].inner.size())
+    if simulated and name in ("aten.stride.default", "aten.sym_stride.default"):
+        return tuple(simulated[0].inner.stride())
+    if simulated and name in ("aten.sym_storage_offset.default", "aten.storage_offset.default"):
+        return simulated[0].inner.storage_offset()
+    if simulated and name.startswith("aten.is_"):  # is_contiguous and the like
         return operation(*tree_map(_bare, args), **tree_map(_bare, kwargs))
     crosses = "copy" in name
-    strangers = [z for z in here if z.ndim > 0]
+    cpu_operands = [z for z in ordinary if z.ndim > 0]
     indexed = name.startswith("aten.index.") and isinstance(args[0], Simulated)  # torch takes indices of the CPU
-    if there and strangers and not crosses and not indexed:
-        raise RuntimeError(f"{name} mixes the simulated device with the CPU: {[tuple(z.shape) for z in strangers]}")
-    waits = "_local_scalar_dense" in name or _of_unknown_shape(name, args)
-    if there and (waits or (asked is not None and not _on_device(asked))):
+    if simulated and cpu_operands and not crosses and not indexed:
+        raise RuntimeError(f"{name} mixes the simulated device with the CPU: {[tuple(z.shape) for z in cpu_operands]}")
+    reads_value = "_local_scalar_dense" in name or _of_unknown_shape(name, args)
+    if simulated and (reads_value or (device is not None and not _on_device(device))):
         _reads[_caller()] += 1
-    if there and crosses and args and not isinstance(args[0], Simulated) and isinstance(args[0], torch.Tensor):
+    if simulated and crosses and args and not isinstance(args[0], Simulated) and isinstance(args[0], torch.Tensor):
         _reads[_caller()] += 1
     bare_kwargs = tree_map(_bare, kwargs)
-    if _on_device(asked):
+    if _on_device(device):
         bare_kwargs["device"] = torch.device("cpu")
     out = operation(*tree_map(_bare, args), **bare_kwargs)
     if name.split(".")[1].endswith("_") and args and isinstance(args[0], Simulated):  # in place
@@ -109,11 +109,11 @@ def _run(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     written = kwargs.get("out")
     if written is not None:
         return written
-    if asked is not None:
-        stays = _on_device(asked)
+    if device is not None:
+        is_simulated = _on_device(device)
     else:
-        stays = bool(there) and not (crosses and not isinstance(args[0], Simulated))
-    return tree_map(lambda z: Simulated(z) if stays and isinstance(z, torch.Tensor) else z, out)
+        is_simulated = bool(simulated) and not (crosses and not isinstance(args[0], Simulated))
+    return tree_map(lambda z: Simulated(z) if is_simulated and isinstance(z, torch.Tensor) else z, out)
 
 
 def _of_unknown_shape(name: str, args: Any) -> bool:
@@ -162,7 +162,7 @@ def _prepare() -> None:
 
 @contextmanager
 def accelerator() -> Iterator[torch.device]:
-    """The simulated device, while tensors may be made on it; no reads counted yet."""
+    """The simulated device, while tensors may be created on it; no reads counted yet."""
     _prepare()
     _reads.clear()
     with _Mode():
@@ -178,11 +178,11 @@ def values(x: torch.Tensor) -> torch.Tensor:
     """The values of a tensor of the simulated device, without counting a read."""
     if not isinstance(x, Simulated):
         raise ValueError(f"a result is on {x.device}, expected {NAME}: it left the device.")
-    return x.held
+    return x.inner
 
 
 def device_reads() -> dict[str, int]:
-    """How often the host waited for a value, by the line that asked."""
+    """How often the host waited for a value, by the line that reads it."""
     return dict(_reads)
 
 

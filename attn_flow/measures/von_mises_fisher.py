@@ -54,7 +54,7 @@ class VonMisesFisher:
 
     @property
     def d(self) -> int:
-        """Dimension of the space the sphere lies in."""
+        """The dimension of the space in which the sphere lies."""
         return self.mean.shape[-1]
 
     def to(self, *args: Any, **kwargs: Any) -> VonMisesFisher:
@@ -62,7 +62,7 @@ class VonMisesFisher:
         return VonMisesFisher(self.mean.to(*args, **kwargs), self.kappa)
 
     def density(self, y: Tensor) -> Tensor:
-        """The density at unit vectors y (..., d), relative to the uniform law."""
+        """The density at unit vectors y (..., d), relative to the uniform distribution."""
         checks.require_shape("y", y, (self.d,))
         self._require_unit("y", y)
         along = (y * self.mean).sum(-1)
@@ -89,20 +89,20 @@ class VonMisesFisher:
     def _drop(self, count: int, generator: torch.Generator | None) -> Tensor:
         """1 - <mean, y> of `count` samples, float64: small ones keep their digits. Wood (1994), by rejection."""
         d, kappa, device = self.d, self.kappa, "cpu" if generator is None else generator.device
-        where: Any = {"generator": generator, "dtype": torch.float64, "device": device}
+        factory: Any = {"generator": generator, "dtype": torch.float64, "device": device}
         if d == 1:
-            return 2.0 * (torch.rand(count, **where) > 1 / (1 + math.exp(-2 * kappa)))
+            return 2.0 * (torch.rand(count, **factory) > 1 / (1 + math.exp(-2 * kappa)))
         b = (d - 1) / (2 * kappa + math.hypot(2 * kappa, d - 1))
         x0 = (1 - b) / (1 + b)
         top = kappa * x0 + (d - 1) * math.log(4 * b / (1 + b) ** 2)  # 1 - x0^2
-        found = torch.zeros(0, dtype=torch.float64, device=device)
-        while len(found) < count:
-            normal = torch.randn(2 * count + 16, d, **where)
-            z = (1 + normal[:, 0] / normal.norm(dim=-1)) / 2  # of the law Beta((d-1)/2, (d-1)/2)
+        accepted = torch.zeros(0, dtype=torch.float64, device=device)
+        while len(accepted) < count:
+            normal = torch.randn(2 * count + 16, d, **factory)
+            z = (1 + normal[:, 0] / normal.norm(dim=-1)) / 2  # distributed as Beta((d-1)/2, (d-1)/2)
             drop = 2 * b * z / (1 - (1 - b) * z)
             bound = kappa * (1 - drop) + (d - 1) * torch.log1p(-x0 * (1 - drop)) - top
-            found = torch.cat([found, drop[bound >= torch.rand(len(z), **where).log()]])
-        return found[:count]
+            accepted = torch.cat([accepted, drop[bound >= torch.rand(len(z), **factory).log()]])
+        return accepted[:count]
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""

@@ -130,6 +130,20 @@ def test_every_kernel_has_the_same_drift(generator):
         torch.testing.assert_close(drift, drifts[0], rtol=0, atol=1e-10)
 
 
+def test_auto_keeps_the_masks_of_a_large_cold_cloud(generator):
+    x = Sphere().uniform(2048, 3, generator=generator, dtype=f64)
+    causal = Attention.identity(3, 1e4, causal=True).drift(x)
+    torch.testing.assert_close(causal[0], x[0])  # the first token sees itself alone
+    others = Attention.identity(3, 1e4, self_attention=False).drift(x)
+    assert float((others - x).norm(dim=-1).min()) > 1e-6
+
+
+def test_tokens_of_a_long_context_are_resolved(generator):
+    x, y = 0.1 * torch.randn(5, 3, generator=generator), 100 * torch.randn(50, 3, generator=generator)
+    A = Attention.identity(3, 30.0)
+    torch.testing.assert_close(A.drift(x, y).double(), A.drift(x.double(), y.double()), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("beta", [1e3, 1e6])
 def test_cold_logits_of_float32_tokens_are_resolved(generator, beta):
     x = Sphere().uniform(300, 3, generator=generator)
@@ -257,3 +271,5 @@ def test_a_drift_of_ones_own_is_called_in_the_dtype_of_the_tokens() -> None:
 def test_auto_takes_another_kernel_only_for_large_cold_clouds(n: int, d: int, beta: float, kernel: str) -> None:
     x = Sphere().uniform(n, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert choose_kernel(x, x, x, None, beta) == kernel
+    rounded = x.float().double()  # tokens that were given in float32
+    assert choose_kernel(rounded, rounded, rounded, None, beta, tolerance=1e-6) == kernel

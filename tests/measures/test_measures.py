@@ -81,6 +81,13 @@ def test_cloud_by_its_definition():
     assert float(cloud.max_norm) == pytest.approx(float(x.norm(dim=-1).max()))
 
 
+@pytest.mark.parametrize("beta", [1e-3, 1e-2, 1.0, 30.0])
+def test_two_tokens_have_a_hyperbolic_cosine(beta):
+    cloud, g = Cloud(torch.tensor([[-1.0], [1.0]], dtype=f64)), torch.tensor([[1.0]], dtype=f64)
+    assert float(cloud.log_partition(g, beta)) == pytest.approx(math.log(math.cosh(beta)) / beta, rel=1e-9)
+    assert float(cloud.tilted_mean(g, beta)) == pytest.approx(math.tanh(beta), rel=1e-12)
+
+
 def test_weights_of_any_size_and_their_gradients():
     x = draw(3, 2)
     huge = Cloud(x, torch.tensor([1e308, 1e308, 0.0], dtype=f64))
