@@ -24,7 +24,7 @@ function cloudAt(run, t) {
 const PHASES = {  // a phase -> its word and its shade
   concentrating: ["falls", "falling"], metastable: ["rests", "resting"], terminal: ["leaves", "leaving"], spreading: ["spreads", "leaving"],
 };
-const spansOf = run => run.phases.map(p => ({from: p.start, to: p.end, name: PHASES[p.phase][0], tone: PHASES[p.phase][1]}));
+const spansOf = run => run.phases.map(p => ({from: p.start, to: p.end, name: PHASES[p.name][0], tone: PHASES[p.name][1]}));
 const highest = Math.max(...data.runs.flatMap(run => run.w2.y)) * 1.1;
 
 function build() {

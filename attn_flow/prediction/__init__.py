@@ -10,7 +10,6 @@ from attn_flow.prediction.phases import (
     PhasesOverSeeds,
     phases,
     phases_over_seeds,
-    split,
     w2_curve,
 )
 from attn_flow.prediction.rates import Rates
@@ -43,7 +42,6 @@ __all__ = [
     "resolution",
     "settle",
     "spectrum",
-    "split",
     "starting_cloud",
     "sweep",
     "w2_curve",

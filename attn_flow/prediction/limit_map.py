@@ -50,10 +50,8 @@ class LimitMap:
         attention, support, tol: the arguments of `limit`.
         spectrum: the leading spectral subspace E of M, its projector and gap.
         kernel: (d, m), an orthonormal basis of ker G, where the drift is undefined; None if G is invertible.
-        rates: the exponential rates of concentration.
-        power: the exponent a of W_2 ~ t^{-a} at a Jordan block.
-        terminal: what clusters do once they have formed.
-        width: the width that clusters keep at finite beta.
+        rates, power: the exponential rates of concentration; the exponent a of W_2 ~ t^{-a} at a Jordan block.
+        terminal, width: what clusters do once they have formed, and the width that they keep at finite beta.
         elements, shape: the limits of a batch, and its shape.
 
     Example:
@@ -211,29 +209,27 @@ class LimitMap:
             raise ValueError(f"no limit is established: {self.reason}.")
         if self.kernel is not None:
             _project(x, self.attention.G[0], "lie in ker G, where the drift is undefined")
-        if times is None and self.rotates:
+        if times is not None:
+            grid = times if times[0] == 0 else [0.0, *times]
+            path = zero_temperature_flow(self.attention, x, grid, self.support).x
+            return _project(path[-len(times) :], self.spectrum.projector)
+        if self.rotates:
             pair = f"{self.spectrum.leading:.4g} +- {self.spectrum.frequencies[0]:.4g}i"
             raise ValueError(f"the leading eigenvalues {pair} rotate: no limit. Give a time: push_forward(x, t).")
-        if times is None:
-            return _project(x, self.spectrum.direction)
-        grid = times if times[0] == 0 else [0.0, *times]
-        path = zero_temperature_flow(self.attention, x, grid, self.support).x
-        return _project(path[-len(times) :], self.spectrum.projector)
+        return _project(x, self.spectrum.direction)
 
     def as_dict(self) -> dict[str, Any]:
-        """All numbers and words, ready for JSON; infinities are strings."""
+        """All numbers and words, ready for JSON; infinities are strings, and None stands where nothing applies."""
         if self.elements:
             each = [one.as_dict() for one in self.elements]
             return {"case": self.case, "shape": list(self.shape), "elements": each}
-        spectrum = ("leading", "gap", "gap_error", "index", "frequencies", "basis", "projector")
-        values = {name: getattr(self, name) for name in ("case", "reason", "tol", "dimension", "kernel", "power")}
-        values |= {name: getattr(self.spectrum, name, None) for name in spectrum}
-        values |= {name: getattr(self.rates, name, None) for name in ("g", "kappa", "tail", "C")}
+        read = lambda record, *names: {name: getattr(record, name, None) for name in names}
+        values = read(self, "case", "reason", "tol", "dimension", "kernel", "power")
+        values |= read(self.spectrum, "leading", "gap", "index", "frequencies", "basis", "projector")
+        values |= read(self.rates, "g", "kappa", "tail", "C")
         values |= {f"rate_w{p}": None if self.rates is None else self.rates.decay(p) for p in (1, 2)}
-        values |= {
-            f"terminal_{name}": getattr(self.terminal, name, None) for name in ("case", "basis", "rate", "reason")
-        }
-        values |= {name: getattr(self.terminal, name, None) for name in ("exit_rate", "keeps_E")}
+        values |= read(self.terminal, "exit_rate", "keeps_E")
+        values |= {f"terminal_{name}": value for name, value in read(self.terminal, "basis", "rate", "reason").items()}
         values["width"] = getattr(self.width, "coefficient", None)
         return to_plain(values | {"requires": [asdict(need) for need in self.requires]})
 
@@ -296,7 +292,7 @@ def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMa
     linear = linear_part(attention, support, tol)
     values = attention.to(torch.float64).OV.detach().sum(-3)
     top, width = spectrum(values, tol), None
-    phase = TerminalPhase(top.case, top.basis, top.gap)
+    phase = TerminalPhase(top.basis, top.gap)
     if linear is None:
         causes = {"several heads": attention.heads > 1, "a query bias": is_nonzero(attention.G_bias)}
         causes["a value bias"] = is_nonzero(attention.value_bias)
@@ -305,32 +301,31 @@ def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMa
         terminal = None if causes["a value bias"] else phase
         return LimitMap("nonlinear", reason, attention, support, tol, terminal=terminal)
     W, N = (A.detach() for A in linear)
-    M = W @ N
-    main = spectrum(M, tol)
+    main = spectrum(W @ N, tol)
     _, singular, rows = torch.linalg.svd(N)
-    kernel = rows[singular <= tol * singular[0]].mT if bool((singular <= tol * singular[0]).any()) else None
+    is_zero = singular <= tol * singular[0]
+    kernel = rows[is_zero].mT if bool(is_zero.any()) else None
     if support is None or isinstance(support, UniformSphere):
         phase, width = exit_of_clusters(phase, main, values, N, tol)
-    case, reason = main.case, _reason(main, max(tol * float(torch.linalg.matrix_norm(M, 2)), main.gap_error))
+    case, reason = main.case, _reason(main)
     if kernel is not None:
-        case, reason = _outside_kernel(main, reason, M, N, tol)
-    rates = concentration_rates(main, W, N, tol)
+        case, reason = _outside_kernel(main, reason, W @ N, N, tol)
     power = None
     if main.case == "jordan" and not main.frequencies:
         # Tokens are 1/t from their limits, and a share t^{-rank} of the mass still crosses between limits.
         power = min(1.0, int(torch.linalg.matrix_rank(main.direction, rtol=tol)) / 2)
+    rates = concentration_rates(main, W, N, tol)
     return LimitMap(case, reason, attention, support, tol, main, kernel, rates, power, phase, width)
 
 
-def _reason(spectrum: Spectrum, threshold: float) -> str:
-    """How the case of a linear limit is known; gaps below the threshold count as zero."""
+def _reason(spectrum: Spectrum) -> str:
+    """How the case of a linear limit is known."""
     leading, frequencies = f"{spectrum.leading:.6g}", ", ".join(f"{b:.6g}i" for b in spectrum.frequencies)
     return {
-        "fixed": f"{spectrum.dimension} leading eigenvalue(s) {leading}, semisimple, gap {spectrum.gap:.3g} > "
-        f"{threshold:.1g}",
+        "fixed": f"{spectrum.dimension} leading eigenvalue(s) {leading}, semisimple, gap {spectrum.gap:.3g}",
         "rotating": f"leading eigenvalues {leading} +- {frequencies}, semisimple: no pointwise limit",
         "jordan": f"Jordan block of index {spectrum.index} at {leading}: tokens approach like 1/t",
-        "stationary": f"M = {leading} I to {threshold:.1g}: every direction is stationary",
+        "stationary": f"M = {leading} I to rounding or tol: every direction is stationary",
     }[spectrum.case]
 
 

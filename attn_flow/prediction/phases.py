@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from attn_flow.drawing import distance_figure, html_text
@@ -22,6 +22,7 @@ from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.measures import Cloud
 from attn_flow.prediction.limit_map import LimitMap
 from attn_flow.prediction.requirements import PredictionWarning, Requirement
+from attn_flow.prediction.spectrum import Array
 from attn_flow.transport.distances import wasserstein
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Phase:
     """One interval of time, and the rate of exponential decay or growth in it; None where nothing can be fitted.
 
     Attributes:
-        name: "concentrating", "metastable", "terminal", "spreading" (W2 never falls) or "settling".
+        name: "concentrating", "metastable", "terminal" or "spreading" (W2 never falls).
         start, end: the interval.
         rate, error: fitted where log W2 is straight, with its standard error. W2 decays at it while concentrating; the
             clusters' offset grows at it in the terminal phase.
@@ -51,10 +52,6 @@ class Phase:
     error: float | None = None
     predicted: float | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """The numbers, and the name under "phase"."""
-        return {"phase": self.name, **{name: value for name, value in asdict(self).items() if name != "name"}}
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Phases:
@@ -66,7 +63,6 @@ class Phases:
         t_min, min_w2: (...), the time of the least W2 and its value.
         intervals: the phases in order; those of a batch are in its elements, `phases(path, limit)[i]`.
         note: why there is a metastable phase or none, in words.
-        settling: the final approach to V's leading direction.
         requires: the assumptions of the prediction, checked on the first cloud.
         doubts: why the prediction need not hold for this path.
         elements: the phases of the paths of a batch.
@@ -78,7 +74,6 @@ class Phases:
     min_w2: Tensor
     intervals: tuple[Phase, ...] = ()
     note: str = ""
-    settling: Phase | None = None
     requires: tuple[Requirement, ...] = ()
     doubts: tuple[str, ...] = ()
     elements: tuple[Phases, ...] = ()
@@ -108,9 +103,8 @@ class Phases:
             return {"elements": [each.as_dict() for each in self.elements]}
         return {
             **{name: getattr(self, name).tolist() for name in ("t", "w2", "t_min", "min_w2")},
-            "phases": [phase.as_dict() for phase in self.intervals],
+            "phases": [asdict(phase) for phase in self.intervals],
             "note": self.note,
-            "settling": None if self.settling is None else self.settling.as_dict(),
             "requires": [asdict(need) for need in self.requires],
             "doubts": list(self.doubts),
         }
@@ -128,26 +122,27 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
         tensor([0.6325, 0.0000])
     """
     if limit.elements:
-        batch = path.x.shape[1:-2]
-        each = [w2_curve(one, limit[i % len(limit.elements)]) for i, one in enumerate(_elements(path))]
-        return torch.stack(each, dim=-1).unflatten(-1, batch)
+        each = [w2_curve(*element) for element in _elements(path, limit)]
+        return torch.stack(each, dim=-1).unflatten(-1, path.x.shape[1:-2])
     start = Cloud(path.cloud(0).filled(), path.weights, path.mask)
     target = limit.push_forward(start, path.t - path.t[0] if limit.rotates else None)
     return wasserstein(Cloud(path.x, path.weights, path.mask), target)
 
 
-def _elements(path: Trajectory) -> list[Trajectory]:
-    """The paths of a batch, one by one, each with its own beta."""
+def _elements(path: Trajectory, limit: LimitMap) -> list[tuple[Trajectory, LimitMap]]:
+    """The paths of a batch, one by one, each with its own beta and limit."""
     batch = path.x.shape[1:-2]
     count, x = math.prod(batch), path.x.flatten(1, -3)
     rows = lambda z: [None] * count if z is None else z.expand(*batch, z.shape[-1]).flatten(0, -2)
     about = path.about.get("field", {})
     beta = torch.as_tensor(np.asarray(about.get("beta", math.nan), dtype=np.float64))
     betas = (beta[..., 0] if beta.ndim else beta).expand(batch).flatten().tolist()
-    return [
+    limits = limit.elements or (limit,)
+    paths = [
         replace(path, x=x[:, i], weights=w, mask=m, about=path.about | {"field": about | {"beta": b}})
         for i, (w, m, b) in enumerate(zip(rows(path.weights), rows(path.mask), betas))
     ]
+    return [(one, limits[i % len(limits)]) for i, one in enumerate(paths)]
 
 
 def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None = None, warn: bool = True) -> Phases:
@@ -179,34 +174,116 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
     curve = curve.detach().cpu().double()
     if curve.shape != path.x.shape[:-2] or len(path) < 3:
         raise ValueError(f"w2 has shape {tuple(curve.shape)}, expected {tuple(path.x.shape[:-2])} and 3 or more times.")
+    if not bool((curve.isfinite() & (curve >= 0)).all()):
+        raise ValueError("w2 has NaN, infinite or negative entries, expected distances.")
     if curve.ndim == 1:
         return _phases_of_path(path, limit, curve, warn)
-    paths, curves = _elements(path), curve.flatten(1).unbind(-1)
-    limits = [limit[i % len(limit.elements)] if limit.elements else limit for i in range(len(paths))]
-    each = tuple(_phases_of_path(*parts, warn) for parts in zip(paths, limits, curves))
+    parts = zip(_elements(path, limit), curve.flatten(1).unbind(-1))
+    each = tuple(_phases_of_path(*element, one, warn) for element, one in parts)
     least = curve.min(0)
     return Phases(path.t, curve, path.t.cpu()[least.indices], least.values, elements=each)
 
 
-def _phases_of_path(path: Trajectory, limit: LimitMap, w: Tensor, warn: bool) -> Phases:
-    t = path.t.detach().cpu().double()
+def _phases_of_path(path: Trajectory, limit: LimitMap, curve: Tensor, warn: bool) -> Phases:
+    t, w, m = path.t.detach().cpu().double().numpy(), curve.numpy(), int(curve.argmin())
     beta = path.about.get("field", {}).get("beta")
     beta = float(beta) if isinstance(beta, (int, float)) and 0 < beta < math.inf else None
     exit_rate = None if limit.terminal is None else limit.terminal.exit_rate
-    floor = limit.width.w2(beta) if limit.width is not None and beta is not None else 0.0
-    predicted = {"concentrating": None if limit.rates is None else limit.rates.decay(), "terminal": exit_rate}
-    offset = None if exit_rate is None or limit.basis is None else _offset(path, limit.basis[:, 0])
-    intervals, note = split(t, w, predicted, offset, floor)
     needs = limit.examine(path.cloud(0), beta=beta)
     doubts = [str(need) for need, before in zip(needs, limit.requires) if need.met is False and before.met is None]
     rounding = 8 * math.sqrt(torch.finfo(path.x.dtype).eps)  # W2^2 is a sum of squares of order one
-    if beta is not None and exit_rate and float(w.min()) < rounding:
+    if beta is not None and exit_rate and w[m] < rounding:
         reason = "only rounding breaks the symmetry of this distribution, and what follows is rounding too"
-        doubts.append(f"W2 falls to {float(w.min()):.1g}, below {rounding:.1g}: {reason}")
+        doubts.append(f"W2 falls to {w[m]:.1g}, below {rounding:.1g}: {reason}")
     if warn and doubts:
         warnings.warn("; ".join(doubts), PredictionWarning, stacklevel=3)
-    settling = _settling(path, limit, t.numpy()) if intervals[-1].name == "terminal" else None
-    return Phases(t, w, t[w.argmin()], w.min(), intervals, note, settling, needs, tuple(doubts))
+    floor = limit.width.w2(beta) if limit.width is not None and beta is not None else 0.0
+    intervals, note = _split(t, w, floor)
+    for i, phase in enumerate(intervals):
+        if phase.name == "concentrating":
+            rate, error = _fit_exponential(t[: m + 1], w[: m + 1], -1.0)
+            predicted = None if limit.rates is None else limit.rates.decay()
+            intervals[i] = replace(phase, rate=rate, error=error, predicted=predicted)
+        elif phase.name == "terminal":
+            # W2 saturates before its growth is exponential, unlike the offset of the clusters.
+            growth = w if exit_rate is None or limit.basis is None else _offset(path, limit.basis[:, 0], m)
+            rate, error = _fit_exponential(t[m:], growth[m:], 1.0)
+            intervals[i] = replace(phase, rate=rate, error=error, predicted=exit_rate)
+    return Phases(
+        torch.from_numpy(t), curve, torch.tensor(t[m]), curve[m], tuple(intervals), note, needs, tuple(doubts)
+    )
+
+
+def _split(t: Array, w: Array, floor: float) -> tuple[list[Phase], str]:
+    """The phases of a curve W2(t) that rests at `floor` or above, and why there is a metastable one or none."""
+    begin, end, m = float(t[0]), float(t[-1]), int(w.argmin())
+    if w[m] > FALL * w[0]:
+        note = f"no concentration: W2 falls to {w[m] / w[0]:.2g} of its start, not to {FALL:g}"
+        return [Phase("spreading", begin, end)], note
+    level = NEAR * max(w[m], floor)
+    enter, leave = _crossing(t[m::-1], w[m::-1], level), _crossing(t[m:], w[m:], level)
+    duration = REST * (enter - begin) / math.log(w[0] / level) if 0 < level < w[0] else 0.0
+    rests = leave > enter and leave - enter >= duration
+    note = f"W2 stays within 25% of its least value for {leave - enter:.3g}, {'at least' if rests else 'less than'} "
+    note += f"twice the time in which it fell by a factor of e ({duration:.3g})"
+    if rests:
+        borders = {"concentrating": (begin, enter), "metastable": (enter, leave), "terminal": (leave, end)}
+    else:
+        note, least = f"no metastable phase: {note}", float(t[m])
+        borders = {"concentrating": (begin, least), "terminal": (least, end if leave < end else least)}
+    return [Phase(name, start, stop) for name, (start, stop) in borders.items() if stop > start], note
+
+
+def _crossing(t: Array, w: Array, level: float) -> float:
+    """The first time along t at which log w crosses the level from below, or the last time."""
+    above = np.flatnonzero(w > level)
+    if not len(above):
+        return float(t[-1])
+    i = above[0]
+    share = math.log(level / w[i - 1]) / math.log(w[i] / w[i - 1]) if w[i - 1] > 0 else 1.0
+    return float(t[i - 1] + share * (t[i] - t[i - 1]))
+
+
+def _fit_exponential(t: Array, w: Array, sign: float) -> tuple[float | None, float | None]:
+    """The slope of sign * log w and its standard error, where the curve is exponential; None if it is so nowhere.
+
+    A stretch of at least 5 points and a change by a factor of e is exponential if the residuals of a line through log w
+    are below 0.5% of its change, or explained by noise. The largest product of change and duration is fitted.
+    """
+    t, w = t[w > 0], w[w > 0]
+    if len(t) < 5:
+        return None, None
+    y = sign * np.log(w)
+    noise = 1.5 * np.median(np.abs(np.diff(y, 2))) / (0.6745 * math.sqrt(6))
+    s, y = t - t.mean(), y - y.mean()
+    sums = [np.concatenate([[0.0], np.cumsum(z)]) for z in (np.ones_like(s), s, y, s * s, s * y, y * y)]
+    n, a, b, aa, ab, bb = (z[None, 1:] - z[:-1, None] for z in sums)  # over the points i, ..., j
+    duration = s[None, :] - s[:, None]
+    with np.errstate(all="ignore"):  # stretches of one point, and those with j < i
+        spread, both = aa - a * a / n, ab - a * b / n
+        slope = both / spread
+        residual = np.clip(bb - b * b / n - slope * both, 0, None)
+        change = slope * duration
+        good = (n >= 5) & (np.sqrt(residual / n) <= 0.005 * change + noise) & (change >= 1)
+    if not good.any():
+        return None, None
+    best = np.unravel_index(np.where(good, change * duration, 0.0).argmax(), change.shape)
+    return float(slope[best]), float(np.sqrt(residual[best] / (n[best] - 2) / spread[best]))
+
+
+def _offset(path: Trajectory, e: Tensor, m: int) -> Array:
+    """The tangent of the angle between +-e and the larger of the clusters there at the time t[m], (T,).
+
+    The centre of the cluster is the median of its tokens, which ignores those that linger elsewhere.
+    """
+    x, p, e = path.x.detach(), path.cloud(0).probabilities.detach(), e.to(path.x)
+    side = (x[m] @ e).sign()
+    chosen = (side == (p * side).sum().sign()) & (p > 0)
+    x, p = x[:, chosen], p[chosen] / p[chosen].sum()
+    across = torch.linalg.svd(e[None])[2][1:].mT
+    tangents, order = (x @ across / (x @ e)[..., None]).sort(dim=1)  # (T, n, d - 1)
+    middle = (p[order].cumsum(1) < 0.5).sum(1, keepdim=True).clamp(max=len(p) - 1)
+    return tangents.gather(1, middle).norm(dim=(1, 2)).cpu().double().numpy()
 
 
 class OverSeeds(NamedTuple):
@@ -246,129 +323,9 @@ def phases_over_seeds(path: Trajectory, limit: LimitMap) -> PhasesOverSeeds:
         raise ValueError(f"path.x has shape {tuple(path.x.shape)}, expected (T, seeds, n, d) with two or more seeds.")
     batch = phases(path, limit, warn=False)
     rates: dict[str, list[float]] = {}
-    for phase in (phase for one in batch for phase in (*one.intervals, one.settling)):
-        if phase is not None and phase.rate is not None:
+    for phase in (phase for one in batch for phase in one.intervals):
+        if phase.rate is not None:
             rates.setdefault(phase.name, []).append(phase.rate)
     mean = lambda z: OverSeeds(float(np.mean(z)), float(np.std(z, ddof=1)) / math.sqrt(len(z)))
-    each = {name: mean(values) for name, values in rates.items() if len(values) > 1}
-    return PhasesOverSeeds(mean(batch.t_min.tolist()), mean(batch.min_w2.tolist()), each, batch.elements)
-
-
-def split(
-    t: ArrayLike,
-    w2: ArrayLike,
-    predicted: dict[str, float | None] | None = None,
-    offset: ArrayLike | None = None,
-    floor: float = 0.0,
-) -> tuple[tuple[Phase, ...], str]:
-    """The phases of a curve W2(t), and why there is a metastable one or none.
-
-    Args:
-        t, w2: (T,) with T >= 3.
-        predicted: rates of "concentrating" and "terminal".
-        offset: (T,), what grows exponentially while clusters leave; by default W2, which saturates.
-        floor: the W2 at which theory expects the path to rest.
-    """
-    t, w, theory = np.asarray(t, dtype=np.float64), np.asarray(w2, dtype=np.float64), predicted or {}
-    if t.ndim != 1 or t.shape != w.shape or len(t) < 3:
-        raise ValueError(f"t has shape {t.shape} and w2 {w.shape}, expected the same (T,) with at least 3 times.")
-    if not (np.isfinite(w).all() and (w >= 0).all()):
-        raise ValueError("w2 has NaN, infinite or negative entries, expected distances.")
-    begin, end, m = float(t[0]), float(t[-1]), int(w.argmin())
-    if w[m] > FALL * w[0]:
-        note = f"no concentration: W2 falls to {w[m] / w[0]:.2g} of its start, not to {FALL:g}"
-        return (Phase("spreading", begin, end),), note
-    level = NEAR * max(w[m], floor)
-    enter = _crossing(t[m::-1], w[m::-1], level, begin)
-    leave = _crossing(t[m:], w[m:], level, end)
-    rate, error = fit_exponential(t[: m + 1], w[: m + 1], -1.0)
-    duration = REST * (enter - begin) / math.log(w[0] / level) if 0 < level < w[0] else 0.0
-    rests = leave > enter and leave - enter >= duration
-    note = f"W2 stays within 25% of its least value for {leave - enter:.3g}, {'at least' if rests else 'less than'} "
-    note += f"twice the time in which it fell by a factor of e ({duration:.3g})"
-    note = note if rests else f"no metastable phase: {note}"
-    fall_end = enter if rests else float(t[m])
-    intervals = [Phase("concentrating", begin, fall_end, rate, error, theory.get("concentrating"))]
-    if rests:
-        intervals.append(Phase("metastable", enter, leave, predicted=0.0))
-    if leave < end:
-        growth = w if offset is None else np.asarray(offset, dtype=np.float64)
-        rate, error = fit_exponential(t[m:], growth[m:], 1.0)
-        intervals.append(Phase("terminal", intervals[-1].end, end, rate, error, theory.get("terminal")))
-    return tuple(phase for phase in intervals if phase.end > phase.start), note
-
-
-def _crossing(t: NDArray, w: NDArray, level: float, otherwise: float) -> float:
-    """The first time along t at which log w crosses the level from below, or `otherwise`."""
-    above = np.flatnonzero(w > level)
-    if not len(above):
-        return otherwise
-    i = above[0]
-    share = math.log(level / w[i - 1]) / math.log(w[i] / w[i - 1]) if w[i - 1] > 0 else 1.0
-    return float(t[i - 1] + share * (t[i] - t[i - 1]))
-
-
-def fit_exponential(t: NDArray, w: NDArray, sign: float) -> tuple[float | None, float | None]:
-    """The slope of sign * log w and its standard error, where the curve is exponential; None if it is so nowhere.
-
-    A stretch of at least 5 points and a change by a factor of e is exponential if the residuals of a line through log w
-    are below 0.5% of its change, or explained by noise. The largest product of change and duration is fitted.
-    """
-    t, w = t[w > 0], w[w > 0]
-    if len(t) < 5:
-        return None, None
-    s, y = t - t.mean(), sign * np.log(w)
-    noise = 1.5 * np.median(np.abs(np.diff(y, 2))) / (0.6745 * math.sqrt(6))
-    y = y - y.mean()
-    sums = [np.concatenate([[0.0], np.cumsum(z)]) for z in (np.ones_like(s), s, y, s * s, s * y, y * y)]
-    n, a, b, aa, ab, bb = (z[None, 1:] - z[:-1, None] for z in sums)  # over the points i, ..., j
-    duration = s[None, :] - s[:, None]
-    with np.errstate(all="ignore"):
-        spread, both = aa - a * a / n, ab - a * b / n
-        slope = both / spread
-        residual = np.clip(bb - b * b / n - slope * both, 0, None)
-        change = slope * duration
-        good = (n >= 5) & (np.sqrt(residual / n) <= 0.005 * change + noise) & (change >= 1)
-    if not good.any():
-        return None, None
-    best = np.unravel_index(np.where(good, change * duration, 0.0).argmax(), change.shape)
-    return float(slope[best]), float(np.sqrt(residual[best] / (n[best] - 2) / spread[best]))
-
-
-def _offset(path: Trajectory, e: Tensor, median: bool = True) -> NDArray:
-    """The offset of the clusters from +-e at every time, (T,): a tangent, the root mean square of both sides.
-
-    That of a side is the median of its tokens, which ignores those that linger elsewhere, or their mean.
-    """
-    x, p, e = path.x.detach(), path.cloud(0).probabilities.detach(), e.to(path.x)
-    along, across = x @ e, x @ torch.linalg.svd(e[None])[2][1:].mT
-    total = torch.zeros_like(along[:, 0])
-    for side in (along > 0, along < 0):
-        weights = (side * p)[..., None]  # (T, n, 1)
-        mass = weights.sum(-2)  # (T, 1)
-        tangent = torch.where(side[..., None], across / torch.where(side, along, 1.0)[..., None], 0.0)
-        if median:
-            ordered, order = torch.where(side[..., None], tangent, math.inf).sort(dim=-2)
-            below = weights.expand_as(tangent).gather(-2, order).cumsum(-2) < mass[..., None, :] / 2
-            centre = ordered.gather(-2, below.sum(-2, keepdim=True).clamp(max=x.shape[-2] - 1))[..., 0, :]
-        else:
-            centre = (weights * tangent).sum(-2) / mass.clamp_min(1e-30)
-        total += torch.where(mass[:, 0] > 1e-3, mass[:, 0] * centre.square().sum(-1), 0.0)
-    return total.sqrt().cpu().double().numpy()
-
-
-def _settling(path: Trajectory, limit: LimitMap, t: NDArray) -> Phase | None:
-    """The decay of the mean offset from V's leading direction +-e, predicted to be v_top - v_next.
-
-    In a cluster that sees only itself the mean decays at v_top - v_next, and differences of tokens at v_top: the mean
-    of each side is fitted, since two clusters that merge at e would show v_top.
-    """
-    if limit.terminal is None or limit.terminal.basis.shape[1] > 1:
-        return None
-    offset = _offset(path, limit.terminal.basis[:, 0], median=False)
-    near = np.arange(len(t)) > np.flatnonzero(offset > 0.1).max(initial=-1)
-    near &= offset > 1e3 * torch.finfo(path.x.dtype).eps
-    rate, error = fit_exponential(t[near], offset[near], -1.0)
-    if rate is None:
-        return None
-    return Phase("settling", float(t[near][0]), float(t[near][-1]), rate, error, limit.terminal.rate)
+    fitted = {name: mean(values) for name, values in rates.items() if len(values) > 1}
+    return PhasesOverSeeds(mean(batch.t_min.tolist()), mean(batch.min_w2.tolist()), fitted, batch.elements)

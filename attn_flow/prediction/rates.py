@@ -1,4 +1,4 @@
-"""How fast tokens concentrate at zero temperature: rates of x' = P_x M x / |N x|, where N = G for full support.
+"""How fast tokens concentrate at zero temperature: rates of x' = P_x W N x / |N x|, where N = G for full support.
 
 docs/theory.md derives them from the spectrum of M = V G.
 """
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.linalg import qr
 from torch import Tensor
 
-from attn_flow.prediction.spectrum import Array, Spectrum, levels
+from attn_flow.prediction.spectrum import Array, Spectrum
 
 
 @dataclass(frozen=True)
@@ -55,31 +56,46 @@ def concentration_rates(spectrum: Spectrum, W: Tensor, N: Tensor, tol: float) ->
     if math.isinf(spectrum.gap) or spectrum.case == "jordan":
         return None
     M, score = (W @ N).cpu().numpy(), N.cpu().numpy()
-    lower = [level for level in levels(M, tol) if level[0] <= spectrum.leading - spectrum.gap / 2]
-    upper = [(spectrum.leading, spectrum.dimension)]
-    decays: list[float] = []
-    for real, imag, basis in lower:
-        speed = _speed(M, score, basis, real, imag)
-        decays.append(sum(k * (above - real) for above, k in upper) / speed if speed > 0 else math.inf)
-        upper.append((real, len(imag)))
-    basis, frequencies = spectrum.basis.cpu().numpy(), np.array(spectrum.frequencies)
-    speed = _speed(M, score, basis, spectrum.leading, frequencies)
+    upper, decays = [(spectrum.leading, spectrum.dimension)], []
+    for eigenvalues, basis in _lower_levels(M, spectrum.leading - spectrum.gap / 2, tol):
+        real = float(eigenvalues.real.mean())
+        decay = sum(k * (above - real) for above, k in upper)
+        decays.append(_ratio(decay, _speed(M, score, basis, float(np.abs(eigenvalues.imag).max()))))
+        upper.append((real, len(eigenvalues)))
+    speed = _speed(M, score, spectrum.basis.cpu().numpy(), max(spectrum.frequencies, default=0.0))
     singular = torch.linalg.svdvals(N)
-    condition = float(singular[0] / singular[-1]) if float(singular[-1]) > 0 else math.inf
-    return Rates(
-        g=spectrum.gap / speed if speed > 0 else math.inf,
-        kappa=decays[0] / spectrum.dimension,
-        tail=min(decays),
-        C=float(torch.linalg.matrix_norm(W, 2)) * (condition + 2),
-    )
+    condition = _ratio(float(singular[0]), float(singular[-1]))
+    C = float(torch.linalg.matrix_norm(W, 2)) * (condition + 2)
+    return Rates(_ratio(spectrum.gap, speed), decays[0] / spectrum.dimension, min(decays), C)
 
 
-def _speed(M: Array, N: Array, basis: Array, real: float, imag: Array) -> float:
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else math.inf
+
+
+def _lower_levels(M: Array, bound: float, tol: float) -> list[tuple[Array, Array]]:
+    """Eigenvalues with real part below the bound, grouped by real part, and an orthonormal basis of each group.
+
+    The basis of a defective group may miss directions; it serves for the speeds of tokens near that level.
+    """
+    eigenvalues, vectors = np.linalg.eig(M)
+    order = [i for i in np.argsort(-eigenvalues.real) if eigenvalues[i].real <= bound]
+    gaps = -np.diff(eigenvalues.real[order])
+    groups = []
+    for group in np.split(order, np.flatnonzero(gaps > tol * np.linalg.norm(M, 2)) + 1):
+        span = np.hstack([vectors[:, group].real, vectors[:, group].imag])
+        basis, R, _ = qr(span, mode="economic", pivoting=True)
+        rank = int((np.abs(np.diag(R)) > tol * abs(R[0, 0])).sum())
+        groups.append((eigenvalues[group], basis[:, :rank]))
+    return groups
+
+
+def _speed(M: Array, N: Array, basis: Array, frequency: float) -> float:
     """dt/dtau = |N e| of the slowest e in a level, averaged over one turn if the level is a rotating plane."""
-    b = float(np.abs(imag).max(initial=0.0))
-    if basis.shape[1] == 2 and b > 1e-12 * np.linalg.norm(M):
-        A = (basis.T @ M @ basis - real * np.eye(2)) / b  # A^2 = -I, so e^{sA} = cos(s) I + sin(s) A
-        s = 2 * np.pi * np.arange(512) / 512
-        u = basis @ (np.cos(s)[:, None, None] * np.eye(2) + np.sin(s)[:, None, None] * A)[..., 0].T
-        return float((np.linalg.norm(N @ u, axis=0) / np.linalg.norm(u, axis=0)).mean())
-    return float(np.linalg.norm(N @ basis, 2))
+    if basis.shape[1] != 2 or frequency <= 1e-12 * np.linalg.norm(M):
+        return float(np.linalg.norm(N @ basis, 2))
+    A = basis.T @ M @ basis
+    A = (A - np.trace(A) / 2 * np.eye(2)) / frequency  # A^2 = -I, so that e^{sA} = cos(s) I + sin(s) A
+    s = 2 * np.pi * np.arange(512) / 512
+    x = basis @ np.stack([np.cos(s) + A[0, 0] * np.sin(s), A[1, 0] * np.sin(s)])
+    return float((np.linalg.norm(N @ x, axis=0) / np.linalg.norm(x, axis=0)).mean())

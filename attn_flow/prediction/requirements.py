@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.measures import Cloud
@@ -56,7 +55,7 @@ def requirements(
         text = "W2 ~ t^(-power) if the masses that cross in both directions differ, 1/t if they are equal (even laws)"
         needs.append(Requirement("unequal crossing masses", text))
     if rates is not None:
-        text = "rates and t_min hold for distributions with a positive, bounded density where tokens linger"
+        text = "rates and t_min hold for a positive, bounded density near Pi x = 0, where tokens linger"
         needs.append(Requirement("bounded density", text))
     if rates is not None and terminal is not None:
         needs += _requirements_of_t_min(spectrum, rates, terminal)
@@ -74,9 +73,8 @@ def _requirements_of_t_min(spectrum: Spectrum, rates: Rates, terminal: TerminalP
     if not terminal.keeps_E:
         text += f"; here {terminal.reason}. "
         text += "Clusters then rest at an angle of order 1/beta from e, for a time that is not derived"
-    needs.append(Requirement("E invariant under V", text, terminal.keeps_E))
-    if not terminal.keeps_E:
-        return needs
+        return [*needs, Requirement("E invariant under V", text, False)]
+    needs.append(Requirement("E invariant under V", text, True))
     rate = terminal.exit_rate
     text = f"t_min needs clusters that leave at a finite rate; here {terminal.reason}"
     if rate is not None:
@@ -91,80 +89,77 @@ def _requirements_of_t_min(spectrum: Spectrum, rates: Rates, terminal: TerminalP
 
 
 def check_requirements(
-    needs: tuple[Requirement, ...],
-    cloud: Cloud,
-    beta: float | None,
-    attention: Attention,
-    spectrum: Spectrum | None,
+    needs: tuple[Requirement, ...], cloud: Cloud, beta: float | None, attention: Attention, spectrum: Spectrum | None
 ) -> tuple[Requirement, ...]:
     """The requirements, checked against one cloud (n, d) and beta where that is possible."""
     if spectrum is None:
         return needs
     eps = torch.finfo(cloud.x.dtype).eps
     cloud, attention = cloud.to(torch.float64), attention.to(torch.float64)
-    y, p = cloud.x, cloud.probabilities
-    checks = {"bounded density": _density(spectrum, y, p)}
-    for name, A in (("off the border", spectrum.direction), ("outside ker G", attention.G[0])):
-        rounding = eps * (y.abs() @ A.to(y).abs().mT).norm(dim=-1)
-        count = int((((y @ A.to(y).mT).norm(dim=-1) <= rounding) & (p > 0)).sum())
-        checks[name] = (count == 0, f"{count} of {len(y)} here")
+    y, names = cloud.x, {need.name for need in needs}
+    answers = {"bounded density": _density(spectrum, cloud)}
+    for name, A in (("off the border", spectrum.direction.to(y)), ("outside ker G", attention.G[0].to(y))):
+        is_rounding = (y @ A.mT).norm(dim=-1) <= eps * (y.abs() @ A.abs().mT).norm(dim=-1)
+        count = int((is_rounding & (cloud.probabilities > 0)).sum())
+        answers[name] = (count == 0, f"{count} of {len(y)} here")
     if beta is not None:
         sample = resolution(attention, cloud, beta=beta, warn=False)
         number, noise = float(sample.number.max()), float(sample.noise.max())
-        checks["enough tokens"] = (number <= 1, f"here {number:.3g}")
+        answers["enough tokens"] = (number <= 1, f"here {number:.3g}")
         if cloud.weights is None:
             words = "" if noise <= 1 else f": sampling, not temperature, sets the least W2; {_remedy(y.shape[-1])}"
-            checks["little sampling noise"] = (noise <= 1, f"here {noise:.3g} n{words}")
-    if any(need.name == "asymmetric distribution" for need in needs):
-        checks["asymmetric distribution"] = _asymmetry(attention, spectrum, cloud)
-    results = []
-    for need in needs:
-        met, words = checks.get(need.name, (need.met, ""))
-        results.append(replace(need, met=met, text=f"{need.text}; {words}" if words else need.text))
-    return tuple(results)
+            answers["little sampling noise"] = (noise <= 1, f"here {noise:.3g} n{words}")
+    if "asymmetric distribution" in names:
+        answers["asymmetric distribution"] = _asymmetry(attention, spectrum, cloud)
+    checked = {need.name: need for need in needs}
+    for name in names & answers.keys():
+        met, words = answers[name]
+        checked[name] = replace(checked[name], met=met, text=f"{checked[name].text}; {words}")
+    return tuple(checked.values())
 
 
 def _remedy(d: int) -> str:
     return "use more tokens" if d > 3 else "use a quadrature (attn_flow.measures.quadrature) or more tokens"
 
 
-def _density(spectrum: Spectrum, y: Tensor, p: Tensor) -> tuple[bool | None, str]:
-    """Compare the mass near Pi x = 0, where tokens linger, with that of a flat density.
+def _density(spectrum: Spectrum, cloud: Cloud) -> tuple[bool | None, str]:
+    """Compare the mass near Pi x = 0, where tokens linger, with that of a flat density; a factor of 2 counts as met.
 
-    A flat density has 4^{-k}/2 of its mass where |Pi x| is within a quarter of its median. A factor of 2 counts as met;
-    nothing is said if fewer than 15 tokens are expected there.
+    A flat density has 4^{-k}/2 of its mass where |Pi x| is within a quarter of its median.
     """
-    size = (y @ spectrum.direction.to(y).mT).norm(dim=-1)
-    order = size.argsort()
-    median = size[order[int((p[order].cumsum(0) < 0.5).sum())]]
+    size, order = (cloud.x @ spectrum.direction.to(cloud.x).mT).norm(dim=-1).sort()
+    p = cloud.probabilities[order]
+    median = size[int((p.cumsum(0) < 0.5).sum())]
     share, flat = float(p[size < median / 4].sum()), 0.5 / 4**spectrum.dimension
     if flat / float(p.square().sum()) < 15:
-        return None, ""
+        return None, "too few tokens to say"
     return flat / 2 < share < 2 * flat, f"share {share:.2g} there, {flat:.2g} if it is flat"
 
 
 def _asymmetry(attention: Attention, spectrum: Spectrum, cloud: Cloud) -> tuple[bool, str]:
-    """Odd moments on either side of E along the direction f in which clusters leave, if G and V are even in f.
+    """Whether the cloud breaks the reflection in the direction f in which clusters leave, if G and V are even in f.
 
-    If G and V do not share the reflection in f, clusters of every distribution leave.
+    Measured by odd moments in f on either side of E. If G and V do not share the reflection, clusters of every
+    distribution leave.
     """
     y, p, e = cloud.x, cloud.probabilities, spectrum.basis[:, 0].to(cloud.x)
     V, G = attention.OV[0].detach(), attention.G[0].detach()
     across = torch.linalg.svd(e[None])[2][1:].mT
-    V_ = across.mT @ V @ across
+    growth = across.mT @ V @ across
     if spectrum.leading < 0:
-        V_ = V_ - spectrum.leading * torch.linalg.inv(across.mT @ G @ across)
-    eigenvalues, vectors = torch.linalg.eig(V_.mT)
+        growth = growth - spectrum.leading * torch.linalg.inv(across.mT @ G @ across)
+    eigenvalues, vectors = torch.linalg.eig(growth.mT)
     f = across @ vectors[:, eigenvalues.real.argmax()].real
     f = f / f.norm()
-    for A in (G, V):
-        if float((A @ f - (f @ A @ f) * f).norm() + (A.mT @ f - (f @ A @ f) * f).norm()) > 1e-9 * float(A.norm()):
+    for A in (G, V, G.mT, V.mT):
+        if float((A @ f - (f @ A @ f) * f).norm()) > 1e-9 * float(A.norm()):
             return True, "G and V have no such symmetry"
     s, c = y @ f, y @ e
     odd = torch.stack([side * s * c**a * s**b for side in (c > 0, c < 0) for a in (0, 2) for b in (0, 2)])
     size, error = (odd @ p).abs(), (odd * p).norm(dim=-1)
-    met = bool((size > ((3 * error).clamp_min(1e-10) if cloud.weights is None else 1e-10)).any())
-    words = f"asymmetry {float(size.max()):.2g}"
+    # Random tokens of a symmetric distribution have moments of the size of their standard errors.
+    threshold = (3 * error).clamp_min(1e-10) if cloud.weights is None else torch.full_like(error, 1e-10)
+    met, words = bool((size > threshold).any()), f"asymmetry {float(size.max()):.2g}"
     if not met and float(size.max()) > 1e-10:
         words += f", which a sample of a symmetric distribution has by chance; {_remedy(y.shape[-1])}"
     return met, words

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.linalg import qr, schur
+from scipy.linalg import schur
 from scipy.linalg.lapack import dtrsen, dtrsyl
 from torch import Tensor
 
@@ -30,7 +30,6 @@ class Spectrum:
             eigenvalue is defective) or "stationary" (M is a multiple of the identity).
         leading: the largest real part of the eigenvalues of M.
         gap: its distance to the next real part; infinite if E is the whole space.
-        gap_error: how much rounding can change the gap.
         basis: (d, k), an orthonormal basis of E.
         projector: Pi (d, d), the projector onto E along the complementary invariant subspace.
         direction: (d, d); x tends to the direction of direction @ x. It is Pi, or N^{q-1} Pi at a Jordan block.
@@ -41,7 +40,6 @@ class Spectrum:
     case: str
     leading: float
     gap: float
-    gap_error: float
     basis: Tensor
     projector: Tensor
     direction: Tensor
@@ -68,9 +66,6 @@ def spectrum(M: Tensor, tol: float = 1e-6) -> Spectrum:
         M: a real matrix (d, d).
         tol: gaps below tol |M| count as zero.
 
-    Returns:
-        A `Spectrum`, on the device of M.
-
     Example:
         >>> spectrum(torch.tensor([[2.0, 0.5], [0.0, 1.0]])).projector  # oblique: M is not normal
         tensor([[1.0000, 0.5000],
@@ -95,10 +90,9 @@ def spectrum(M: Tensor, tol: float = 1e-6) -> Spectrum:
             continue  # the reordering could not separate the two groups
         Y, scale, _ = dtrsyl(T[:k, :k], T[k:, k:], -T[:k, k:], isgn=-1)
         Pi = Q[:, :k] @ np.hstack([np.eye(k), -Y / scale]) @ Q.T
-        gap_error = _rounding(d) * size * float(np.linalg.norm(Pi, 2))
-        if gap > gap_error:
-            return _describe(T[:k, :k], Q[:, :k], Pi, size, gap, gap_error, tol, M.device)
-    return _describe(A, np.eye(d), np.eye(d), size, float("inf"), _rounding(d) * size, tol, M.device)
+        if gap > _rounding(d) * size * float(np.linalg.norm(Pi, 2)):
+            return _describe(T[:k, :k], Q[:, :k], Pi, size, gap, tol, M.device)
+    return _describe(A, np.eye(d), np.eye(d), size, float("inf"), tol, M.device)
 
 
 def _rounding(d: int) -> float:
@@ -107,7 +101,7 @@ def _rounding(d: int) -> float:
 
 
 def _describe(
-    block: Array, basis: Array, Pi: Array, size: float, gap: float, gap_error: float, tol: float, device: torch.device
+    block: Array, basis: Array, Pi: Array, size: float, gap: float, tol: float, device: torch.device
 ) -> Spectrum:
     """The case of the leading block a I + A, all of whose eigenvalues have real part a up to the tolerance."""
     k = block.shape[0]
@@ -128,8 +122,8 @@ def _describe(
     else:
         case = "jordan"
         index, power = _last_power(A, size, tol)
-    E, P, direction = (torch.tensor(B.copy(), device=device) for B in (basis, Pi, basis @ power @ basis.T @ Pi))
-    return Spectrum(case, leading, gap, gap_error, E, P, direction, index, frequencies)
+    E, P, direction = (torch.tensor(B, device=device) for B in (basis, Pi, basis @ power @ basis.T @ Pi))
+    return Spectrum(case, leading, gap, E, P, direction, index, frequencies)
 
 
 def _last_power(A: Array, size: float, tol: float) -> tuple[int, Array]:
@@ -141,24 +135,3 @@ def _last_power(A: Array, size: float, tol: float) -> tuple[int, Array]:
     while q < k and np.linalg.norm(power @ A, 2) > (cluster + _rounding(k) * a) * a ** (q - 1):
         q, power = q + 1, power @ A
     return q, power
-
-
-def levels(A: Array, tol: float) -> list[tuple[float, Array, Array]]:
-    """Eigenvalues grouped by real part, largest first: (real part, imaginary parts, orthonormal basis (d, m)).
-
-    The basis of a defective group may miss directions; it serves for the speeds of tokens near a lower level.
-    """
-    eigenvalues, W = np.linalg.eig(A)
-    order = np.argsort(-eigenvalues.real)
-    eigenvalues, W = eigenvalues[order], W[:, order]
-    size, groups, start = float(np.linalg.norm(A, 2)), [], 0
-    for stop in range(1, len(eigenvalues) + 1):
-        if stop < len(eigenvalues) and eigenvalues.real[stop - 1] - eigenvalues.real[stop] <= tol * size:
-            continue
-        span = np.hstack([W[:, start:stop].real, W[:, start:stop].imag])
-        basis, R, _ = qr(span, mode="economic", pivoting=True)
-        rank = int((np.abs(np.diag(R)) > tol * abs(R[0, 0])).sum())
-        group = eigenvalues[start:stop]
-        groups.append((float(group.real.mean()), group.imag, basis[:, :rank]))
-        start = stop
-    return groups

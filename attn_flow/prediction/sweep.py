@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.base import checks
-from attn_flow.base.files import digest, lock_for_writing, to_plain, write_bytes, write_json
+from attn_flow.base.files import digest, lock_for_writing, write_bytes, write_json
 from attn_flow.base.imports import require_extra
 from attn_flow.base.progress import progress_bar
 from attn_flow.drawing import lines_figure
@@ -179,32 +179,22 @@ def sweep(
     if len({each.dim for each in fields.values()}) != 1 or any(each.G.ndim != 3 for each in fields.values()):
         shapes = [tuple(each.G.shape) for each in fields.values()]
         raise ValueError(f"attentions with G of shapes {shapes}, expected (heads, d, d) with the same dimension d.")
+    for name, values in {"betas": [0] if betas is None else betas, "noise": noise, "n": n, "seeds": seeds}.items():
+        if not len(values):
+            raise ValueError(f"{name} is empty, expected at least one value.")
+    checks.require_positive(h=h)
+    checks.require_nonnegative(**{"the largest noise": max(noise), "the least noise": min(noise)})
     d = next(iter(fields.values())).dim
     make = clouds or (lambda count, seed: starting_cloud(d, count, seed))
     times = torch.tensor(checks.time_grid(t), dtype=torch.float64)
-    grid: dict[str, list[Any]] = {
-        "betas": [None] if betas is None else [float(b) for b in betas],
-        "noise": [float(z) for z in noise],
-        "n": [int(count) for count in n],
-        "seeds": [int(seed) for seed in seeds],
-    }
-    if empty := [name for name, values in grid.items() if not values]:
-        raise ValueError(f"{empty[0]} is empty, expected at least one value.")
-    checks.require_positive(h=h)
-    checks.require_nonnegative(**{"the largest noise": max(noise), "the least noise": min(noise)})
-    settings = {
-        "attentions": {name: _identity(each) for name, each in fields.items()},
-        "grid": grid,
-        "t": times.tolist(),
-        "h": h,
-        "start": digest({str(count): as_cloud(make(count, seeds[0])).x for count in n}),
-    }
-    file = None if folder is None else Path(folder) / "sweep.json"
-    batches = list(_batches(list(fields), *grid.values()))
+    batches = list(_batches(list(fields), betas, noise, n, seeds))
+    file, rows, settings = None if folder is None else Path(folder) / "sweep.json", [], ""
     with ExitStack() as contexts:
         if file is not None:
             contexts.enter_context(lock_for_writing(file))
-        rows = [] if file is None else _stored_rows(file, to_plain(settings))
+            starts = {str(count): as_cloud(make(count, seeds[0])).x for count in n}
+            settings = _settings(fields, starts, batches, times, h)
+            rows = _stored_rows(file, settings)
         advance = contexts.enter_context(progress_bar("sweep", sum(map(len, batches)), progress))
         done = 0
         for batch in batches:
@@ -217,13 +207,38 @@ def sweep(
     return Sweep(times, tuple(rows))
 
 
-def _identity(attention: Attention) -> str:
-    """A digest of the weights and options of an attention."""
-    tensors = {name: value for name, value in vars(attention).items() if isinstance(value, Tensor)}
-    return digest(tensors, {"kind": attention.kind, "beta": repr(attention.beta), "causal": str(attention.causal)})
+def _batches(
+    names: Sequence[str],
+    betas: Sequence[float] | None,
+    noise: Sequence[float],
+    n: Sequence[int],
+    seeds: Sequence[int],
+) -> Iterator[list[dict[str, Any]]]:
+    """The grid as lists of runs that differ in beta and seed only; hardmax (beta = inf) is a batch of its own."""
+    all_betas = [None] if betas is None else [float(beta) for beta in betas]
+    for name, sigma, count, is_hardmax in itertools.product(names, noise, n, (False, True)):
+        runs = [
+            {"attention": name, "beta": beta, "noise": float(sigma), "n": int(count), "seed": int(seed)}
+            for beta, seed in itertools.product(all_betas, seeds)
+            if (beta == math.inf) == is_hardmax
+        ]
+        size = max(1, TOKENS_AT_ONCE // count)
+        yield from (runs[i : i + size] for i in range(0, len(runs), size))
 
 
-def _stored_rows(file: Path, settings: Any) -> list[dict[str, Any]]:
+def _settings(
+    fields: Mapping[str, Attention], starts: Mapping[str, Tensor], batches: list[Any], times: Tensor, h: float
+) -> str:
+    """A digest of everything that the rows depend on."""
+    tensors = {"t": times, **starts}
+    options = {"batches": repr(batches), "h": repr(h)}
+    for name, attention in fields.items():
+        tensors |= {f"{name}.{key}": value for key, value in vars(attention).items() if isinstance(value, Tensor)}
+        options[name] = f"{attention.kind} {attention.beta} {attention.causal}"
+    return digest(tensors, options)
+
+
+def _stored_rows(file: Path, settings: str) -> list[dict[str, Any]]:
     """The rows of an interrupted sweep with these settings."""
     if not file.exists():
         return []
@@ -231,20 +246,6 @@ def _stored_rows(file: Path, settings: Any) -> list[dict[str, Any]]:
     if content["settings"] != settings:
         raise ValueError(f"{file} is of a sweep with other settings; choose another folder, or remove the file.")
     return [{name: math.inf if value == "inf" else value for name, value in row.items()} for row in content["rows"]]
-
-
-def _batches(
-    names: list[str], betas: list[Any], noise: list[Any], n: list[Any], seeds: list[Any]
-) -> Iterator[list[dict[str, Any]]]:
-    """The grid as lists of runs that differ in beta and seed only; hardmax (beta = inf) is a batch of its own."""
-    for name, sigma, count, is_hardmax in itertools.product(names, noise, n, (False, True)):
-        group = [beta for beta in betas if (beta == math.inf) == is_hardmax]
-        runs = [
-            {"attention": name, "beta": beta, "noise": sigma, "n": count, "seed": seed}
-            for beta, seed in itertools.product(group, seeds)
-        ]
-        size = max(1, TOKENS_AT_ONCE // count)
-        yield from (runs[i : i + size] for i in range(0, len(runs), size))
 
 
 def _run(

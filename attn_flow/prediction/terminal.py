@@ -32,8 +32,7 @@ class TerminalPhase:
     """What follows concentration at finite temperature, dominated by the spectrum of V.
 
     Attributes:
-        case: the spectral case of V (summed over heads), as in `Spectrum`.
-        basis: (d, k), an orthonormal basis of V's leading subspace, where clusters end up.
+        basis: (d, k), an orthonormal basis of the leading subspace of V (summed over heads), where clusters end up.
         rate: v_top - v_next, the rate of the final approach; infinite if V is a multiple of the identity.
         exit_rate: how fast clusters leave E. 0: they stay. inf: no cluster of a finite width is stable at any degree.
             None: it is not known, for the `reason`.
@@ -41,7 +40,6 @@ class TerminalPhase:
         reason: what clusters do, or why it is not known.
     """
 
-    case: str
     basis: Tensor
     rate: float
     exit_rate: float | None = None
@@ -78,17 +76,15 @@ def exit_of_clusters(
 ) -> tuple[TerminalPhase, ClusterWidth | None]:
     """The phase with its exit rate, and the width of clusters, for V = value and G = score, both (d, d)."""
     V, G, basis = (A.detach().cpu().numpy() for A in (value, score, limit.basis))
-    rounding = math.sqrt(tol) * np.linalg.norm(V, 2)
-    keeps_E = bool(np.linalg.norm(V @ basis - basis @ (basis.T @ V @ basis), 2) <= rounding)
-    width = None
+    image, e, width = V @ basis, basis[:, 0], None
+    keeps_E = bool(np.linalg.norm(image - basis @ (basis.T @ image), 2) <= math.sqrt(tol) * np.linalg.norm(V, 2))
     if limit.case != "fixed" or limit.dimension != 1:
         rate, reason = None, "exit rates are derived for limits at two points +-e (dim E = 1) only"
     elif not keeps_E:
-        e = basis[:, 0]
         angle = math.degrees(math.acos(min(1.0, abs(float(e @ V @ e)) / float(np.linalg.norm(V @ e)))))
         rate, reason = None, f"V turns the limit direction e by {angle:.3g} degrees"
     else:
-        rate, reason, width = _exit(V, G, basis[:, 0], limit.leading, tol)
+        rate, reason, width = _exit(V, G, e, limit.leading, tol)
     return replace(phase, keeps_E=keeps_E, exit_rate=rate, reason=reason), width
 
 

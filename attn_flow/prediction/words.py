@@ -74,10 +74,10 @@ def why_no_t_min(limit: Numbers) -> str:
 def phase_words(phases: Sequence[Mapping[str, Any]]) -> str:
     """What W2 does in the phases of `Phases.as_dict()["phases"]`, with times.
 
-    >>> phase_words([{"phase": "concentrating", "start": 0.0, "end": 7.0}])
+    >>> phase_words([{"name": "concentrating", "start": 0.0, "end": 7.0}])
     'falls until 7'
     """
-    return ", ".join(PHASES[phase["phase"]].format(**phase) for phase in phases)
+    return ", ".join(PHASES[phase["name"]].format(**phase) for phase in phases)
 
 
 def _vector(entries: Sequence[float]) -> str:

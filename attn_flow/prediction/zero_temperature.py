@@ -94,20 +94,19 @@ def linear_part(
         return None
     exact = attention.to(torch.float64)
     V, G = exact.OV[..., 0, :, :], exact.G[..., 0, :, :]
-    if support is None:
-        return V, G
-    if isinstance(support, UniformSphere):
-        return support.radius * V, G
-    if isinstance(support, (EllipsoidSupport, Gaussian)):
-        rho = support.rho if isinstance(support, EllipsoidSupport) else support.cap
-        if math.isinf(rho):
-            raise ValueError("a Gaussian without cap has no support at beta = inf; use Gaussian.of_tokens or a cap.")
-        variances, axes = torch.linalg.eigh(support.cov.double())
-        deviations = variances.clamp(min=0).sqrt()  # rounding may leave a negative variance
-        if float(support.mean.double().norm()) <= tol * rho * float(deviations[-1]):
-            root = axes * deviations @ axes.mT
-            return rho * V @ root, root @ G
-    return None
+    if support is None or isinstance(support, UniformSphere):
+        return V if support is None else support.radius * V, G
+    if not isinstance(support, (EllipsoidSupport, Gaussian)):
+        return None
+    rho = support.rho if isinstance(support, EllipsoidSupport) else support.cap
+    if math.isinf(rho):
+        raise ValueError("a Gaussian without cap has no support at beta = inf; use Gaussian.of_tokens or a cap.")
+    variances, axes = torch.linalg.eigh(support.cov.double())
+    deviations = variances.clamp(min=0).sqrt()  # rounding may leave a negative variance
+    if float(support.mean.double().norm()) > tol * rho * float(deviations[-1]):
+        return None
+    root = axes * deviations @ axes.mT
+    return rho * V @ root, root @ G
 
 
 def is_nonzero(bias: Tensor | None) -> bool:
@@ -119,17 +118,20 @@ def check_support(attention: Attention, support: Measure | None) -> None:
     """Raise an error unless the attention and the support have a zero-temperature flow."""
     if not isinstance(attention, Attention):
         raise TypeError(f"attention is a {type(attention).__name__}, expected an Attention without other fields.")
-    if not (support is None or hasattr(support, "log_partition")):
+    if support is None:
+        return
+    if not hasattr(support, "log_partition"):
         raise TypeError(f"support is a {type(support).__name__}, expected a measure, or None for the full sphere.")
-    dimension = attention.dim
+    dimension = attention.dim  # of a measure that does not tell its own, such as a mixture
     if isinstance(support, UniformSphere):
         dimension = support.d
-    elif isinstance(support, (Cloud, Gaussian, EllipsoidSupport)):
-        dimension = (support.x if isinstance(support, Cloud) else support.mean).shape[-1]
+    elif isinstance(mean := getattr(support, "mean", None), Tensor):
+        dimension = mean.shape[-1]
     if dimension != attention.dim:
         raise ValueError(f"support has dimension {dimension}, expected d = {attention.dim} of the attention.")
 
 
+@torch.no_grad()
 def settle(
     attention: Attention, x0: Tensor, support: Measure | None = None, *, horizon: float = 100.0
 ) -> tuple[Tensor, Tensor]:
@@ -171,42 +173,44 @@ def settle(
     geometry, size = Sphere(float(x.norm(dim=-1).mean())), float(torch.linalg.matrix_norm(cold.OV, 2).sum())
     velocity = lambda x: geometry.tangent(x, cold.drift(x, context))
     now, span, certified = 0.0, min(5.0, horizon), torch.zeros(len(x), dtype=torch.bool)
-    with torch.no_grad():
-        while span > 0 and not bool(certified.all()):
-            # Newton's iteration decides the digits. A smooth drift turns by O(1) in times of 1/|V|: many more steps
-            # mean that it jumps.
-            step = Adaptive(tol=1e-6, max_steps=int(1000 + 200 * span * size))
-            try:
-                x = integrate(cold, x, [0.0, span], context, step).x[-1]
-            except (ValueError, FloatingPointError) as error:
-                if bool((ranks == cold.dim).all()):
-                    raise
-                reason = f"tokens run into the kernel of a head's G before t = {now + span:g}"
-                raise ValueError(f"{reason}, where the drift at beta = inf is undefined. {REMEDY}") from error
-            speed = velocity(x).norm(dim=-1)
-            y, rate = _newton(velocity, x, geometry, size)
-            is_close = (y - x).norm(dim=-1) <= 10 * speed / rate + 1e-12 * geometry.radius
-            certified = (rate > 1e-6 * size) & is_close & (velocity(y).norm(dim=-1) <= 1e-10 * size)
-            now, span = now + span, min(2 * span, horizon - now - span)
+    while span > 0 and not bool(certified.all()):
+        # Newton's iteration decides the digits. A smooth drift turns by O(1) in times of 1/|V|: many more steps mean
+        # that it jumps.
+        step = Adaptive(tol=1e-6, max_steps=int(1000 + 200 * span * size))
+        try:
+            x = integrate(cold, x, [0.0, span], context, step).x[-1]
+        except (ValueError, FloatingPointError) as error:
+            if bool((ranks == cold.dim).all()):
+                raise
+            reason = f"tokens run into the kernel of a head's G before t = {now + span:g}"
+            raise ValueError(f"{reason}, where the drift at beta = inf is undefined. {REMEDY}") from error
+        y, certified = _certify(velocity, x, geometry, size)
+        now, span = now + span, min(2 * span, horizon - now - span)
     end = torch.where(certified[:, None], y, x).reshape(x0.shape).to(x0.dtype)
     return end, certified.reshape(x0.shape[:-1])
 
 
-def _newton(velocity: Velocity, x: Tensor, geometry: Sphere, size: float) -> tuple[Tensor, Tensor]:
-    """Newton's iteration for velocity = 0 on the sphere, from tokens (n, d), and the rate of attraction at its end."""
+def _certify(velocity: Velocity, x: Tensor, geometry: Sphere, size: float) -> tuple[Tensor, Tensor]:
+    """The equilibria to which Newton's iteration takes tokens (n, d), and whether they are near and attracting."""
+    y = x
     for _ in range(NEWTON_STEPS):
         # Least squares: the Jacobian is singular at a continuum of equilibria, which are refused by their rate.
-        step = torch.linalg.lstsq(_jacobian(velocity, x, size), velocity(x)[..., None], driver="gelsd").solution
-        x = geometry.retract(x - step[..., 0])
-    return x, -torch.linalg.eigvals(_jacobian(velocity, x, size)).real.amax(-1)
+        step = torch.linalg.lstsq(*_jacobian(velocity, y, size), driver="gelsd").solution
+        y = geometry.retract(y - step[..., 0])
+    jacobian, residual = _jacobian(velocity, y, size)
+    rate = -torch.linalg.eigvals(jacobian).real.amax(-1)
+    speed = velocity(x).norm(dim=-1)
+    is_near = (y - x).norm(dim=-1) <= 10 * speed / rate + 1e-12 * geometry.radius
+    return y, (rate > 1e-6 * size) & is_near & (residual.norm(dim=(-2, -1)) <= 1e-10 * size)
 
 
-def _jacobian(velocity: Velocity, x: Tensor, size: float) -> Tensor:
-    """The Jacobian of the velocity along the sphere for every token, (n, d, d), strongly attracting across it."""
+def _jacobian(velocity: Velocity, x: Tensor, size: float) -> tuple[Tensor, Tensor]:
+    """The Jacobian (n, d, d) of the velocity along the sphere, attracting across it, and the velocity (n, d, 1)."""
     with torch.enable_grad():
         y = x.clone().requires_grad_()
+        v = velocity(y)
         # Tokens do not interact, so that one backward pass serves all of them.
-        rows = [torch.autograd.grad(out.sum(), y, retain_graph=True)[0] for out in velocity(y).unbind(-1)]
+        rows = [torch.autograd.grad(out.sum(), y, retain_graph=True)[0] for out in v.unbind(-1)]
     across = x[:, :, None] * x[:, None, :] / x.square().sum(-1)[:, None, None]
     along = torch.eye(x.shape[-1]).to(x) - across
-    return along @ torch.stack(rows, dim=-2) @ along - 1e3 * size * across
+    return along @ torch.stack(rows, dim=-2) @ along - 1e3 * size * across, v.detach()[..., None]

@@ -11,10 +11,10 @@ from torch import Tensor
 from attn_flow import Attention, Cloud, Sphere, Trajectory, flow, limit, phases
 from attn_flow.measures.quadrature import circle
 from attn_flow.prediction import (
+    Phases,
     PredictionWarning,
     fit_bound,
     phases_over_seeds,
-    split,
     w2_curve,
     zero_temperature_flow,
 )
@@ -38,46 +38,58 @@ def names(intervals: tuple) -> list[str]:
     return [phase.name for phase in intervals]
 
 
+def phases_of_curve(t: np.ndarray, w2: np.ndarray, A: Attention) -> Phases:
+    """The phases of a known curve W2(t); the path itself does not move."""
+    still = torch.ones(len(t), 1, 2, dtype=F64) / math.sqrt(2)
+    path = Trajectory(torch.from_numpy(t), still, about={"field": {"beta": A.beta}})
+    return phases(path, limit(A), w2=w2, warn=False)
+
+
 # --- curves -----------------------------------------------------------------------------------------------------
+
+TURNED = attention(10.0, V=torch.tensor([[1.0, 0.5], [0.3, 1.0]], dtype=F64))  # no exit rate: that of W2 is fitted
 
 
 def test_rates_of_a_curve_with_a_rest() -> None:
     t = np.linspace(0, 60, 601)
     w = np.exp(-0.5 * t) + 1e-4 * np.exp(0.05 * t)
-    intervals, note = split(t, w, {"concentrating": 0.5, "terminal": 0.05})
-    assert names(intervals) == ["concentrating", "metastable", "terminal"]
-    fall, rest, end = intervals
+    result = phases_of_curve(t, w, TURNED)
+    assert names(result.intervals) == ["concentrating", "metastable", "terminal"]
+    fall, rest, end = result.intervals
     assert (fall.rate, end.rate) == pytest.approx((0.5, 0.05), rel=0.02)
-    assert (fall.predicted, end.predicted, end.end) == (0.5, 0.05, 60)
-    assert fall.end == rest.start
+    assert (fall.predicted, end.predicted, end.end) == (limit(TURNED).rates.decay(), None, 60)
+    assert (fall.end, rest.end) == (rest.start, end.start)
     for moment in (rest.start, rest.end):
         assert np.interp(moment, t, w) == pytest.approx(1.25 * w.min(), rel=1e-3)
-    assert "at least twice the time" in note
+    assert "at least twice the time" in result.note
 
 
 def test_a_curve_that_falls_and_rises_at_once_does_not_rest() -> None:
     t = np.linspace(0, 40, 401)
-    intervals, note = split(t, np.exp(-0.5 * t) + 1e-4 * np.exp(0.5 * t))
-    assert names(intervals) == ["concentrating", "terminal"]
-    assert note.startswith("no metastable phase")
-    assert intervals[0].end == intervals[1].start == pytest.approx(math.log(1e4), abs=0.1)  # the least W2
+    result = phases_of_curve(t, np.exp(-0.5 * t) + 1e-4 * np.exp(0.5 * t), TURNED)
+    assert names(result.intervals) == ["concentrating", "terminal"]
+    assert result.note.startswith("no metastable phase")
+    fall, rise = result.intervals
+    assert fall.end == rise.start == pytest.approx(math.log(1e4), abs=0.1)  # the least W2
 
 
 def test_plain_curves() -> None:
     t = np.linspace(0, 10, 101)
-    (decay, *_), _ = split(t, np.exp(-t))
+    decay = phases_of_curve(t, np.exp(-t), TURNED).intervals[0]
     assert (decay.rate, decay.error) == (pytest.approx(1.0), pytest.approx(0.0, abs=1e-9))
-    assert names(split(t, 1 + t)[0]) == ["spreading"]
-    assert "metastable" in names(split(t, np.where(t < 0.05, 1.0, 0.0))[0])  # at its limit after one step
-    at_width = split(t, 0.1 + np.exp(-3 * t), floor=0.1)[0]
-    assert names(at_width) == ["concentrating", "metastable"]
+    assert names(phases_of_curve(t, 1 + t, TURNED).intervals) == ["spreading"]
+    at_once = phases_of_curve(t, np.where(t < 0.05, 1.0, 0.0), TURNED)  # at its limit after one step
+    assert "metastable" in names(at_once.intervals)
+    layer = attention(300.0, diag(1, 2), diag(-1, -3))  # clusters keep a width of W2 = 0.0258
+    at_width = phases_of_curve(t, 0.02 * (1 - t / 20) + np.exp(-3 * t), layer)
+    assert names(at_width.intervals) == ["concentrating", "metastable"]
     noise = np.exp(0.05 * np.random.default_rng(0).normal(size=101))
-    fall = split(t, np.exp(-0.4 * t) * noise)[0][0]
+    fall = phases_of_curve(t, np.exp(-0.4 * t) * noise, TURNED).intervals[0]
     assert abs(fall.rate - 0.4) < 4 * fall.error
     assert fall.error < 0.05
-    for w, words in (([1.0, 0.5], "at least 3 times"), ([1.0, math.nan, 0.5], "expected distances")):
+    for w, words in (([1.0, 0.5], "3 or more times"), ([1.0, math.nan, 0.5], "expected distances")):
         with pytest.raises(ValueError, match=words):
-            split(np.arange(float(len(w))), w)
+            phases_of_curve(np.arange(float(len(w))), np.array(w), TURNED)
 
 
 # --- flows ------------------------------------------------------------------------------------------------------
@@ -93,7 +105,6 @@ def test_phases_of_the_mean_field_flow() -> None:
     assert float(result.w2[-1]) == pytest.approx(math.sqrt(2), abs=1e-6)
     end = result.intervals[-1]
     assert (end.name, end.rate, end.predicted) == ("terminal", pytest.approx(1.0, abs=0.05), pytest.approx(1.0))
-    assert result.settling.rate == pytest.approx(1.0, abs=0.03)
     assert result.doubts == ()
     json.dumps(result.as_dict())
 
@@ -126,7 +137,6 @@ def test_zero_temperature_never_leaves() -> None:
     result = phases(path, limit(A), warn=False)
     assert names(result.intervals)[0] == "concentrating"
     assert result.intervals[0].rate == pytest.approx(1 / 3, rel=0.02)
-    assert result.settling is None
     # For normal M, W2 is the L2 norm of the distance to the sphere of E.
     distance = (2 - 2 * path.x[..., 0].abs()).clamp(min=0)
     torch.testing.assert_close(result.w2, (distance * cloud.weights).sum(-1).sqrt(), rtol=0, atol=1e-7)
@@ -168,15 +178,6 @@ def test_only_rounding_breaks_a_symmetric_distribution() -> None:
         result = phases(path, limit(A))
     assert float(result.min_w2) < 1e-7
     assert any("only rounding breaks the symmetry" in doubt for doubt in result.as_dict()["doubts"])
-
-
-def test_settling_is_the_mean_not_the_merger_of_two_sides() -> None:
-    """Nearly symmetric clusters meet at e2 from both sides at v_top = 2; their mean settles at v_top - v_next = 1."""
-    cloud = circle(300, lambda theta: torch.exp(0.001 * torch.cos(theta - 1)))
-    A = attention(100.0)
-    path = flow(A, cloud, torch.linspace(0, 36, 73), h=0.1)
-    settling = phases(path, limit(A), warn=False).settling
-    assert (settling.rate, settling.predicted) == (pytest.approx(1.0, abs=0.02), pytest.approx(1.0))
 
 
 @pytest.mark.slow
@@ -242,25 +243,23 @@ def test_the_constants_of_a_known_bound() -> None:
     assert exact(t, 300.0) == pytest.approx(curves[1], rel=1e-5)
     noise = np.random.default_rng(0)
     shaken = fit_bound(paths_of(t, *betas), target, w2=[w * np.exp(0.05 * noise.normal(size=61)) for w in curves])
-    for name, truth in (("C", C), ("c", DECAY), ("K", K)):
-        assert abs(getattr(shaken, name) - truth) < 4 * getattr(shaken, f"{name}_error")
+    assert (shaken.C, shaken.c, shaken.K) == pytest.approx((C, DECAY, K), rel=0.1)
     assert shaken.cover > 1.05
-    assert "one path: too small" in repr(shaken)
+    assert math.isnan(shaken.C_error)
 
 
-def test_errors_over_seeds_cover_the_truth_where_those_of_one_fit_do_not() -> None:
-    """Whole curves that are off by a factor each: the points of one curve are not independent."""
+def test_errors_over_seeds_cover_the_truth() -> None:
+    """Whole curves that are off by a factor each: the error of K is that of the mean of these factors."""
     t, betas, target = np.linspace(0, 6, 61), (30.0, 300.0, 3000.0), limit(attention(1.0))
-    noise, covered = np.random.default_rng(1), {"seeds": 0, "fit": 0}
+    noise, covered = np.random.default_rng(1), 0
     for _ in range(12):
-        many = [bound_of(beta, t)[:, None] * np.exp(0.2 * noise.normal(size=12)) for beta in betas]
-        result = fit_bound(paths_of(t, *betas), target, w2=many, resamples=40)
-        covered["seeds"] += abs(math.log(result.K / K)) < 2 * result.K_error / result.K
-        alone = fit_bound(paths_of(t, *betas), target, w2=[np.exp(np.log(w).mean(1)) for w in many])
-        covered["fit"] += abs(math.log(alone.K / K)) < 2 * alone.K_error / alone.K
-    assert covered["seeds"] >= 9
-    assert covered["fit"] < covered["seeds"]
-    assert "over 12 seeds" in repr(result)
+        factors = np.exp(0.2 * noise.normal(size=12))
+        result = fit_bound(paths_of(t, *betas), target, w2=[bound_of(beta, t)[:, None] * factors for beta in betas])
+        assert pytest.approx(K * np.exp(np.log(factors).mean()), rel=1e-4) == result.K
+        assert result.K_error / result.K == pytest.approx(np.log(factors).std(ddof=1) / math.sqrt(12), rel=1e-3)
+        assert (result.C, result.C_error) == (pytest.approx(C, rel=1e-4), pytest.approx(0, abs=1e-4))
+        covered += abs(math.log(result.K / K)) < 2 * result.K_error / result.K
+    assert covered >= 9
 
 
 def test_a_growth_that_is_not_there_is_zero() -> None:
