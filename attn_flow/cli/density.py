@@ -55,13 +55,8 @@ def density(
         attention = Attention.from_matrices(*matrices, each)
         path = density_flow(attention, mu, times, diffusion=diffusion, bandwidth=bandwidth)
         amplitudes = path.amplitudes()[:, 1 : DEGREES + 1].tolist()
-        run: dict[str, Any] = {
-            "beta": each,
-            "t": path.t.tolist(),
-            "amplitudes": amplitudes,
-            "mean": path.moments()[0].tolist(),
-        }
-        runs.append({**run, "w2": _distances(path, attention), **path.about})
+        run: dict[str, Any] = {"beta": each, "t": path.t.tolist(), "amplitudes": amplitudes, **path.about}
+        runs.append({**run, "mean": path.moments()[0].tolist(), "w2": _distances(path, attention)})
         paths.append(path)
     caption = f"von Mises-Fisher distribution, kappa = {kappa:g}, d = {len(direction)}; D = {diffusion:g}; "
     caption += f"bandwidth {runs[0]['bandwidth']}."

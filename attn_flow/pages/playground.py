@@ -26,7 +26,7 @@ def write_playground(path: str | Path) -> Path:
 
 
 def assembled(template: str, script: str) -> str:
-    """A page of this room with its style, the flow, the drawing and its own script inside it."""
+    """A page of this package with its style, the flow, the drawing and its own script inside it."""
     read = lambda name: files(__package__).joinpath(name).read_text(encoding="utf-8")
     inside = "\n".join(read(name).replace('"use strict";\n', "") for name in ("flow.js", "scene.js", script))
     return read(template).replace("/* style */", read("style.css")).replace("/* script */", f'"use strict";\n{inside}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +123,10 @@ def _run_numbers(
 
 def _write(out: Path, numbers: dict[str, Any], paths: list[Trajectory], target: LimitMap | None) -> None:
     """Write the paths, figures, page and numbers of a run, and remove those of an earlier one."""
-    for file in [file for pattern in FILES for file in out.glob(pattern)]:
+    old = sorted(file for pattern in FILES for file in out.glob(pattern))
+    if old:
+        warnings.warn(f"{out} has an earlier run; removed: {', '.join(file.name for file in old)}.", stacklevel=3)
+    for file in old:
         file.unlink()
     bases = (None, None) if target is None else (target.basis, target.terminal.basis if target.terminal else None)
     for run, path in zip(numbers["runs"], paths):
