@@ -113,6 +113,9 @@ class Attention(Field):
             tensor([[[-1.,  0.],
                      [ 0., -1.]]])
         """
+        for name, matrix in (("G", G), ("V", V)):
+            checks.require_floating(name, matrix)
+            checks.require_shape(name, matrix, matrix.shape[-1:] * 2)
         return cls(Q=G, V=V, beta=beta, **options)
 
     @classmethod
