@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from attn_flow.probe import ProbeResult, ProbeRun
 
 PROBE_OUT = Path("runs/probe")
-WITHOUT_TEXTS = ("tabpfn", "rxnmap")  # encoders whose tokens are rows of tables, or atoms
+WITHOUT_TEXTS = ("tabpfn", "rxnmap", "sceptr")  # encoders whose tokens are rows of tables, atoms or residues
 DEMO_INPUTS = 8  # tables or reactions for those
 Models = Annotated[
     list[str] | None,

@@ -19,6 +19,7 @@ from attn_flow.experiments.encoders.zoo import (
     find_entry,
     listing,
     load_fetched,
+    of_one_size,
     own_inputs,
     sample_inputs,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "listing",
     "load_fetched",
     "load_rxnmapper",
+    "of_one_size",
     "own_inputs",
     "sample_inputs",
     "textbook_reactions",

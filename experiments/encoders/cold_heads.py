@@ -25,8 +25,8 @@ from torch import Tensor
 from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import at_least
-from attn_flow.experiments.encoders import fetched, load_fetched, sample_inputs
-from attn_flow.experiments.encoders.reactions import ReactionEncoder, of_one_size
+from attn_flow.experiments.encoders import fetched, load_fetched, of_one_size, sample_inputs
+from attn_flow.experiments.encoders.reactions import ReactionEncoder, count_atoms
 from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
 from attn_flow.experiments.parts import kept_part
@@ -198,7 +198,7 @@ def tokens(model: Any, tokenizer: Any, name: str, n: int, generator: torch.Gener
             inputs = {"src": model.rows(*draw_table(n, spread=0.5, generator=generator))[None]}
             path = record(model, inputs, points="attn.hook_in")
         elif isinstance(model, ReactionEncoder):
-            chosen = of_one_size(sample_inputs(name), 8, 128)
+            chosen = of_one_size(sample_inputs(name), count_atoms, 8, 128)
             path = record(model, {"src": torch.stack([model.atoms(r) for r in chosen])}, points="attn.hook_in")
         else:
             texts = sorted(sample_inputs(name)[:100], key=len, reverse=True)[: max(4, n // 64)]

@@ -7,7 +7,6 @@ the reaction, without any position: there tokens are exchangeable and the weight
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,16 +96,9 @@ def molecule(smiles: str) -> Molecule:
     )
 
 
-def of_one_size(reactions: Sequence[str], number: int, length: int) -> list[str]:
-    """So many reactions of one number of atoms, the largest that fits into `length` tokens."""
-    sizes: dict[int, list[str]] = {}
-    for reaction in reactions:
-        atoms = sum(len(molecule(part).atoms) for part in reaction.replace(">>", ".").split("."))
-        sizes.setdefault(1 + atoms, []).append(reaction)
-    enough = [size for size, same_size in sizes.items() if size <= length and len(same_size) >= number]
-    if not enough:
-        raise ValueError(f"no {number} of {len(reactions)} reactions have one size, of at most {length} tokens.")
-    return sizes[max(enough)][:number]
+def count_atoms(reaction: str) -> int:
+    """The number of atoms on both sides of a reaction."""
+    return sum(len(molecule(part).atoms) for part in reaction.replace(">>", ".").split("."))
 
 
 def _atom(part: str, smiles: str) -> tuple[str, bool, int | None]:

