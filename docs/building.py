@@ -33,11 +33,11 @@ PACKAGES = {
     "train": "Small deep stacks",
 }
 GROUPS = {  # of the page of the papers
-    "Low temperature": "concentration trained_limit hardmax gap_counting long_context",
+    "Low temperature": "concentration trained_limit hardmax long_context",
     "Clusters": "synchronisation spectral_selection metastability multiscale phase_diagram staircase multi_head",
     "Noise, norms, masks": "noise noisy_threshold random_weights normalisation lost_in_the_middle gaussian",
-    "Trained encoders, as a whole": "questions mean_field cold_heads temperature_and_length fine_tuning",
-    "Trained encoders, layer by layer": "histograms energy_by_layer affine_rank",
+    "Trained encoders, as a whole": "questions long_inputs mean_field cold_heads temperature_and_length fine_tuning",
+    "Trained encoders, layer by layer": "histograms energy_by_layer",
 }
 MODULES = {  # packages without a list of public names: their modules
     "observe": "Quantities of a cloud, events of a path",

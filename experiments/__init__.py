@@ -27,17 +27,16 @@ PAPERS = (
     "random_weights",
     "normalisation",
     "long_context",
-    "gap_counting",
     "hardmax",
     "gaussian",
 )
 ENCODERS = (
     "histograms",
-    "affine_rank",
     "energy_by_layer",
     "temperature_and_length",
     "fine_tuning",
     "questions",
+    "long_inputs",
     "mean_field",
     "cold_heads",
 )

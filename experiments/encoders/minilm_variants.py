@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attn_flow.hooks import Block, blocks
+from attn_flow.hooks import blocks
 from attn_flow.hooks.demo import minilm, topics
 from attn_flow.probe.untrained import untrained_copy
 
@@ -35,35 +35,21 @@ def token_ids(tokenizer: Any, texts: int, n: int) -> dict[str, Tensor]:
 
 @contextmanager
 def remove_parts(model: nn.Module, *parts: str) -> Iterator[None]:
-    """A post-norm encoder without its "ffn" (norms stay), or without its "residuals": norm(f(x)) for norm(x + f(x)).
+    """A post-norm encoder without its "ffn" (norms stay), or with a "shuffled ffn".
 
-    "shuffled ffn": what the feed-forward part adds is given to other tokens of the text, the same in every layer.
+    Shuffled: what the feed-forward part adds goes to other tokens of the text, the same in every layer.
     """
+    outputs = {"ffn": torch.zeros_like, "shuffled ffn": lambda out: out[:, _derangement(out.shape[1])]}
     with ExitStack() as stack:
         for block in {id(b.module): b for b in blocks(model)}.values():
             if block.norm_placement != "post":
                 raise ValueError(f"{block.architecture.name} is {block.norm_placement}-norm, expected a post-norm one.")
             for part in parts:
-                stack.callback(_remove_part(block, part))
+                if part not in outputs:
+                    raise ValueError(f"part {part!r}, expected 'ffn' or 'shuffled ffn'.")
+                hook = lambda module, args, out, change=outputs[part]: change(out)
+                stack.callback(block[block.architecture.ffn].register_forward_hook(hook).remove)
         yield
-
-
-def _remove_part(block: Block, part: str) -> Callable[[], None]:
-    arch = block.architecture
-    if part == "ffn":
-        return block[arch.ffn].register_forward_hook(lambda module, args, out: torch.zeros_like(out)).remove
-    if part == "shuffled ffn":
-        return (
-            block[arch.ffn].register_forward_hook(lambda module, args, out: out[:, _derangement(out.shape[1])]).remove
-        )
-    if part != "residuals":
-        raise ValueError(f"part {part!r}, expected 'ffn', 'shuffled ffn' or 'residuals'.")
-    undo = ExitStack()
-    for added, norm in ((arch.emit, arch.norm1), (arch.ffn, arch.norm2)):
-        last: list[Tensor] = []
-        undo.callback(block[added].register_forward_hook(lambda module, args, out, last=last: last.append(out)).remove)
-        undo.callback(block[norm].register_forward_pre_hook(lambda module, args, last=last: (last.pop(),)).remove)
-    return undo.close
 
 
 def _derangement(n: int) -> Tensor:

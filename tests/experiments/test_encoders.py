@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from attn_flow.cli.app import app
 from attn_flow.experiments.encoders import packages, zoo
+from attn_flow.experiments.encoders.inputs import HEAVY, LIGHT
 from attn_flow.experiments.encoders.packages import Archive, download, extract, reason, sha256
-from attn_flow.experiments.encoders.recipes import HEAVY, LIGHT
 from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
 from attn_flow.hooks import load_encoder, self_check
 

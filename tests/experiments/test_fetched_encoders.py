@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_flow.experiments.encoders import ZOO, fetched, sample_inputs
+from attn_flow.experiments.encoders import ZOO, fetched, own_inputs, sample_inputs
 from attn_flow.experiments.encoders.reactions import ReactionEncoder
 from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
 from attn_flow.hooks import Statistics, attentions, load_encoder, record, self_check, unknown_share
@@ -25,6 +25,8 @@ LAYERS = {
     "sapiens-light": (4, 128),
     "tabpfn": (12, 512),
     "rxnmap": (8, 1024),
+    "silero": (3, 312),
+    "sceptr": (3, 64),
     "smollm2": (30, 576),
 }
 
@@ -34,7 +36,7 @@ def need(name: str) -> None:
         pytest.skip(f"{name} is not fetched: attn-flow encoders get {name}")
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if name not in ("tabpfn", "rxnmap")])
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in ("tabpfn", "rxnmap", "sceptr")])
 def test_weights_and_tokenizer_are_the_models_own(name: str) -> None:
     need(name)
     model, tokenizer = load_encoder(name)
@@ -162,7 +164,8 @@ else:
             tables = [draw_table(48, generator=torch.Generator().manual_seed(i)) for i in range(12)]
             src = torch.stack([model.rows(x, y) for x, y in tables])
         else:
-            src = torch.stack([model.atoms(reaction)[:24] for reaction in sample_inputs(name)[:12]])
+            tokens = model.residues if name == "sceptr" else model.atoms
+            src = torch.stack([tokens(text)[:24] for text in sample_inputs(name)[:12]])
     record_corpus(model, {"src": src}, None, folder, batch=3)
 """
 
@@ -185,3 +188,38 @@ def test_statistics_of_two_processes_are_those_of_one(name: str, tmp_path: Path)
     tolerance = 2 * LAYERS[name][0] * torch.finfo(torch.float32).eps * float(scale)
     torch.testing.assert_close(two.mean, one.mean, rtol=0, atol=tolerance)
     torch.testing.assert_close(two.covariance, one.covariance, rtol=0, atol=tolerance * float(scale))
+
+
+def test_the_russian_encoder_tells_homographs_apart() -> None:
+    """Two castles and two locks, spelled alike: the embeddings of the word are nearer to their own kind."""
+    need("silero")
+    model, tokenizer = load_encoder("silero")
+    assert tokenizer.convert_ids_to_tokens([2, 15, 83828, 83829]) == ["[CLS]", "+", "[HOMO]", "[/HOMO]"]
+    before = ("Старинный", "Рыцарь построил каменный", "На двери висел тяжёлый", "Он потерял ключ и сломал")
+    after = ("стоит на холме.", "на берегу озера.", "с ключом.", "на воротах.")
+    words = []
+    for text in (f"{a} [HOMO] замок [/HOMO] {b}" for a, b in zip(before, after)):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        assert (ids == 83828).sum() == 1
+        with torch.no_grad():
+            words.append(model(ids).last_hidden_state[0, int((ids[0] == 83828).nonzero())])
+    cosine = torch.nn.functional.normalize(torch.stack(words), dim=-1)
+    cosine = cosine @ cosine.mT
+    assert min(cosine[0, 1], cosine[2, 3]) > cosine[:2, 2:].max() + 0.2
+
+
+def test_sceptr_is_read_to_rounding_and_knows_amino_acids() -> None:
+    need("sceptr")
+    model, tokenizer = load_encoder("sceptr")
+    assert tokenizer is None
+    source, texts = own_inputs("sceptr", None, model, 8, 64)
+    assert texts is None
+    assert source["src"].shape[0] == 8
+    assert all(check.exact for check in self_check(model, source))
+    assert (len(attentions(model)), attentions(model)[0].dim) == LAYERS["sceptr"]
+    receptor, other = sample_inputs("sceptr")[:2]
+    loops = receptor.split()
+    similar = " ".join([*loops[:5], loops[5].replace("S", "T", 1)])
+    with torch.no_grad():
+        a, b, c = (model(model.residues(text)[None])[0, 0] for text in (receptor, similar, other))
+    assert (a - b).norm() < 0.7 * (a - c).norm()

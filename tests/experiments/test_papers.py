@@ -12,11 +12,12 @@ from attn_flow.experiments import NAMES, load
 from attn_flow.experiments.claims import at_least, at_most, chance, claim
 
 README = Path(__file__).parents[2] / "experiments" / "README.md"
-SLOW = {"gap_counting", "hardmax", "gaussian"}
+SLOW = {"hardmax", "gaussian"}
 OWN_TESTS = {
     "temperature_and_length",
     "mean_field",
     "questions",
+    "long_inputs",
     "cold_heads",
     "fine_tuning",
     "trained_limit",

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from attn_flow.experiments.encoders.reactions import FARTHEST, ReactionEncoder, molecule, of_one_size
+from attn_flow.experiments.encoders import of_one_size
+from attn_flow.experiments.encoders.reactions import FARTHEST, ReactionEncoder, count_atoms, molecule
 from attn_flow.hooks import attentions, merge_shards, record, record_corpus, self_check
 from attn_flow.hooks.inputs import pieces
 
@@ -55,11 +56,11 @@ def test_what_is_no_molecule_is_refused(smiles: str) -> None:
 
 def test_reactions_of_one_size_are_the_largest_that_so_many_have() -> None:
     reactions = ["C>>C", "CC>>CO", "CN>>CC", "CCC>>CCC"]  # with their own token 3, 5, 5 and 7
-    assert of_one_size(reactions, 2, 9) == ["CC>>CO", "CN>>CC"]
-    assert of_one_size(reactions, 1, 9) == ["CCC>>CCC"]
-    assert of_one_size(reactions, 1, 4) == ["C>>C"]
-    with pytest.raises(ValueError, match="no 2 of 4 reactions have one size, of at most 4 tokens"):
-        of_one_size(reactions, 2, 4)
+    assert of_one_size(reactions, count_atoms, 2, 9) == ["CC>>CO", "CN>>CC"]
+    assert of_one_size(reactions, count_atoms, 1, 9) == ["CCC>>CCC"]
+    assert of_one_size(reactions, count_atoms, 1, 4) == ["C>>C"]
+    with pytest.raises(ValueError, match="no 2 of 4 inputs have one size, of at most 4 tokens"):
+        of_one_size(reactions, count_atoms, 2, 4)
 
 
 @pytest.mark.parametrize("smiles", ["CC", "CC>>", ">>CC", "C>C"])
