@@ -30,7 +30,7 @@ from attn_flow.probe.replacement import Predict, prepare_replacement
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LENGTHS = {"silero": (128, 256, 512, 1024, 2048), "tabpfn": (128, 256, 512, 1024, 2048), "minilm": (128, 256, 512)}
+LENGTHS = {"silero": (128, 256, 512, 1024, 2048), "tabpfn": (128, 256, 512, 1024), "minilm": (128, 256, 512)}
 GOAL = 0.3  # W2 over the distance between inputs
 
 

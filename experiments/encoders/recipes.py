@@ -293,8 +293,8 @@ def silero(archives: Sequence[Path], out: Path) -> None:
 
 def _pickled_vocabulary(pickle: bytes, size: int = 83_830) -> list[str]:
     """The tokens in a pickle, where "vocab" is followed by pairs of a token and its number."""
-    tokens: dict[int, str] = {}
-    memo: dict[int, str] = {}  # a string that was written before is written as its number in the memo
+    tokens: dict[Any, str] = {}
+    memo: dict[Any, str] = {}  # a string that was written before is written as its number in the memo
     last, is_vocabulary = "", False
     for operation, argument, _ in pickletools.genops(pickle):
         if isinstance(argument, str):
