@@ -24,8 +24,8 @@ from attn_flow.hooks.fingerprints import fingerprint
 from attn_flow.probe.averaging import measure_averaging
 from attn_flow.probe.clusters import size_for_w2
 from attn_flow.probe.coresets import cluster_by_queries, foreign_queries
-from attn_flow.probe.recording import Heads, Recording, record_encoder
-from attn_flow.probe.replacement import Predict, prepare_replacement
+from attn_flow.probe.recording import Heads, Predict, Recording, record_encoder
+from attn_flow.probe.replacement import prepare_replacement
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,11 +64,10 @@ def one_length(model: Any, tokenizer: Any, name: str, n: int, inputs: int, seed:
     """b by layer and input, the share of heads with b above 0.4, and the number of clusters, for n tokens."""
     generator = torch.Generator().manual_seed(seed)
     source, texts = long_inputs(model, tokenizer, name, n, inputs)
-    max_length = None if texts is None else n
-    recording = record_encoder(model, source, texts, max_length=max_length)
+    recording = record_encoder(model, source, texts, max_length=None if texts is None else n)
     averaging = measure_averaging(recording, generator)
     b, heads = averaging.exponents(averaging.layer_errors), averaging.exponents(averaging.head_errors)
-    encoder = prepare_replacement(model, source, texts, recording, max_length=max_length)
+    encoder = prepare_replacement(recording)
     sizes, w2 = [2], [encoder.compare(clustered(recording, 2, generator))[0].mean()]
     while sizes[-1] < n // 2 and (w2[-1] > GOAL or len(sizes) < 2):
         sizes.append(2 * sizes[-1])
