@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -179,15 +179,21 @@ def sweep(
     if len({each.dim for each in fields.values()}) != 1 or any(each.G.ndim != 3 for each in fields.values()):
         shapes = [tuple(each.G.shape) for each in fields.values()]
         raise ValueError(f"attentions with G of shapes {shapes}, expected (heads, d, d) with the same dimension d.")
-    for name, values in {"betas": [0] if betas is None else betas, "noise": noise, "n": n, "seeds": seeds}.items():
-        if not len(values):
-            raise ValueError(f"{name} is empty, expected at least one value.")
+    axes: dict[str, list[Any]] = {
+        "attention": list(fields),
+        "noise": [float(sigma) for sigma in noise],
+        "n": [int(count) for count in n],
+        "beta": [None] if betas is None else sorted(map(float, betas), key=math.isinf),  # hardmax is a batch: last
+        "seed": [int(seed) for seed in seeds],
+    }
+    if empty := [name for name, values in axes.items() if not values]:
+        raise ValueError(f"the axis {empty[0]} of the grid is empty, expected at least one value.")
     checks.require_positive(h=h)
     checks.require_nonnegative(**{"the largest noise": max(noise), "the least noise": min(noise)})
     d = next(iter(fields.values())).dim
     make = clouds or (lambda count, seed: starting_cloud(d, count, seed))
     times = torch.tensor(checks.time_grid(t), dtype=torch.float64)
-    batches = list(_batches(list(fields), betas, noise, n, seeds))
+    batches = _batches(axes)
     file, rows, settings = None if folder is None else Path(folder) / "sweep.json", [], ""
     with ExitStack() as contexts:
         if file is not None:
@@ -207,23 +213,16 @@ def sweep(
     return Sweep(times, tuple(rows))
 
 
-def _batches(
-    names: Sequence[str],
-    betas: Sequence[float] | None,
-    noise: Sequence[float],
-    n: Sequence[int],
-    seeds: Sequence[int],
-) -> Iterator[list[dict[str, Any]]]:
+def _batches(axes: Mapping[str, Sequence[Any]]) -> list[list[dict[str, Any]]]:
     """The grid as lists of runs that differ in beta and seed only; hardmax (beta = inf) is a batch of its own."""
-    all_betas = [None] if betas is None else [float(beta) for beta in betas]
-    for name, sigma, count, is_hardmax in itertools.product(names, noise, n, (False, True)):
-        runs = [
-            {"attention": name, "beta": beta, "noise": float(sigma), "n": int(count), "seed": int(seed)}
-            for beta, seed in itertools.product(all_betas, seeds)
-            if (beta == math.inf) == is_hardmax
-        ]
-        size = max(1, TOKENS_AT_ONCE // count)
-        yield from (runs[i : i + size] for i in range(0, len(runs), size))
+    grid = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
+    key = lambda run: (run["attention"], run["noise"], run["n"], run["beta"] == math.inf)
+    batches = []
+    for _, group in itertools.groupby(grid, key):
+        runs = list(group)
+        size = max(1, TOKENS_AT_ONCE // runs[0]["n"])
+        batches += [runs[i : i + size] for i in range(0, len(runs), size)]
+    return batches
 
 
 def _settings(
@@ -282,15 +281,14 @@ def _run(
 def _comparison(row: dict[str, Any], target: LimitMap, result: Phases) -> dict[str, Any]:
     """The numbers of one run that need its limit."""
     is_predicted = 1 < row["beta"] < math.inf and not row["noise"]
-    values = (
-        float(result.min_w2),
-        float(result.t_min),
-        target.t_min(row["beta"]) if is_predicted else None,
-        float(result.w2[-1]),
-        ", ".join(phase.name for phase in result.intervals),
-        next((phase.rate for phase in result.intervals if phase.name == "terminal"), None),
-        None if target.terminal is None else target.terminal.exit_rate,
-        ", ".join(need.name for need in result.requires if need.met is False),
-        result.w2.tolist(),
-    )
-    return dict(zip(COMPARED, values, strict=True))
+    return {
+        "w2_min": float(result.min_w2),
+        "t_min": float(result.t_min),
+        "t_min_predicted": target.t_min(row["beta"]) if is_predicted else None,
+        "w2_end": float(result.w2[-1]),
+        "phases": ", ".join(phase.name for phase in result.intervals),
+        "exit_rate": next((phase.rate for phase in result.intervals if phase.name == "terminal"), None),
+        "exit_rate_predicted": None if target.terminal is None else target.terminal.exit_rate,
+        "unmet": ", ".join(need.name for need in result.requires if need.met is False),
+        "w2": result.w2.tolist(),
+    }

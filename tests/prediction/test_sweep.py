@@ -83,8 +83,8 @@ def test_attention_without_a_limit_has_clusters_only() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"betas": []}, "betas is empty"),
-        ({"seeds": []}, "seeds is empty"),
+        ({"betas": []}, "the axis beta of the grid is empty"),
+        ({"seeds": []}, "the axis seed of the grid is empty"),
         ({"noise": [-1.0]}, "noise"),
         ({"attentions": [ATTENTION, Attention.identity(3)]}, "same dimension"),
     ],
