@@ -27,8 +27,7 @@ class StepMonitor:
 
     def __init__(self, method: RungeKutta) -> None:
         self.method = method
-        self.displacement: Tensor | None = None  # the largest h |v_i| / max(1, |x_i|) so far, ()
-        self.error: Tensor | None = None  # the largest estimate so far, ()
+        self.largest: Tensor | None = None  # displacement and error so far, relative to max(1, |x_i|), (2,)
         self._last: tuple[Tensor, float] | None = None  # the last velocity, and the size of its step
 
     def forget(self) -> None:
@@ -38,17 +37,19 @@ class StepMonitor:
     def step(self, velocity: Velocity, t: float, x: Tensor, h: float, geometry: Geometry) -> Tensor:
         """The tokens after one step."""
         stages = self.method.stages(velocity, t, x, h, geometry, velocity(t, x))
-        self.displacement = _largest(self.displacement, h * stages[0], x)
-        if self._last is not None:
-            last, size = self._last
-            self.error = _largest(self.error, self.method.closing * size * (stages[0].detach() - last), x)
+        first = stages[0].detach()
+        last, size = (first, 0.0) if self._last is None else self._last
+        vectors = torch.stack([h * first, self.method.closing * size * (first - last)])  # (2, ..., n, d)
+        lengths = vectors.norm(dim=-1) / x.detach().norm(dim=-1).clamp_min(1.0)
+        largest = lengths.flatten(1).amax(1)
+        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
         self._last = (stages[-1].detach(), h) if self.method.closing else None
         return self.method.combine(x, h, stages, geometry)
 
     def numbers(self) -> list[Tensor]:
         """The largest displacement and the largest error, () each."""
-        assert self.displacement is not None  # there was a step
-        return [self.displacement, torch.zeros_like(self.displacement) if self.error is None else self.error]
+        assert self.largest is not None  # there was a step
+        return list(self.largest)
 
     def warning(self, displacement: float, error: float, h: float, t: float) -> str | None:
         """What to tell the user about steps of size h until time t; None if they are short enough."""
@@ -62,9 +63,3 @@ class StepMonitor:
             return None
         shorter = min(limit / max(displacement, 1e-300), (MAX_ESTIMATE / max(error, 1e-300)) ** (1 / max(2, p)))
         return f"steps of h = {h:.3g} {reason} before t = {t:.4g}; use h <= {h / 4 * shorter:.2g}, or step='adaptive'."
-
-
-def _largest(before: Tensor | None, moved: Tensor, x: Tensor) -> Tensor:
-    """max_i |moved_i| / max(1, |x_i|), or the value before if that is larger, ()."""
-    now = (moved.detach().norm(dim=-1) / x.detach().norm(dim=-1).clamp_min(1.0)).amax()
-    return now if before is None else torch.maximum(before, now)
