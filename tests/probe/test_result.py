@@ -86,6 +86,25 @@ def test_every_question_has_its_answer(result) -> None:
     assert all(result.findings[name].verdict for name in ("averaging", "clusters", "limit"))  # eight texts are enough
 
 
+def test_the_table_has_values_with_intervals_and_the_best_baseline(result) -> None:
+    averaging, clusters, temperature, limit = (finding.numbers for finding in result.findings.values())
+    b = sorted(zip(*(averaging[key] for key in ("exponent", "exponent_low", "exponent_high"))))
+    least, most = (f"{mean:.2f} ({low:.2f} to {high:.2f})" for mean, low, high in (b[0], b[-1]))
+    phases = temperature["phases"]
+    needed, best = clusters["clusters_for_w2_goal"], clusters["best_baseline"]
+    agreement, rotated = (sum(limit[key]) / 6 for key in ("agreement", "rotated"))
+    others = {"rotated weights": rotated, **{key.replace("_", " "): z for key, z in limit["rivals"].items()}}
+    rival = max(others, key=others.get)
+    value = {name: finding.value for name, finding in result.findings.items()}
+    baseline = {name: finding.baseline for name, finding in result.findings.items()}
+    assert value["averaging"] == f"b = {least} to {most} by layer"
+    assert value["clusters"].startswith(f"{needed['foreign_queries']:.0f} (")
+    assert value["temperature"] == f"{phases['warm']} warm, {phases['middle']} middle, {phases['frozen']} frozen"
+    assert value["limit"] == f"p = {limit['global_p']:.2g}; agreement {agreement:.2f}"
+    assert baseline["clusters"].startswith(best.replace("_", " "))
+    assert baseline["limit"] == f"{rival}: {others[rival]:.2f}"
+
+
 def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
     """500 samples of 30 normal numbers: the 95% interval covers 0 in 90% to 99% of them."""
     values = torch.randn(500, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
