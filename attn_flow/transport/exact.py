@@ -78,7 +78,8 @@ def _solve_merged(pair: Pair, method: str, with_potentials: bool) -> tuple[str, 
     pairs = (1 + int(group_x.max())) * (1 + int(group_y.max()))
     if pairs <= MERGED_PART * len(x) * len(y) and (pairs <= MAX_LINPROG_ENTRIES or has_pot()):
         first_x, first_y = (np.unique(group, return_index=True)[1] for group in (group_x, group_y))
-        masses_x, masses_y = (np.bincount(*z).astype(np.float64) for z in ((group_x, a), (group_y, b)))
+        masses_x: Array = np.bincount(group_x, a).astype(np.float64)
+        masses_y: Array = np.bincount(group_y, b).astype(np.float64)
         name, coarse = _solve(x[first_x], masses_x, y[first_y], masses_y, pair.cost, method, with_potentials)
         i, j, mass = refine(coarse, a, group_x, b, group_y)
         plan = Plan(i, j, mass, coarse.gap, None if coarse.v is None else coarse.v[group_y])
