@@ -171,7 +171,7 @@ _ENTRIES = (
     ),
     Entry(
         "rxnmapper",
-        "ALBERT, one block fired 12 times, d 256, reactions as SMILES",
+        "ALBERT, one block applied 12 times, d 256, reactions as SMILES",
         "MIT",
         (RXNMAPPER, DRFP),
         recipes.pickled(
@@ -222,7 +222,7 @@ _ENTRIES = (
     ),
     Entry(
         "rxnmap",
-        "chytorch-rxnmap: two blocks fired 8 times each, d 1024, atoms of reactions, no positions in the second",
+        "chytorch-rxnmap: two blocks applied 8 times each, d 1024, atoms of reactions, no positions in the second",
         "LGPL-3.0-or-later",
         (RXNMAP, DRFP),
         recipes.graphs,

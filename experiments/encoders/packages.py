@@ -171,7 +171,7 @@ def extract(file: Path, members: dict[str, str], folder: Path) -> None:
         raise ValueError(f"{file.name} has no {', '.join(sorted(missing))}.")
 
 
-def _write(source: IO[bytes], place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.open("wb") as target:
+def _write(source: IO[bytes], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)

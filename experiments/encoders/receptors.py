@@ -17,7 +17,7 @@ def count_residues(receptor: str) -> int:
 
 
 class ReceptorEncoder(nn.TransformerEncoder):
-    """SCEPTR: 3 post-norm layers, d = 64, 8 heads; a token is an amino acid with its loop and its place in the loop.
+    """SCEPTR: 3 post-norm layers, d = 64, 8 heads; a token is an amino acid with its loop and its position in the loop.
 
     `residues` makes tokens of a receptor; the forward pass takes them as `src`, of shape (batch, tokens, d).
 
@@ -41,12 +41,12 @@ class ReceptorEncoder(nn.TransformerEncoder):
         rows = [torch.zeros(FEATURES)]
         rows[0][CLS] = 1
         for i, loop in enumerate(loops):
-            for place, residue in enumerate(loop if loop != "-" else ""):
+            for position, residue in enumerate(loop if loop != "-" else ""):
                 if residue not in RESIDUES:
                     raise ValueError(f"{residue!r} in {receptor!r} is none of the amino acids {RESIDUES}.")
                 row = torch.zeros(FEATURES)
                 row[2 + RESIDUES.index(residue)] = 1
-                row[-LOOPS - 1] = place / (len(loop) - 1) if len(loop) > 1 else 0.5
+                row[-LOOPS - 1] = position / (len(loop) - 1) if len(loop) > 1 else 0.5
                 row[i - LOOPS] = 1
                 rows.append(row)
         return self.embedding(torch.stack(rows).to(self.embedding.weight))

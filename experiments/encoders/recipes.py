@@ -214,20 +214,20 @@ def graphs(archives: Sequence[Path], out: Path) -> None:
     extract(archives[0], {"chytorch/zoo/rxnmap/weights.pt": "pickle"}, out)
     weights = _unpickle(out / "pickle")
     outside = {"atoms_encoder": "elements", "centrality_encoder": "neighbours", "spatial_encoder": "distances"}
-    kept = {}
+    weights_by_name = {}
     for name, tensor in weights.items():
         first, _, rest = name.partition(".")
         if first == "layer":
-            kept[f"layers.0.{rest}"] = tensor
+            weights_by_name[f"layers.0.{rest}"] = tensor
         elif first == "role_encoder":
-            kept[f"roles.{rest}"] = tensor
+            weights_by_name[f"roles.{rest}"] = tensor
         elif rest.startswith("layer."):
-            kept[f"molecule_{rest}"] = tensor
+            weights_by_name[f"molecule_{rest}"] = tensor
         else:
             module, _, kind = rest.partition(".")
             # the first row of distances, -inf, keeps molecules apart; here each is moved by itself
-            kept[f"{outside[module]}.{kind}"] = tensor[1:] if module == "spatial_encoder" else tensor
-    save_file({name: t.contiguous() for name, t in kept.items()}, out / "model.safetensors")
+            weights_by_name[f"{outside[module]}.{kind}"] = tensor[1:] if module == "spatial_encoder" else tensor
+    save_file({name: t.contiguous() for name, t in weights_by_name.items()}, out / "model.safetensors")
     reactions(archives, out)
 
 
@@ -236,8 +236,10 @@ def tables(archives: Sequence[Path], out: Path) -> None:
     extract(archives[0], {"tabpfn/models_diff/prior_diff_real_checkpoint_n_0_epoch_42.cpkt": "pickle"}, out)
     weights = _unpickle(out / "pickle")[0]
     names = {name: name.removeprefix("module.").removeprefix("transformer_encoder.") for name in weights}
-    kept = {names[name]: t.contiguous() for name, t in weights.items() if not names[name].startswith("criterion")}
-    save_file(kept, out / "model.safetensors")
+    weights_by_name = {
+        names[name]: t.contiguous() for name, t in weights.items() if not names[name].startswith("criterion")
+    }
+    save_file(weights_by_name, out / "model.safetensors")
 
 
 def sceptr(archives: Sequence[Path], out: Path) -> None:
@@ -245,12 +247,12 @@ def sceptr(archives: Sequence[Path], out: Path) -> None:
     extract(archives[0], {"sceptr/_model_saves/SCEPTR/state_dict.pt": "pickle"}, out)
     stack = "_self_attention_stack."
     names = {f"{stack}_initial_projector.": "embedding.", f"{stack}_standard_stack.{stack}": ""}
-    kept = {}
+    weights_by_name = {}
     for name, tensor in _unpickle(out / "pickle").items():
         for theirs, ours in names.items():
             if name.startswith(theirs):
-                kept[ours + name.removeprefix(theirs)] = tensor.contiguous()
-    save_file(kept, out / "model.safetensors")
+                weights_by_name[ours + name.removeprefix(theirs)] = tensor.contiguous()
+    save_file(weights_by_name, out / "model.safetensors")
     receptors(archives, out)
 
 
@@ -312,11 +314,12 @@ def _pickled_vocabulary(pickle: bytes, size: int = 83_830) -> list[str]:
 
 
 def _word_pieces(vocabulary: list[str]) -> Any:
-    """BERT's own tokenizer with cases kept."""
+    """BERT's own tokenizer, which tells capital letters from small ones."""
     from tokenizers import BertWordPieceTokenizer
     from transformers import PreTrainedTokenizerFast
 
     ids = {token: i for i, token in enumerate(vocabulary)}
     pieces = BertWordPieceTokenizer(vocab=ids, lowercase=False, strip_accents=False)
+    pieces.add_special_tokens(vocabulary[-2:])  # the marks around a homograph
     names = {f"{role}_token": token for role, token in BRACKETS.items()}
     return PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, model_max_length=2048, **names)

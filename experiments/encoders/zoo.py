@@ -103,9 +103,9 @@ def _forget_downloads(downloads: Path, cache: str | Path | None) -> None:
 
 
 def load_fetched(name: str, cache: str | Path | None = None) -> tuple[nn.Module, Any]:
-    """A fetched encoder in evaluation mode and its tokenizer, None for two that make tokens by themselves.
+    """A fetched encoder in evaluation mode and its tokenizer, None for three that make tokens by themselves.
 
-    TabPFN's `rows` makes them of tables, rxnmap's `atoms` of a reaction.
+    TabPFN's `rows` makes them of tables, rxnmap's `atoms` of a reaction, sceptr's `residues` of a receptor.
 
     ValueError that names the command if it was not fetched.
     """
@@ -115,7 +115,7 @@ def load_fetched(name: str, cache: str | Path | None = None) -> tuple[nn.Module,
 def sample_inputs(name: str, cache: str | Path | None = None) -> list[str]:
     """A few hundred texts of the kind a fetched encoder was made for.
 
-    Returns strings: English or Chinese sentences, reaction SMILES, antibody sequences. ValueError for TabPFN, whose
+    Returns strings: sentences, reaction SMILES, antibody sequences, loops of receptors. ValueError for TabPFN, whose
     tables `attn_flow.experiments.encoders.tables.draw_table` draws.
     """
     file = _here(name, cache) / INPUTS
@@ -128,7 +128,8 @@ def own_inputs(name: str, tokenizer: Any, model: Any, number: int, length: int) 
     """Inputs of the kind a fetched encoder was made for, as `record` and `probe` take them after the model.
 
     The longest of a hundred texts, with their tokenizer; where there is none, tokens that the model itself made, at
-    most `length` of each: of tables, each of its own distribution (TabPFN), or of reactions of one size (rxnmap).
+    most `length` of each: of tables, each of its own distribution (TabPFN), or of reactions (rxnmap) or receptors
+    (sceptr) of one size.
     """
     if tokenizer is not None:
         return tokenizer, sorted(sample_inputs(name)[:100], key=len, reverse=True)[:number]
