@@ -295,7 +295,7 @@ class Attention(Field):
     @property
     def is_hardmax(self) -> bool:
         """Whether beta is infinite."""
-        return not isinstance(self.beta, Tensor) and math.isinf(self.beta)
+        return not isinstance(self.beta, Tensor) and self.beta == math.inf  # math.isinf cannot be compiled
 
     @property
     def G(self) -> Tensor:

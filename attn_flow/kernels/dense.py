@@ -88,7 +88,7 @@ def average_and_log_sum(
 
 def is_infinite(scale: float | Tensor) -> bool:
     """Whether scale is the number infinity; tensors are finite."""
-    return not isinstance(scale, Tensor) and math.isinf(scale)
+    return not isinstance(scale, Tensor) and scale == math.inf  # math.isinf cannot be compiled
 
 
 def is_plain(*tensors: Tensor) -> bool:

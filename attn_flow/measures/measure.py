@@ -35,7 +35,7 @@ class Measure(Protocol):
 
 def is_infinite(beta: float | Tensor) -> bool:
     """Whether beta is the number infinity."""
-    return not isinstance(beta, Tensor) and math.isinf(beta)
+    return not isinstance(beta, Tensor) and beta == math.inf  # math.isinf cannot be compiled
 
 
 def as_tensor(beta: float | Tensor, g: Tensor) -> Tensor:

@@ -163,8 +163,9 @@ def test_derivatives_and_transforms(generator):
     torch.testing.assert_close(tangent, difference, rtol=1e-6, atol=1e-8)
     batch = draw(generator, 3, 4, 3)
     torch.testing.assert_close(torch.func.vmap(A.drift)(batch), A.drift(batch))
-    compiled = torch.compile(lambda y: A(0.0, y), fullgraph=True)
-    torch.testing.assert_close(compiled(batch), A.drift(batch))
+    compiled = torch.compile(lambda field, y: field(0.0, y), fullgraph=True)
+    for beta in (2.0, math.inf, 3.0):  # numbers that change become symbols of the compiler
+        torch.testing.assert_close(compiled(A.with_beta(beta), batch), A.with_beta(beta).drift(batch))
 
 
 def test_gradients_reach_weights_and_beta(generator):
