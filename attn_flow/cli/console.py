@@ -24,6 +24,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of every random number.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
+RESUMED = ("probe", "record", "train")  # commands that continue a run that was stopped
 MIN_WRAPPED = 16  # characters of a table's widest column, however narrow the terminal is
 
 
@@ -37,12 +38,9 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return function(*args, **kwargs)
             except KeyboardInterrupt:
-                kept = (
-                    f" What is finished in {kwargs['out']} is kept; the same command continues."
-                    if kwargs.get("out")
-                    else ""
-                )
-                complain(f"Stopped.{kept}", "yellow")
+                out, continues = kwargs.get("out"), function.__name__ in RESUMED or kwargs.get("sweep")
+                kept = f" What is finished in {out} is kept; the same command continues."
+                complain("Stopped." + (kept if out and continues else ""), "yellow")
                 raise
             except FloatingPointError as error:
                 complain(f"numerical failure: {error}")

@@ -77,7 +77,7 @@ def _print_assumptions(needs: list[dict[str, Any]]) -> None:
     if names[True]:
         paragraph(f"Assumptions that G and V meet: {names[True]}.")
     if names[None]:
-        paragraph(f"Assumptions about tokens, which `attn-flow simulate` checks: {names[None]}.")
+        paragraph(f"Assumptions about the tokens, which are not known here: {names[None]}.")
     for need in needs:
         if need["met"] is False:
             paragraph(f"- not met: {need['name']} ({need['text']}).")
