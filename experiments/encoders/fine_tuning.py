@@ -194,7 +194,7 @@ def words(row: dict[str, Any]) -> str:
 
 
 def plot(numbers: dict[str, Any]) -> Figure:
-    figure, axes = panels(2, 1, title="MiniLM with continuous layers, fine-tuned on a few sentences")
+    figure, axes = panels(2, title="MiniLM with continuous layers, fine-tuned on a few sentences")
     table = numbers["table"]
     names, places = [words(row) for row in table], range(len(table))
     axes[0].barh(places, [row["accuracy"] for row in table], xerr=[row["spread"] for row in table], color="0.6")

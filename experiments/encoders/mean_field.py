@@ -178,7 +178,7 @@ def _claims(summary: dict[str, Any], is_trained: bool) -> list[dict[str, Any]]:
 def plot(numbers: dict[str, Any]) -> Figure:
     """Errors against n, exponents by layer, baselines, and what a layer carries on and adds."""
     title = "The mean-field limit in TabPFN" if numbers["trained"] else "An untrained encoder of tables"
-    figure, (a, b, c, d) = panels(2, 2, title=title)
+    figure, (a, b, c, d) = panels(4, title=title)
     first, one = next(iter(numbers["distributions"].items()))
     sizes, layers = [int(n) for n in one["error"]], len(one["exponent"])
     depths = sorted({1, 4, layers - 1} & set(range(layers)))

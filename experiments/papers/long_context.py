@@ -1,8 +1,12 @@
-"""One layer on a long context: at beta = gamma log n attention averages, balances or copies; uniform keys: Poisson.
+"""On a long text one attention layer averages or copies its tokens, depending on how beta grows with the length n.
 
-arXiv 2510.05554 (equiangular tokens, critical gamma = 1/(1-rho)), arXiv 2605.08505 (uniform keys, beta ~ n^{2/(d-1)}).
-Differs from the papers: the exact finite-n correlation is drawn beside its limits, and the Poisson limit is turned into
-numbers (mean self-weight and participation) by quadrature.
+arXiv 2510.05554 (equal cosines rho, critical gamma = 1/(1-rho)), arXiv 2605.08505 (uniform keys, beta ~ n^{2/(d-1)}).
+(a) Tokens with equal cosines 0.5 and beta = gamma log n: dots are one layer run on exact simplices, lines the exact
+formula, dashed its limit; the star is the limit at the critical gamma. Below it all outputs become equal, above it
+they keep the cosine of the inputs. (b, c) Uniform keys on the sphere in dimension d, 10 clouds of 2,000 tokens: the
+weight of a token on itself, and the sum of squared weights; dashed is the Poisson limit. (d) The beta at which tokens
+pay half of their attention to themselves grows like n^{2/(d-1)}. Differs from the papers: the exact finite-n
+correlation is drawn beside its limits, and the Poisson limit is turned into numbers by quadrature.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import torch
 from attn_flow import Attention, Sphere
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import at_most, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
+from attn_flow.experiments.figures import COLOURS, THEORY, label, name_lines, panels, shades
 from attn_flow.theory import long_context as theory
 
 if TYPE_CHECKING:
@@ -129,37 +133,29 @@ def uniform_self(d: int, n: int, b: np.ndarray, generator: torch.Generator) -> n
 
 
 def plot(numbers: dict[str, Any]) -> Figure:
-    figure, (a, b, c, d) = panels(4, title="One layer on a long context")
+    figure, (a, b, c, d) = panels(4)
     gamma, rho = np.array(numbers["gamma"]), numbers["rho"]
     for (n, curve), colour in zip(numbers["exact"].items(), shades(len(numbers["exact"]))):
-        size = f"{float(n):.0e}" if len(n) > 5 else n
-        a.plot(gamma, curve, color=colour, label=f"n={size}")
+        size = rf"$10^{{{len(n) - 1}}}$" if len(n) > 5 else n
+        a.plot(gamma, curve, color=colour, label=f"n = {size}")
         if n in numbers["layers"]:
-            a.plot(gamma, numbers["layers"][n], "o", color=colour, markersize=3)
+            a.plot(gamma, numbers["layers"][n], "o", color=colour, markersize=4)
     critical = 1 / (1 - rho)
-    a.plot([gamma[0], critical, critical, gamma[-1]], [1, 1, rho, rho], **THEORY, label="limit")
-    a.plot(critical, 4 * rho / (1 + 3 * rho), "*", color="black", markersize=9, label=r"$4\rho/(1+3\rho)$")
-    label(a, rf"equiangular tokens, $\rho$={rho:g}, $\beta=\gamma\log n$", r"$\gamma$", "cosine of two outputs")
+    a.plot([gamma[0], critical, critical, gamma[-1]], [1, 1, rho, rho], **THEORY, label=r"$n=\infty$")
+    a.plot(critical, 4 * rho / (1 + 3 * rho), "*", color="black", markersize=10)
+    label(a, r"equal cosines, $\beta=\gamma\,\log\,n$", r"$\gamma$", "cosine of two outputs")
     for (dim, run), colour in zip(numbers["poisson"].items(), COLOURS):
         for axis, key in ((b, "self"), (c, "participation")):
-            axis.semilogx(numbers["b"], run[key], "o", color=colour, markersize=4, label=f"d={dim}")
+            axis.semilogx(numbers["b"], run[key], "o", color=colour, markersize=5, label=f"d = {dim}")
             axis.semilogx(numbers["b"], run[f"{key}_theory"], **THEORY)
-    label(b, r"uniform keys: attention to itself", r"$b=\beta\, n^{-2/(d-1)}$", "mean self-weight")
-    label(c, "uniform keys: participation", r"$b=\beta\, n^{-2/(d-1)}$", r"mean of $\sum_j w_j^2$")
+    label(b, "uniform keys: attention to itself", r"$\beta\, n^{-2/(d-1)}$", "mean weight of itself")
+    label(c, "uniform keys: participation", r"$\beta\, n^{-2/(d-1)}$", r"mean of $\sum_j w_j^2$")
     for (dim, run), colour in zip(numbers["scaling"].items(), COLOURS):
         n = np.array(run["n"])
-        d.loglog(
-            n,
-            run["beta"],
-            "o",
-            color=colour,
-            label=f"d={dim}: exponent {run['exponent']:.3f} ({2 / (int(dim) - 1):.3f})",
-        )
+        d.loglog(n, run["beta"], "o", color=colour, label=f"d = {dim}")
         d.loglog(n, theory.critical_beta(n, int(dim), run["balance"]), **THEORY)
-    label(d, "critical beta: half of attention on itself", "number of keys n", r"$\beta$")
-    caption(
-        figure,
-        f"(a) dots: one layer run on exact simplices; lines: exact formula; dashed: limit. (b, c) {numbers['clouds']} "
-        f"clouds of n={numbers['n']} uniform tokens, 100 queries each; dashed: Poisson limit. Seed {numbers['seed']}.",
-    )
+    d.set_xticks(n, [f"{size:,}" for size in n])
+    d.xaxis.minorticks_off()
+    label(d, "half of the attention on itself", "number of keys n", r"critical $\beta$", legend=False)
+    name_lines(d)
     return figure

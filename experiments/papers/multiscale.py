@@ -1,7 +1,12 @@
-"""Three time scales: alignment at t = O(1), heat at t = O(beta), pairing at t = e^{beta (1 - cos phi)}.
+"""Cold attention has three time scales: tokens align, then diffuse, and at last clusters merge in pairs.
 
-Multiscale sequel of Bruno, Pasqualotto, Agazzi, arXiv 2509.25040. Differs from the paper: each scale is run by itself
-(alignment on S^2, heat on a circle lattice, pairing of two tokens), so that each can be measured to digits.
+Multiscale sequel of Bruno, Pasqualotto, Agazzi, arXiv 2509.25040. (a) Two clusters merge after a time that grows
+exponentially in the inverse temperature beta; the closed form is exact, its limit for large beta is not yet reached.
+(b) Tokens on the sphere with G = diag(2,2,1) and V the identity approach the leading plane E of M in a time of order 1.
+A cloud close to the plane does not fill the sphere, so finite beta leaves the path of zero temperature, and stalls
+where the tokens are too few for the argmax. (c) The first two modes of a lattice of tokens on the circle grow (V = I,
+backward heat equation) or decay (V = -I) like exp(k^2 t/beta), dashed, at times of order beta. Differs from the paper:
+each scale is run by itself, so that each can be measured to digits.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import torch
 from attn_flow import Adaptive, Attention, flow, zero_temperature_flow
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import at_most, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
+from attn_flow.experiments.figures import COLOURS, THEORY, label, name_lines, panels, shades
 from attn_flow.geometry import angle
 from attn_flow.measures.quadrature import fibonacci
 from attn_flow.theory import metastability as theory
@@ -127,46 +132,30 @@ def pairing(betas: np.ndarray) -> dict[str, Any]:
 
 
 def plot(numbers: dict[str, Any]) -> Figure:
-    figure, (a, b, c) = panels(3, title="Alignment, heat, pairing: three time scales")
+    figure, (a, b, c) = panels(3)
+    pairs = numbers["pairing"]
+    a.semilogy(pairs["beta"], pairs["time"], "o", color=COLOURS[0], label="simulated")
+    a.semilogy(pairs["beta"], pairs["theory"], **THEORY, label="closed form (exponential integrals)")
+    limit = r"its limit $e^{\beta(1-\cos\phi)}/(2\beta\sin^2\phi)$"
+    a.semilogy(pairs["beta"], pairs["limit"], color=COLOURS[1], linestyle=":", label=limit)
+    label(a, r"pairing: two clusters at the angle $\phi=\pi/2$", r"$\beta$", "time until the angle is 0.1")
     align = numbers["alignment"]
     t = np.array(align["t"])
     for run, colour in zip(align["runs"], shades(3)):
-        a.semilogy(t, run["size"], color=colour, label=rf"$\beta$={run['beta']:g}")
-    a.semilogy(t, align["cold"], **THEORY, label="zero temperature, exact")
-    label(a, r"alignment, t=O(1): $G=\mathrm{diag}(2,2,1)$, $V=I$", "time t", r"rms of $x_3$ (distance to the plane E)")
+        b.semilogy(t, run["size"], color=colour, label=rf"$\beta={run['beta']:g}$")
+    b.semilogy(t, align["cold"], **THEORY, label=r"$\beta=\infty$")
+    label(b, "alignment, t of order 1", "time t", "distance to the plane E")
     for run, colour in zip(numbers["heat"], shades(3) * 2):
         time = np.array(run["t"]) / run["beta"]
         for k in (1, 2):
-            name = rf"$\beta$={run['beta']:g}" if run["sign"] < 0 and k == 1 else None
-            b.semilogy(time, run["modes"][k - 1], color=colour, label=name)
+            c.semilogy(time, run["modes"][k - 1], color=colour)
     for sign in (-1, 1):
         for k in (1, 2):
-            b.semilogy(time, np.exp(sign * k**2 * time), **THEORY)  # in units of 1/beta
-    b.annotate(r"$V=I$: backward", (0.07, 1.12), fontsize=8)
-    b.annotate(r"$V=-I$: forward", (0.02, 0.65), fontsize=8)
-    label(
-        b,
-        r"heat, t=O($\beta$): modes 1, 2 (dashed $e^{\pm k^2 t/\beta}$)",
-        r"rescaled time $t/\beta$",
-        r"$|c_k(t)|/|c_k(0)|$",
-    )
-    pairs = numbers["pairing"]
-    c.semilogy(pairs["beta"], pairs["time"], "o", color=COLOURS[0], label="simulated")
-    c.semilogy(pairs["beta"], pairs["theory"], **THEORY, label="closed form (exponential integrals)")
-    c.semilogy(
-        pairs["beta"],
-        pairs["limit"],
-        color=COLOURS[1],
-        linestyle=":",
-        label=r"limit $e^{\beta(1-\cos\phi)}/(2\beta\sin^2\phi)$",
-    )
-    label(c, r"pairing: two clusters at $\phi=\pi/2$ close to .1", r"$\beta$", "merge time")
-    caption(
-        figure,
-        f"(a) Fibonacci cloud, n={align['n']}, RK4; a cloud close to the plane no longer fills the sphere, so "
-        f"finite beta leaves the full-support path, and stalls where n tokens no longer resolve the argmax. "
-        f"(b) lattice of n={numbers['heat'][0]['n']}; the dashed line is the limit k^2 << beta, gamma_k is met to "
-        f"{max(r['error'] for r in numbers['heat']):.0e}. (c) adaptive stepper, tol 1e-9; the limit is off the exact "
-        f"time by {100 * (pairs['ratio'] - 1):.0f}% at the last beta.",
-    )
+            c.semilogy(time, np.exp(sign * k**2 * time), **THEORY, label=f"k = {k}")  # in units of 1/beta
+    c.text(0.045, 1.3, r"$V=I$")
+    c.text(0.03, 0.72, r"$V=-I$")
+    c.set_yticks([0.6, 1.0, 1.6], ["0.6", "1", "1.6"])
+    c.yaxis.minorticks_off()
+    label(c, r"heat, t of order $\beta$", r"rescaled time $t/\beta$", "mode / its start", legend=False)
+    name_lines(c)
     return figure

@@ -1,8 +1,11 @@
-"""Random weights shared by all tokens synchronise them: Lyapunov exponents, and the transition of random values.
+"""Random weights that all tokens share make tokens equal or, at low temperature, equal or exactly opposite.
 
-arXiv 2604.26898 (common noise), arXiv 2601.21942 (random value matrices). Differs from the papers: exponents are
-measured on pairs of tokens at a finite layer width h. Their bias is linear in h, measured at up to about h (d-1)^2/2;
-h shrinks like d^{-2}, and that bias is part of the tolerance.
+arXiv 2604.26898 (common noise), arXiv 2601.21942 (random value matrices). Points are exponents (Lyapunov exponents)
+measured on pairs of tokens, with bars of two standard errors; dashed lines are theory. (a) Three kinds of noise, the
+same for all tokens; squares have linear noise and attention of strength a. (b) With random value matrices a pair of
+opposite tokens repels below a critical beta and attracts above it. Differs from the papers: exponents are measured at
+a finite layer width h. Their bias is linear in h, up to about h (d-1)^2/2; h shrinks like d^{-2}, and that bias is
+part of the tolerance.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from attn_flow import Attention, Sphere, euler, flow
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.noise import Noise, gaussian_field, linear
 from attn_flow.experiments.claims import claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
+from attn_flow.experiments.figures import COLOURS, THEORY, label, panels, shades
 from attn_flow.theory import noise as theory
 
 if TYPE_CHECKING:
@@ -51,7 +54,6 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         for d in (4, 8) if quick else (4, 8, 12):
             transition[str(d)] = antipodal(d, betas, h, pairs // 2, generator)
             advance()
-        basin = fate(8, np.array([0.3, 0.9, 1.5, 2.1]), 0.02, 100 if quick else 600, generator)
     claims = [
         claim(
             f"exponent of 1 - rho, {e['kernel']} kernel, d = {e['d']}, a = {e['a']:g}",
@@ -73,7 +75,6 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
         "exponents": exponents,
         "beta": betas.tolist(),
         "transition": transition,
-        "basin": basin,
         "claims": claims,
     }
 
@@ -150,65 +151,24 @@ def antipodal(d: int, betas: np.ndarray, h: float, pairs: int, generator: torch.
     }
 
 
-def fate(d: int, betas: np.ndarray, h: float, pairs: int, generator: torch.Generator) -> dict[str, Any]:
-    """rho at T = 6 from uniform pairs, for a few betas."""
-    x0 = Sphere().uniform((pairs, len(betas), 2), d, generator=generator, dtype=torch.float64)
-    noise = random_values(torch.as_tensor(betas)[:, None], d, generator)
-    path = flow(still(d), x0, [0.0, 6.0], step=euler, h=h, noise=noise)
-    rho = (path.x[1, ..., 0, :] * path.x[1, ..., 1, :]).sum(-1)
-    return {"beta": betas.tolist(), "d": d, "rho": rho.T.tolist(), "antipodal": (rho < 0).double().mean(0).tolist()}
-
-
 def plot(numbers: dict[str, Any]) -> Figure:
-    figure, (a, b, c) = panels(3, title="Common noise")
+    figure, (a, b) = panels(2, height=3.5)
+    bars: dict[str, Any] = {"fmt": "o", "markersize": 5}  # of two standard errors
     for name, colour in zip(FIELDS, COLOURS):
         runs = [e for e in numbers["exponents"] if e["kernel"] == name and e["a"] == 0]
-        a.errorbar(
-            [e["d"] for e in runs],
-            [e["exponent"] for e in runs],
-            [2 * e["error"] for e in runs],
-            fmt="o",
-            color=colour,
-            markersize=4,
-            label=f"{name} kernel",
-        )
-        a.plot([e["d"] for e in runs], [e["theory"] for e in runs], **THEORY)
+        d, error = [e["d"] for e in runs], [2 * e["error"] for e in runs]
+        a.errorbar(d, [e["exponent"] for e in runs], error, color=colour, label=f"{name} noise", **bars)
+        a.plot(d, [e["theory"] for e in runs], **THEORY)
     for e in numbers["exponents"]:
         if e["a"] != 0:
-            a.errorbar(e["d"], e["exponent"], 2 * e["error"], fmt="s", color="black", markersize=3)
-            a.annotate(f"a={e['a']:g}", (e["d"], e["exponent"]), fontsize=7, xytext=(5, -2), textcoords="offset points")
-            a.plot(e["d"], e["theory"], "_", color="black", markersize=12)
-    label(a, r"exponent of $1-\rho$ (dashed: theory)", "dimension d", "Lyapunov exponent")
+            a.plot(e["d"], e["exponent"], "s", color="black", markersize=4)
+            a.annotate(f"a = {e['a']:g}", (e["d"], e["exponent"]), (6, -3), textcoords="offset points")
+    label(a, "tokens approach each other", "dimension d", r"exponent of $1-\cos$")
     beta = np.array(numbers["beta"])
-    for (d, run), colour in zip(numbers["transition"].items(), shades(3)):
-        b.errorbar(
-            beta,
-            run["exponent"],
-            2 * np.array(run["error"]),
-            fmt="o",
-            color=colour,
-            markersize=4,
-            label=f"d={d}: zero at {run['zero']:.2f} ({run['critical']:.2f})",
-        )
-        fine = np.linspace(beta[0], beta[-1], 100)
-        b.plot(fine, theory.antipodal_lyapunov(fine, int(d)), **THEORY)
+    fine = np.linspace(beta[0], beta[-1], 100)
+    for (dim, run), colour in zip(numbers["transition"].items(), shades(3)):
+        b.errorbar(beta, run["exponent"], 2 * np.array(run["error"]), color=colour, label=f"d = {dim}", **bars)
+        b.plot(fine, theory.antipodal_lyapunov(fine, int(dim)), **THEORY)
     b.axhline(0, color="grey", linewidth=0.8)
-    label(b, r"random values: exponent of $1+\rho$", r"$\beta$", "Lyapunov exponent at the antipode")
-    basin = numbers["basin"]
-    for beta_, rho, colour in zip(basin["beta"], basin["rho"], shades(4)):
-        bins = np.linspace(-1, 1, 21).tolist()
-        c.hist(rho, bins, histtype="step", color=colour, label=rf"$\beta$={beta_:g}", density=True)
-    c.set_yscale("log")
-    label(
-        c,
-        rf"uniform pairs at t=6, d={basin['d']} ($\beta_c$={theory.critical_beta(basin['d']):.2f})",
-        r"$\rho=\langle x,y\rangle$",
-        "density",
-    )
-    caption(
-        figure,
-        f"{numbers['pairs']} pairs a point, layers of h={numbers['h']:g} (times 25/(d-1)^2 for d > 6), T <= 1; bars: "
-        f"two standard errors. (a) squares: linear kernel with attention of strength a. Exponents carry a bias of "
-        f"h (d-1)^2/2. (c) both ends attract above beta_c, only consensus below. Seed {numbers['seed']}.",
-    )
+    label(b, "random values, opposite tokens", r"$\beta$", r"exponent of $1+\cos$")
     return figure

@@ -1,9 +1,10 @@
-"""Noise against unnormalised attention: the uniform distribution is left smoothly below beta*, with a jump above it.
+"""Noise keeps tokens apart; as it falls, clusters form smoothly if attention is warm, and with a jump if it is cold.
 
 arXiv 2606.05140 states a threshold beta* with I_{d/2+1}/I_{d/2}(beta*) = 1/d; only its abstract is known to us, so what
-it separates is derived here. Noise D makes degree 1 marginal at D_c = gamma_1/(d-1). There degree 2 is slaved to it,
-and d log a_1/dt = q a_1^2 with q of the sign of d I_{d/2+1} - I_{d/2}: for beta < beta* clusters grow from nothing as
-D falls below D_c, for beta > beta* an ordered distribution survives beside the uniform one above D_c.
+it separates is derived here. Noise D makes degree 1 of the uniform distribution marginal at D_c = gamma_1/(d-1). There
+degree 2 follows degree 1, whose amplitude a obeys d log a/dt = q a^2 with q of the sign of d I_{d/2+1} - I_{d/2}. For
+beta < beta* (q negative) clusters grow from nothing as D falls below D_c; for beta > beta* (q positive) an ordered
+distribution survives beside the uniform one above D_c. The figure shows the measured q and the predicted beta*.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from attn_flow import Attention, VonMisesFisher, density_flow
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import at_least, at_most, claim
-from attn_flow.experiments.figures import THEORY, caption, label, panels
+from attn_flow.experiments.figures import COLOURS, THEORY, label, panels
 from attn_flow.theory.metastability import growth_rate
 from attn_flow.theory.noise import jump_beta
 
@@ -94,9 +95,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
     """q over beta, with the predicted threshold dashed."""
     figure, axes = panels(2)
     for panel, r in zip(axes, numbers["runs"]):
-        panel.plot(r["beta"], r["q"], "o-", label="measured")
+        panel.plot(r["beta"], r["q"], "o-", color=COLOURS[0], label="measured")
         panel.axhline(0, color="0.7", lw=0.8)
-        panel.axvline(jump_beta(r["d"]), label=r"$\beta^*$", **THEORY)
-        label(panel, rf"$d = {r['d']}$", r"$\beta$", r"$q / D_c$")
-    caption(figure, "Growth of degree 1 at critical noise over its square; dashed: the predicted threshold.")
+        panel.axvline(jump_beta(r["d"]), label=r"predicted $\beta^*$", **THEORY)
+        label(panel, f"dimension d = {r['d']}", r"$\beta$", "growth q of the clusters / $D_c$")
     return figure

@@ -1,10 +1,12 @@
-"""An untrained encoder is a diffusion of directions: its sizes alone give its cosines by layer, and their spread.
+"""The sizes of an untrained encoder alone predict how similar its tokens are in every layer; training breaks this.
 
 arXiv 2604.01978, 2601.21942 (random weights, drawn anew in every layer); what follows for BERT's layer is derived here.
-Post-norm tokens have |x|^2 = d; C_ij are their cosines. With weights of variance s^2 the parts of a layer add Gaussian
-fields of kernel kappa: attention, nearly uniform, one noise vector for all, kappa = (s^2 d)^2 mean(C); the FFN d_ff s^2
-E[phi(u) phi(v)], (u, v) normal of variance s^2 d and correlation rho. The norm: C <- (C + kappa(C))/(1 + kappa(1)).
-Around this a cosine spreads over draws of the weights, 2 (1-rho^2) (kappa(1) - rho kappa(rho))/d of variance a part.
+BERT of MiniLM's sizes with 24 layers, 24 tokens and 24 draws of all weights. Tokens after a norm have |x|^2 = d; C_ij
+are their cosines. With weights of variance s^2 the parts of a layer add Gaussian fields with a kernel kappa: attention,
+nearly uniform, one noise vector for all tokens, kappa = (s^2 d)^2 mean(C); the FFN d_ff s^2 E[phi(u) phi(v)], (u, v)
+normal of variance s^2 d and correlation rho. The norm gives C <- (C + kappa(C))/(1 + kappa(1)), dashed in (a). Around
+this a cosine spreads over draws of the weights (b), by the variance 2 (1-rho^2) (kappa(1) - rho kappa(rho))/d a part.
+The dotted baseline gives every token a noise of its own, as large.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from scipy.special import erf
 
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import at_least, claim
-from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, not_installed, panels
+from attn_flow.experiments.figures import COLOURS, THEORY, label, not_installed, panels
 from attn_flow.theory import noise
 
 if TYPE_CHECKING:
@@ -179,33 +181,26 @@ def one_part(C: np.ndarray, V: np.ndarray, kernel: Kernel, common: bool) -> tupl
 
 def plot(numbers: dict[str, Any]) -> Figure:
     """Mean cosines by level, their spread, and the trained encoder beside them."""
-    figure, (a, b, c) = panels(3, title="Untrained encoders: cosines of tokens as a diffusion")
+    figure, (a, b, c) = panels(3)
     levels = np.arange(numbers["depth"] + 1)
     for i, path in enumerate(numbers["measured"]):
-        a.plot(
-            levels, path, color=COLOURS[0], alpha=0.35, linewidth=0.8, label=None if i else "each draw of the weights"
-        )
-    a.plot(levels, np.mean(numbers["measured"], 0), color=COLOURS[0], linewidth=2, label="their mean")
-    a.plot(levels, numbers["expected"], label="recursion", **THEORY)
-    a.plot(levels, numbers["alone"], color=COLOURS[1], linestyle=":", label="baseline: each token its own noise")
+        words = None if i else "one draw of the weights each"
+        a.plot(levels, path, color=COLOURS[0], alpha=0.4, linewidth=0.9, label=words)
+    a.plot(levels, numbers["expected"], label="predicted", **THEORY)
+    a.plot(levels, numbers["alone"], color=COLOURS[1], linestyle=":", label="each token with its own noise")
     a.set_ylim(0, 1)
-    label(a, "mean cosine of two tokens", "layer", r"$\rho$")
+    label(a, "untrained encoders", "layer", "mean cosine of two tokens")
     b.plot(levels, numbers["spread"], "o", markersize=4, color=COLOURS[0], label="measured")
-    b.plot(levels, numbers["expected_spread"], label="diffusion", **THEORY)
+    b.plot(levels, numbers["expected_spread"], label="predicted", **THEORY)
     b.set_ylim(bottom=0)
-    label(b, "spread of a cosine over draws", "layer", r"root mean square of $\rho-\rho_{\rm theory}$")
+    label(b, "spread of a cosine over draws", "layer", "standard deviation")
     trained = numbers["trained"]
     if trained is None:
         not_installed(c)
     else:
         some = np.arange(len(trained["mean"]))
         c.plot(some, trained["mean"], "o-", color=COLOURS[2], label="MiniLM, trained")
-        c.plot(some, trained["recursion"], label="recursion from its embeddings", **THEORY)
+        c.plot(some, trained["recursion"], label="predicted if untrained", **THEORY)
         c.set_ylim(0, 1)
-    label(c, "a trained encoder is not one", "layer", r"mean cosine $\rho$", legend=trained is not None)
-    caption(
-        figure,
-        f"BERT of MiniLM's sizes (d={D}, {HEADS} heads, FFN {WIDE}, weights of standard deviation {S}) with "
-        f"{numbers['depth']} layers, {TOKENS} tokens, {numbers['draws']} draws of the weights, seed {numbers['seed']}.",
-    )
+    label(c, "a trained encoder", "layer", "mean cosine", legend=trained is not None)
     return figure

@@ -1,10 +1,12 @@
-"""Trained tokens end near P_# mu_0 of their own learned weights if G = I; with a learned G that depends on the seed.
+"""Trained tokens end at the points predicted from their own weights if G = I; otherwise that depends on the seed.
 
 A cold stack with one head (arXiv 2605.10931) learns the task `side`: on which side of an unknown plane do most of 200
-tokens on the sphere lie? The distance W2 of its last cloud to the limit predicted from the learned Q, K, V is compared
-with that of the untrained stack, and with the limit of the same weights turned by a random rotation. Then it is run
-longer than it was trained. G = I became the first parametrisation after stacks with a symmetric and with a positive G
-had missed their limits at seed 0. Exit rates and directions of the clusters of trained stacks are not measured here.
+tokens on the sphere lie? The distance W2 of its last cloud to the limit P_# mu_0 predicted from the learned Q, K, V
+(the start distribution moved by the eigenprojection P of the weights) is compared with that of the untrained stack, and
+with the limit of the same weights turned by a random rotation (a). Then every stack is run longer than it was trained
+(b, c); the dotted line is the accuracy of the sign of the mean token. G = I became the first parametrisation after
+stacks with a symmetric and with a positive G had missed their limits at seed 0. Exit rates and directions of the
+clusters of trained stacks are not measured here.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from attn_flow.attention import Attention
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.experiments.claims import at_least, at_most
-from attn_flow.experiments.figures import COLOURS, caption, label, panels
+from attn_flow.experiments.figures import COLOURS, label, name_lines, panels
 from attn_flow.experiments.parts import kept_part
 from attn_flow.nn.stack import DeepStack
 from attn_flow.prediction import limit, resolution, w2_curve
@@ -132,7 +134,7 @@ def mean_sign(task: Task, seed: int) -> float:
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over seeds by variant, the finding in words, and the claims."""
+    """Means over seeds by variant, and the claims."""
     table = []
     for name in dict.fromkeys(run["variant"] for run in runs):
         group = [run for run in runs if run["variant"] == name]
@@ -147,30 +149,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
             row[f"longer_{what}"] = [[entry[what] for entry in run["longer"]] for run in group]
         table.append(row)
     numbers = {"runs": runs, "table": table, "longer": list(LONGER[: len(runs[0]["longer"])])}
-    return {**numbers, "finding": finding(numbers), "claims": claims(numbers)}
-
-
-def finding(numbers: dict[str, Any]) -> str:
-    """The result in words, from the numbers."""
-    base = numbers["table"][0]
-    nearest = min(numbers["table"], key=lambda row: float(np.mean(row["trained_w2"])))
-    farthest = max(numbers["table"], key=lambda row: float(np.mean(row["trained_w2"])))
-    reaches = [row["variant"] for row in numbers["table"] if max(row["trained_w2"]) < 0.5]
-    ends = {row["variant"]: float(np.mean([each[-1] for each in row["longer_accuracy"]])) for row in numbers["table"]}
-    least = min(ends, key=lambda name: ends[name])
-    return (
-        f"Accuracy {_mean(base['trained_accuracy'])} where the sign of the mean token reaches {base['mean_sign']:.2f}. "
-        f"W2 to the limit of the learned weights, over W2 at the start: {_mean(nearest['trained_w2'])} with "
-        f"{nearest['variant']}, {_mean(farthest['trained_w2'])} with {farthest['variant']} (untrained "
-        f"{_mean(nearest['untrained_w2'])} and {_mean(farthest['untrained_w2'])}, limits of rotated weights "
-        f"{_mean(nearest['rotated'])}). Below one half for every seed: {', '.join(reaches) or 'none'}. Run "
-        f"{numbers['longer'][-1]} times longer, accuracy is {ends[base['variant']]:.2f} with {base['variant']} and "
-        f"{ends[least]:.2f} with {least}."
-    )
-
-
-def _mean(values: list[float]) -> str:
-    return f"{np.mean(values):.2f}" + f" ({min(values):.2f} to {max(values):.2f})" * (len(values) > 1)
+    return {**numbers, "claims": claims(numbers)}
 
 
 def claims(numbers: dict[str, Any]) -> list[dict[str, Any]]:
@@ -187,30 +166,26 @@ def claims(numbers: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def plot(numbers: dict[str, Any]) -> Figure:
-    """W2 by parametrisation, the plane that was found, and what happens when a stack is run longer."""
-    figure, axes = panels(3, title="Trained stacks and the limit of their own weights")
+    """W2 by parametrisation, and what happens to accuracy and W2 when a stack is run longer."""
+    figure, (a, b, c) = panels(3, height=3.4)
     table = numbers["table"]
-    for j, (key, words) in enumerate(
-        (("untrained_w2", "untrained"), ("rotated", "trained, limit of rotated weights"), ("trained_w2", "trained"))
-    ):
+    names = {"untrained_w2": "before training", "rotated": "limit of rotated weights", "trained_w2": "trained"}
+    for j, (key, words) in enumerate(names.items()):
         for i, row in enumerate(table):
-            x = i + 0.22 * (j - 1)
-            axes[0].plot(
-                [x] * len(row[key]), row[key], "o", ms=4, color=COLOURS[(6, 4, 0)[j]], label=words if i == 0 else None
-            )
-    axes[0].set_xticks(range(len(table)), [row["variant"] for row in table], rotation=35, ha="right", fontsize=7)
-    axes[0].axhline(1.0, color="0.8", lw=0.8, zorder=0)
-    axes[0].set_ylim(bottom=0)
-    label(axes[0], "every dot a seed", "parametrisation", "W2 to the limit / at the start")
-    for i, row in enumerate(table):
-        for axis, key in ((axes[1], "longer_accuracy"), (axes[2], "longer_w2")):
+            place = [i + 0.2 * (j - 1)] * len(row[key])
+            a.plot(place, row[key], "o", markersize=5, color=COLOURS[(6, 4, 0)[j]], label=None if i else words)
+    a.set_xticks(range(len(table)), [row["variant"].replace(", ", ",\n") for row in table])
+    a.axhline(1.0, color="0.8", linewidth=0.8, zorder=0)
+    a.set_ylim(0, None)
+    label(a, "every dot a seed", "parametrisation", r"$W_2$ to the limit / at the start")
+    for colour, row in zip(COLOURS, table):
+        for axis, key in ((b, "longer_accuracy"), (c, "longer_w2")):
             mean = np.mean(row[key], axis=0)
-            axis.plot(
-                numbers["longer"], mean, "o-", ms=4, lw=1.2, color=COLOURS[i % len(COLOURS)], label=row["variant"]
-            )
-    for axis, title, y in ((axes[1], "accuracy", "accuracy"), (axes[2], "distance", "W2 to the limit / at the start")):
+            axis.plot(numbers["longer"], mean, "o-", markersize=4, color=colour, label=row["variant"])
+    for axis, y in ((b, "accuracy"), (c, r"$W_2$ to the limit / at the start")):
         axis.set_xscale("log", base=2)
-        label(axis, f"{title} of stacks run longer", "horizon / trained horizon", y, legend=axis is axes[2])
-    axes[1].axhline(table[0]["mean_sign"], color="0.6", ls=":", lw=1)
-    caption(figure, f"Task side, d = 3; {len(numbers['runs'])} trained stacks. {numbers['finding']}")
+        axis.xaxis.set_major_formatter("{x:g}")
+        label(axis, "stacks run longer than trained", "time / trained time", y, legend=False)
+    b.axhline(table[0]["mean_sign"], color="0.5", linestyle=":", linewidth=1.3)
+    name_lines(c)
     return figure

@@ -100,7 +100,7 @@ def test_the_figure_of_a_quick_run_says_so(tmp_path, monkeypatch):
 def test_finite_n_loses_the_cold_betas():
     """n tokens do no better with a colder softmax, the mean field does."""
     concentration = load("concentration")
-    row = concentration.token_runs(100, {}, 0)
+    row = concentration.token_runs(100, 0)
     assert row["min_w2"][-1] > 1.05 * min(row["min_w2"])
     assert row["resolution"][-1] > row["resolution"][1]
 
