@@ -254,7 +254,8 @@ def _fit_exponential(t: Array, w: Array, sign: float) -> tuple[float | None, flo
     if len(t) < 5:
         return None, None
     y = sign * np.log(w)
-    noise = 1.5 * np.median(np.abs(np.diff(y, 2))) / (0.6745 * math.sqrt(6))
+    # Fourth differences of independent noise have 70 times its variance; those of a smooth bend are small.
+    noise = 1.5 * np.median(np.abs(np.diff(y, 4))) / (0.6745 * math.sqrt(70))
     s, y = t - t.mean(), y - y.mean()
     sums = [np.concatenate([[0.0], np.cumsum(z)]) for z in (np.ones_like(s), s, y, s * s, s * y, y * y)]
     n, a, b, aa, ab, bb = (z[None, 1:] - z[:-1, None] for z in sums)  # over the points i, ..., j
