@@ -104,6 +104,9 @@ def probe(
     world = processes(timeout=timedelta(days=1))  # while the first process writes a report, the others wait
     shows, progress = world.is_first and not as_json, not (quiet or as_json)
     place = _choose_device(device, world.count)
+    if shows and device == "auto":
+        remark = "nobody has reported a probe on CUDA yet" if place.startswith("cuda") else "torch sees no CUDA device"
+        echo(f"Device: {place} ({remark}).")
     has_own_inputs = texts is None and names[0].partition("@")[0] in WITHOUT_TEXTS
     source = read_texts(texts, field, demo, names[0])[:first] if images is None and not has_own_inputs else None
     for name in names[1:]:  # a model that cannot be opened is reported before the first one is probed
