@@ -1,10 +1,12 @@
 """Run far beyond its depth, a trained encoder merges its tokens only in small groups, an untrained one all of them.
 
-Geshkovski et al., arXiv 2312.10794 (figure on ALBERT). (a) Mean cosine of two tokens, and the share of pairs above 0.9.
-(b, c) All cosines at some layers. Differs from the paper: the encoder is the ALBERT inside the package rxnmapper (one
-block, trained to be applied 12 times, on chemical reactions), applied 96 times to 12 reactions; the cosine of a token
-with itself is removed, which otherwise reads as clustering; the same block, untrained, is drawn beside it. It needs
-that package.
+Geshkovski et al., arXiv 2312.10794 (figure on ALBERT).
+
+(a) Mean cosine of two tokens, and the share of pairs above 0.9. (b, c) All cosines at some layers.
+
+Differs from the paper: the encoder is the ALBERT inside the package rxnmapper (one block, trained to be applied 12
+times, on chemical reactions), applied 96 times to 12 reactions; the cosine of a token with itself is removed, which
+otherwise reads as clustering; the same block, untrained, is drawn beside it. It needs that package.
 """
 
 from __future__ import annotations

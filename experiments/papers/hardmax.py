@@ -1,11 +1,14 @@
 """With hard attention some tokens lead and never move; the others fall to them at a geometric rate.
 
-Alcalde, Fantuzzi, Zuazua, arXiv 2407.01602 (leaders); arXiv 2508.09628 (Frank-Wolfe view). Every step is
-x <- (x + alpha mean)/(1 + alpha), with alpha = 0.3, G the identity and the mean over the tokens of largest score.
+Alcalde, Fantuzzi, Zuazua, arXiv 2407.01602 (leaders); arXiv 2508.09628 (Frank-Wolfe view). Every step is x <- (x +
+alpha mean)/(1 + alpha), with alpha = 0.3, G the identity and the mean over the tokens of largest score.
+
 (a) 40 Gaussian tokens in the plane, their convex hull in grey, leaders as stars. (b) Tokens that follow a leader from
 the start. (c) From random points of a random polytope in six dimensions, the smallest Frank-Wolfe gap stays below the
 bound of the paper. (d) Softmax attention with inverse temperature beta stays at a distance of order 1/beta from the
-hardmax path. Differs from the papers: a vertex of the hull that is not its own argmax does move; only leaders rest.
+hardmax path.
+
+Differs from the papers: a vertex of the hull that is not its own argmax does move; only leaders rest.
 """
 
 from __future__ import annotations

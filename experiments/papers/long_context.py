@@ -1,12 +1,15 @@
 """On a long text one attention layer averages or copies its tokens, depending on how beta grows with the length n.
 
 arXiv 2510.05554 (equal cosines rho, critical gamma = 1/(1-rho)), arXiv 2605.08505 (uniform keys, beta ~ n^{2/(d-1)}).
+
 (a) Tokens with equal cosines 0.5 and beta = gamma log n: dots are one layer run on exact simplices, lines the exact
-formula, dashed its limit; the star is the limit at the critical gamma. Below it all outputs become equal, above it
-they keep the cosine of the inputs. (b, c) Uniform keys on the sphere in dimension d, 10 clouds of 2,000 tokens: the
-weight of a token on itself, and the sum of squared weights; dashed is the Poisson limit. (d) The beta at which tokens
-pay half of their attention to themselves grows like n^{2/(d-1)}. Differs from the papers: the exact finite-n
-correlation is drawn beside its limits, and the Poisson limit is turned into numbers by quadrature.
+formula, dashed its limit; the star is the limit at the critical gamma. Below it all outputs become equal, above it they
+keep the cosine of the inputs. (b, c) Uniform keys on the sphere in dimension d, 10 clouds of 2,000 tokens: the weight
+of a token on itself, and the sum of squared weights; dashed is the Poisson limit. (d) The beta at which tokens pay half
+of their attention to themselves grows like n^{2/(d-1)}.
+
+Differs from the papers: the exact finite-n correlation is drawn beside its limits, and the Poisson limit is turned into
+numbers by quadrature.
 """
 
 from __future__ import annotations

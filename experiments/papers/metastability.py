@@ -4,10 +4,11 @@ Bruno, Pasqualotto, Agazzi, arXiv 2410.23228. The uniform distribution on the ci
 grows at the rate gamma_k (a), and k_max(beta) is the fastest (b), where beta is the inverse temperature. (c, d) 20,000
 random tokens under unnormalised attention with beta = 5: waves grow by the linear theory (dashed) until the grey line;
 then clusters form where the initial noise predicts. The noise of a run decides between neighbouring numbers of
-clusters, so only their mean over 16 seeds is compared with k_max. Differs from the paper: its runs (Euler steps of
-0.0001) are binned into 600 equal cells of the circle, each a token with its multiplicity, and integrated by RK4; rates
-are correct by the factor pi that its notebook misses. Growth in d > 3 is read off the mean-field drift of the uniform
-density with one grain of mass added, not from tokens.
+clusters, so only their mean over 16 seeds is compared with k_max.
+
+Differs from the paper: its runs (Euler steps of 0.0001) are binned into 600 equal cells of the circle, each a token
+with its multiplicity, and integrated by RK4; rates are correct by the factor pi that its notebook misses. Growth in d >
+3 is read off the mean-field drift of the uniform density with one grain of mass added, not from tokens.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 """Several symmetric heads together always raise one energy, although the energy of a single head may fall.
 
-arXiv 2605.04279, with V_h = G_h symmetric and unnormalised attention. (a) Four random heads, 24 tokens in d = 6; of
-eight draws, the one in which a head's energy falls most. (b) Three scalar heads near consensus: unequal heads are
-faster than equal ones with the same mean. (c) With V_h = cos(a) G_h + sin(a) R_h, R_h random, the energy may fall.
-(d) In a trained encoder the outputs of attention are almost orthogonal to the gradient of this energy: it is no
-gradient flow. Differs from the paper: (c) breaks the theorem on purpose, and (d) looks for it in MiniLM, where its
-package is installed.
+arXiv 2605.04279, with V_h = G_h symmetric and unnormalised attention.
+
+(a) Four random heads, 24 tokens in d = 6; of eight draws, the one in which a head's energy falls most. (b) Three scalar
+heads near consensus: unequal heads are faster than equal ones with the same mean. (c) With V_h = cos(a) G_h + sin(a)
+R_h, R_h random, the energy may fall. (d) In a trained encoder the outputs of attention are almost orthogonal to the
+gradient of this energy: it is no gradient flow.
+
+Differs from the paper: (c) breaks the theorem on purpose, and (d) looks for it in MiniLM, where its package is
+installed.
 """
 
 from __future__ import annotations
@@ -186,6 +189,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
     for i, head in enumerate(energy["heads"]):
         a.semilogy(energy["t"], head, color=COLOURS[i], label=f"head {i + 1}")
     a.semilogy(energy["t"], energy["total"], color="black", linewidth=2, label="total")
+    a.set_yticks([0.5, 1, 2, 5], ["0.5", "1", "2", "5"])
+    a.yaxis.minorticks_off()
     label(a, "energy of four heads and their sum", "time t", "energy", legend=False)
     name_lines(a)
     b.plot(numbers["spread"], [r["rate"] for r in numbers["rates"]], "o", color=COLOURS[0], label="simulated")
@@ -207,5 +212,5 @@ def plot(numbers: dict[str, Any]) -> Figure:
         d.axhline(1, **THEORY, label="cosine of a gradient flow")
         d.axhline(0, color="grey", linewidth=0.8)
         d.set_ylim(-0.1, 1.7)
-    label(d, "MiniLM: outputs against the gradient", "layer", "cosine, fraction", legend=trained is not None)
+    label(d, "MiniLM: is it a gradient flow?", "layer", "cosine, fraction", legend=trained is not None)
     return figure

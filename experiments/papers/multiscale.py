@@ -1,12 +1,15 @@
 """Cold attention has three time scales: tokens align, then diffuse, and at last clusters merge in pairs.
 
-Multiscale sequel of Bruno, Pasqualotto, Agazzi, arXiv 2509.25040. (a) Two clusters merge after a time that grows
-exponentially in the inverse temperature beta; the closed form is exact, its limit for large beta is not yet reached.
-(b) Tokens on the sphere with G = diag(2,2,1) and V the identity approach the leading plane E of M in a time of order 1.
-A cloud close to the plane does not fill the sphere, so finite beta leaves the path of zero temperature, and stalls
-where the tokens are too few for the argmax. (c) The first two modes of a lattice of tokens on the circle grow (V = I,
-backward heat equation) or decay (V = -I) like exp(k^2 t/beta), dashed, at times of order beta. Differs from the paper:
-each scale is run by itself, so that each can be measured to digits.
+Multiscale sequel of Bruno, Pasqualotto, Agazzi, arXiv 2509.25040.
+
+(a) Two clusters merge after a time that grows exponentially in the inverse temperature beta; the closed form is exact,
+its limit for large beta is not yet reached. (b) Tokens on the sphere with G = diag(2,2,1) and V the identity approach
+the leading plane E of M in a time of order 1. A cloud close to the plane does not fill the sphere, so finite beta
+leaves the path of zero temperature, and stalls where the tokens are too few for the argmax. (c) The first two modes of
+a lattice of tokens on the circle grow (V = I, backward heat equation) or decay (V = -I) like exp(k^2 t/beta), dashed,
+at times of order beta.
+
+Differs from the paper: each scale is run by itself, so that each can be measured to digits.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Random weights that all tokens share make tokens equal or, at low temperature, equal or exactly opposite.
 
 arXiv 2604.26898 (common noise), arXiv 2601.21942 (random value matrices). Points are exponents (Lyapunov exponents)
-measured on pairs of tokens, with bars of two standard errors; dashed lines are theory. (a) Three kinds of noise, the
-same for all tokens; squares have linear noise and attention of strength a. (b) With random value matrices a pair of
-opposite tokens repels below a critical beta and attracts above it. Differs from the papers: exponents are measured at
-a finite layer width h. Their bias is linear in h, up to about h (d-1)^2/2; h shrinks like d^{-2}, and that bias is
-part of the tolerance.
+measured on pairs of tokens, with bars of two standard errors; dashed lines are theory.
+
+(a) Three kinds of noise, the same for all tokens; squares have linear noise and attention of strength a. (b) With
+random value matrices a pair of opposite tokens repels below a critical beta and attracts above it.
+
+Differs from the papers: exponents are measured at a finite layer width h. Their bias is linear in h, up to about h
+(d-1)^2/2; h shrinks like d^{-2}, and that bias is part of the tolerance.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
 """Where the normalisation sits in a layer decides how fast tokens become equal: exponentially or only like 1/t^2.
 
 arXiv 2510.22026 compares Post-LN, Pre-LN, Peri-LN, nGPT and LN-scaling. Eight tokens with equal pairwise cosines rho,
-0.05 at the start, move under softmax attention with beta = 2 and V the identity; nGPT has alpha = 0.5. Panel (a) shows
-1 - rho, which is a line e^{-2t} in t, or a power, by the scheme. Panel (b) shows the local exponent over the predicted
-one, also for random tokens (dotted); the prediction is an asymptote, reached after the first decade. Differs from the
-paper: equal cosines reduce every scheme to one or two ODEs, so the whole path, not only its exponent, is compared.
+0.05 at the start, move under softmax attention with beta = 2 and V the identity; nGPT has alpha = 0.5.
+
+(a) The distance 1 - rho of the tokens from equality. (b) The local exponent over the predicted one, also for random
+tokens (dotted); the prediction is an asymptote, reached after the first decade.
+
+Differs from the paper: equal cosines reduce every scheme to one or two ODEs, so the whole path, not only its exponent,
+is compared.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """In high dimension one simple curve tells when tokens cluster, for every temperature.
 
 Geshkovski, Letrouit, Polyanskiy, Rigollet, arXiv 2312.10794, section 6 and figures. Colour is the fraction of pairs of
-different tokens with a cosine above 0.999, for 32 uniform tokens on the sphere in dimension d, softmax attention with
-V = I, 64 starts, over time t and inverse temperature beta. White is the time at which tokens with equal cosines, 0 at
-the start, reach 0.999; red is where half of the pairs do. The red curve approaches the white one as d grows. Differs
-from the paper: for d > 32 the flow stays in the span of the tokens, so that it is run, exactly, in R^32; the diagonal
-of the pair matrix is removed, which otherwise reads as clustering.
+different tokens with a cosine above 0.999, for 32 uniform tokens on the sphere in dimension d, softmax attention with V
+= I, 64 starts, over time t and inverse temperature beta. White is the time at which tokens with equal cosines, 0 at the
+start, reach 0.999; red is where half of the pairs do. The red curve approaches the white one as d grows.
+
+Differs from the paper: for d > 32 the flow stays in the span of the tokens, so that it is run, exactly, in R^32; the
+diagonal of the pair matrix is removed, which otherwise reads as clustering.
 """
 
 from __future__ import annotations

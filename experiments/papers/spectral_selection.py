@@ -1,10 +1,14 @@
 """With one symmetric matrix for scores and values, tokens align with its largest eigenvector or split into two signs.
 
-arXiv 2604.26085, Q^T K = V = V^T. (a) A dominating positive eigenvalue: 12 tokens with positive first coordinates all
-reach its eigenvector e_1, here the worst token of each start. (b) Negative eigenvalues: uniform starts of n tokens end
-on both sides of the most negative direction. An odd n needs an unbalanced split, which is stable only above the dashed
-beta, abs(log(n_+/n_-))/(2 abs(lambda)). Differs from the paper: stability is decided by the full Jacobian spectrum in
-closed form (checked here against autograd), and basins are measured from random starts.
+arXiv 2604.26085, Q^T K = V = V^T.
+
+(a) A dominating positive eigenvalue: 12 tokens with positive first coordinates all reach its eigenvector e_1, here the
+worst token of each start. (b) Negative eigenvalues: uniform starts of n tokens end on both sides of the most negative
+direction. An odd n needs an unbalanced split, which is stable only above the dashed beta, abs(log(n_+/n_-))/(2
+abs(lambda)).
+
+Differs from the paper: stability is decided by the full Jacobian spectrum in closed form (checked here against
+autograd), and basins are measured from random starts.
 """
 
 from __future__ import annotations

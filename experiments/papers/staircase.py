@@ -3,9 +3,11 @@
 Geshkovski, Koubbi, Polyanskiy, Rigollet, arXiv 2410.06833. 64 uniform tokens on the circle, the same for every inverse
 temperature beta, move under softmax attention with Q, K and V the identity. Tokens quickly form clusters; then two
 clusters merge only after a time of order exp(c beta), and the energy jumps (a, b). On a plateau the energy is that of
-point clusters. Differs from the paper: the plateaus are crossed by the adaptive stepper, which merges coincident
-tokens, up to t = e^{2 beta}; the time of the last merger is compared with the exact two-cluster ODE for its masses and
-angle. Clusters are groups of tokens that gaps of more than 0.02 radians separate.
+point clusters.
+
+Differs from the paper: the plateaus are crossed by the adaptive stepper, which merges coincident tokens, up to t = e^{2
+beta}; the time of the last merger is compared with the exact two-cluster ODE for its masses and angle. Clusters are
+groups of tokens that gaps of more than 0.02 radians separate.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Tokens that attend to each other become equal exponentially fast, at rates that can be computed exactly.
 
 Chen, Lin, Polyanskiy, Rigollet, arXiv 2504.14697; Geshkovski et al., arXiv 2312.10794. Dashed lines are predictions.
+
 (a) Near consensus the rate is 1 for softmax and e^beta for unnormalised attention, here 32 tokens in d = 3. (b) From
 the density (1 + 0.6 cos(angle))/(2 pi) the rate is min(c, (d-1) lambda/2), as the last mass leaves the antipode, where
 the 800 quadrature nodes crowd. (c) Two thirds of the mass at e and one third at -e are stationary; the smaller cluster
 becomes stable at beta = log(2)/2 with softmax. (d) 32 random starts of 32 tokens for each dimension d all end in one
-cluster. Differs from the paper: it proves some exponential rate (e^{-t/100}) for small beta; here the sharp rates are
-measured.
+cluster.
+
+Differs from the paper: it proves some exponential rate (e^{-t/100}) for small beta; here the sharp rates are measured.
 """
 
 from __future__ import annotations
