@@ -64,7 +64,7 @@ def title(name: str) -> str:
 
     Example:
         >>> title("noise")
-        'Random weights that all tokens share make tokens equal or, at low temperature, equal or exactly opposite.'
+        'Random weights that all tokens share pull tokens together or push them apart, at rates that can be computed.'
     """
     path = Path(__file__).parent.joinpath(*module_name(name).split(".")[2:]).with_suffix(".py")
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or name).splitlines()[0]

@@ -1,10 +1,12 @@
-"""Random weights that all tokens share make tokens equal or, at low temperature, equal or exactly opposite.
+"""Random weights that all tokens share pull tokens together or push them apart, at rates that can be computed.
 
 arXiv 2604.26898 (common noise), arXiv 2601.21942 (random value matrices). Points are exponents (Lyapunov exponents)
-measured on pairs of tokens, with bars of two standard errors; dashed lines are theory.
+measured on pairs of tokens, with bars of two standard errors; dashed lines are theory. Where the exponent is negative,
+a pair returns to equal (a) or opposite (b) tokens.
 
-(a) Three kinds of noise, the same for all tokens; squares have linear noise and attention of strength a. (b) With
-random value matrices a pair of opposite tokens repels below a critical beta and attracts above it.
+(a) Three kinds of noise, the same for all tokens; squares have linear noise and attention of strength a. Nearby tokens
+approach each other except under quadratic noise in high dimension. (b) With random value matrices a pair leaves
+opposite positions below a critical beta and returns to them above it.
 
 Differs from the papers: exponents are measured at a finite layer width h. Their bias is linear in h, up to about h
 (d-1)^2/2; h shrinks like d^{-2}, and that bias is part of the tolerance.
@@ -164,13 +166,14 @@ def plot(numbers: dict[str, Any]) -> Figure:
     for e in numbers["exponents"]:
         if e["a"] != 0:
             a.plot(e["d"], e["exponent"], "s", color="black", markersize=4)
-            a.annotate(f"a = {e['a']:g}", (e["d"], e["exponent"]), (6, -3), textcoords="offset points")
-    label(a, "tokens approach each other", "dimension d", r"exponent of $1-\cos$")
+            a.annotate(f"a = {e['a']:g}", (e["d"], e["exponent"]), (8, 2), textcoords="offset points")
+    a.axhline(0, color="grey", linewidth=0.8)
+    label(a, "nearby tokens", "dimension d", r"exponent of $1-\cos$")
     beta = np.array(numbers["beta"])
     fine = np.linspace(beta[0], beta[-1], 100)
     for (dim, run), colour in zip(numbers["transition"].items(), shades(3)):
         b.errorbar(beta, run["exponent"], 2 * np.array(run["error"]), color=colour, label=f"d = {dim}", **bars)
         b.plot(fine, theory.antipodal_lyapunov(fine, int(dim)), **THEORY)
     b.axhline(0, color="grey", linewidth=0.8)
-    label(b, "random values, opposite tokens", r"$\beta$", r"exponent of $1+\cos$")
+    label(b, "opposite tokens, random values", r"$\beta$", r"exponent of $1+\cos$")
     return figure
