@@ -138,7 +138,7 @@ def papers() -> dict[str, str]:
 
 
 def claims_table(name: str) -> list[str]:
-    """The first claims of a full run, with what was measured, what was expected, and where that comes from."""
+    """The first claims of the full run in docs/papers: measured, expected, and where the expected number comes from."""
     path = ROOT / f"docs/papers/{name}.json"
     if not path.exists():
         return []

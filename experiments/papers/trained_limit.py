@@ -174,7 +174,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
         for i, row in enumerate(table):
             place = [i + 0.2 * (j - 1)] * len(row[key])
             a.plot(place, row[key], "o", markersize=5, color=COLOURS[(6, 4, 0)[j]], label=None if i else words)
-    a.set_xticks(range(len(table)), [row["variant"].replace(", ", ",\n") for row in table])
+    a.set_xticks(range(len(table)), [row["variant"].replace("= I, ", "= I,\n") for row in table])
     a.axhline(1.0, color="0.8", linewidth=0.8, zorder=0)
     a.set_ylim(0, None)
     label(a, "every dot a seed", "parametrisation", r"$W_2$ to the limit / at the start")

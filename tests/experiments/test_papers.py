@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from attn_flow.base.files import to_plain
 from attn_flow.experiments import NAMES, load
@@ -43,6 +44,9 @@ def test_quick_run(name):
     assert not weak or f"| `{name}` |" in listed, weak
     figure = experiment.plot(numbers)
     assert all(axis.get_xlabel() for axis in figure.axes if axis.get_title())
+    # Readable at the width of a page: at most two columns, no small print.
+    assert len({axis.get_subplotspec().colspan.start for axis in figure.axes if axis.get_title()}) <= 2
+    assert min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text()) >= 9
     # The same figure can be drawn again from the numbers that were written to disk.
     again = experiment.plot(json.loads(json.dumps(to_plain(numbers), allow_nan=False)))
     for before, after in zip(figure.axes, again.axes, strict=True):
