@@ -35,6 +35,7 @@ def progress_bar(description: str, total: float, show: bool = True) -> Iterator[
     progress = _Progress(description, total)
     try:
         yield progress.advance
+        progress.note = ""
         progress.write(f"done in {_duration(progress.seconds)}")
     finally:
         progress.end_line()
@@ -62,7 +63,7 @@ class _Progress:
             self.write(f"{share:.0%} done, {_duration(self.seconds * (1 / share - 1))} left", share)
 
     def write(self, status: str, share: float = 1.0) -> None:
-        text = visible(f"{self.description}: {status} {self.note}".rstrip())
+        text = visible(f"{self.description}: {status}{f' ({self.note})' * bool(self.note)}")
         if self.is_terminal:
             bar = "#" * round(BAR_WIDTH * share)
             sys.stderr.write(f"\r[{bar:<{BAR_WIDTH}}] {text[: 76 - BAR_WIDTH]:<{76 - BAR_WIDTH}}")

@@ -224,8 +224,8 @@ def _split(t: Array, w: Array, floor: float) -> tuple[list[Phase], str]:
     enter, leave = _crossing(t[m::-1], w[m::-1], level), _crossing(t[m:], w[m:], level)
     duration = REST * (enter - begin) / math.log(w[0] / level) if 0 < level < w[0] else 0.0
     rests = leave > enter and leave - enter >= duration
-    note = f"W2 stays within 25% of its least value for {leave - enter:.3g}, {'at least' if rests else 'less than'} "
-    note += f"twice the time in which it fell by a factor of e ({duration:.3g})"
+    note = f"W2 stays within 25% of its least value for {leave - enter:.3g}, and a rest lasts at least {duration:.3g}: "
+    note += "twice the time in which W2, at its mean rate of fall, falls by a factor of e"
     if rests:
         borders = {"concentrating": (begin, enter), "metastable": (enter, leave), "terminal": (leave, end)}
     else:

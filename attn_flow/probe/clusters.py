@@ -126,11 +126,14 @@ class Clusters:
             value = (f"W2 {w2[s]:.2f} with {sizes[s]} clusters", "")
         else:
             grows = "" if math.isnan(growth) else f", growing like n^{growth:.1f}"
-            share = f"{size:.0f} clusters a head ({size / n:.0%} of {n:.0f} tokens)"
+            share = f"{size:.0f} clusters a head ({size / n:.0%} of {n:.0f} tokens, {texts} texts)"
             text = f"{share}, found by other texts' queries, replace attention at W2 {W2_GOAL}{grows}."
-            rival = "never" if math.isnan(needed[best]) else f"{needed[best]:.0f}"
+            # Baselines that were run with one K only have no curve, from which a K could be read.
+            rivals = {name: needed[name] for name in BASELINES if not math.isnan(needed[name])}
+            rival = min(rivals, key=rivals.__getitem__, default=None)
+            baseline = f"{rival.replace('_', ' ')}: {rivals[rival]:.0f}" if rival else "none reaches it"
             low, high = (n * share for share in shares) if shares else (math.nan, math.nan)
-            value = (f"{with_interval(size, low, high, 0)} for W2 {W2_GOAL}", f"{best.replace('_', ' ')}: {rival}")
+            value = (f"{with_interval(size, low, high, 0)} for W2 {W2_GOAL}", baseline)
         if texts < MIN_TEXTS:
             return Finding(None, f"{text} No verdict: {texts} texts, at least {MIN_TEXTS} are needed.", numbers, *value)
         verdict = "supported" if len(better) == len(sizes) else "partly" if better else "not supported"

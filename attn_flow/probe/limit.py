@@ -103,7 +103,8 @@ class LimitApproach:
         best = max(baselines, key=lambda name: baselines[name])
         value = f"p = {self.global_p:.2g}; agreement {float(own.mean()):.2f}"
         cells = value, f"{best.replace('_', ' ')}: {baselines[best]:.2f}"
-        distance = f"W2 to the limit shrinks by {100 * float(made.mean()):.1f}% a layer"
+        percent = 100 * float(made.mean())
+        distance = f"W2 to the limit {'shrinks' if percent >= 0 else 'grows'} by {abs(percent):.1f}% a layer"
         compared = f"p = {self.global_p:.2g} against rotated weights"
         unbeaten = " and ".join(name.replace("_", " ") for name, is_beaten in beaten.items() if is_beaten is False)
         if texts < MIN_TEXTS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from attn_flow.prediction.spectrum import spectrum
 
 SMALL = 64  # dimensions up to which the Schur form is as fast as Arnoldi iteration
 RTOL = 1e-6  # of eigenvalues
+# scipy 1.17 and later restart an iteration that broke down with random numbers: the same ones in every run.
+SEED = {"rng": 0} if "rng" in signature(eigs).parameters else {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +129,7 @@ def _leading_vectors(matrix: np.ndarray) -> tuple[complex, Tensor] | None:
     """
     start = torch.randn(len(matrix), generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
     try:
-        values, vectors = eigs(matrix, k=2, which="LR", v0=start, ncv=40, tol=RTOL)
+        values, vectors = eigs(matrix, k=2, which="LR", v0=start, ncv=40, tol=RTOL, **SEED)
     except ArpackError:
         return None
     i = int(np.lexsort((values.imag, values.real.round(12)))[-1])

@@ -42,15 +42,22 @@ METHODS = {
     "temperature": (
         "The more a head's logits vary, the colder it is. Dots are heads; lines are medians of neighbours. Left of the "
         "first dashed line, sqrt(log n / 2), theory expects averages over many keys; right of the second, "
-        "sqrt(2 log n), a few keys whatever the length of the text. Two moments are a normal distribution of keys "
-        "and values. Shares below -1 are drawn at -1."
+        "sqrt(2 log n), a few keys whatever the length of the text. Two moments means: keys and values taken "
+        "as normally distributed. Shares below -1 are drawn at -1."
     ),
     "limit": (
         "The weights of a layer predict where its attention would bring the tokens if it acted alone for a long time. "
-        "Shown is how well the way of the tokens through the layer agrees with the flow to that limit: 1 where the "
-        "layer is that flow. The grey band holds 90% of what randomly rotated weights give. One p value over all "
-        "layers decides; single layers are named only after a correction for their number."
+        "Shown is how well the movement of the tokens through the layer agrees with the flow to that limit: 1 means that "
+        "the layer is that flow. The grey band holds 90% of what randomly rotated weights give. One p value over all "
+        "layers decides; if it does not pass, no single layer counts, however far it is above the band."
     ),
+}
+OTHER_METHODS = {  # methods that were run with one K, as the table calls them
+    "foreign_queries_fitted": "other texts' queries, masses and values fitted",
+    "top_tokens_and_rest": "most attended tokens and one for the rest",
+    "pivoted_cholesky": "pivoted Cholesky of the keys",
+    "top_k_oracle": "K largest weights of every query (reference: sees the attention)",
+    "low_rank": "attention matrix of rank K (reference: sees the attention)",
 }
 NOT_SAID = {
     "averaging": "that words may be dropped: the exponent is a slope between 8 and n/2 keys, for texts of this length.",
@@ -155,7 +162,7 @@ def _tables(numbers: dict[str, Any], layers: int) -> str:
     parts = []
     if "curve" in numbers:
         columns = ("found from", "K", "W2", "embedding cosine", "explained, mean of layers")
-        label = lambda method: CLUSTER_METHODS[method][0] if method in CLUSTER_METHODS else method.replace("_", " ")
+        label = lambda method: CLUSTER_METHODS[method][0] if method in CLUSTER_METHODS else OTHER_METHODS[method]
         rows = [
             (label(method), K, row["w2"], row["embedding_cosine"], sum(row["explained"]) / layers)
             for method, by_K in numbers["curve"].items()

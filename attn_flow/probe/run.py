@@ -37,10 +37,10 @@ from attn_flow.probe.tokens import measure_evolution, read_tokens
 
 # The stages with their typical shares of the time, for the progress bar. Processes take the groups in turn.
 GROUPS = (
-    {"averaging": 25, "temperature": 5},
-    {"clusters": 40},
-    {"limit": 30},
-    {"evolution": 2, "reading": 1},
+    {"averaging": 15, "temperature": 3},
+    {"clusters": 37},
+    {"limit": 43},
+    {"evolution": 1, "reading": 1},
 )
 UNEXPLAINED = 0.01  # share of what attention adds that weights and positions as read may leave unexplained
 
@@ -202,7 +202,7 @@ def prepare(
         names = ", ".join(map(str, recording.skipped[:10])) + ", ..." * (len(recording.skipped) > 10)
         warnings.warn(
             f"{len(recording.skipped)} of {len(recording.skipped) + recording.texts} texts are left out, because they "
-            f"have fewer than {MIN_TOKENS} tokens: numbers {names} (counted from 0).",
+            f"have fewer than {MIN_TOKENS} tokens; counted from 0, these are the texts {names}.",
             stacklevel=2,
         )
     about = About(

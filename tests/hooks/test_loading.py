@@ -11,7 +11,7 @@ import torch
 import transformers
 from encoder_zoo import tiny, tokenizer
 
-from attn_flow.experiments.encoders.zoo import load_text_encoder as _text_encoder
+from attn_flow.experiments.encoders.entries import load_text_encoder as _text_encoder
 from attn_flow.hooks import load, load_encoder, load_texts
 from attn_flow.hooks.safe_loading import load_tokenizer, pretrained
 from attn_flow.hooks.texts import load_images
