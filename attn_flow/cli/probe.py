@@ -87,7 +87,7 @@ def probe(
     """
     from attn_flow.base.processes import processes
     from attn_flow.probe import prepare
-    from attn_flow.probe.findings import SUMMARY
+    from attn_flow.probe.findings import MIN_TEXTS, SUMMARY
 
     names = ["minilm"] if demo and not models else list(models or [])
     if not names:
@@ -124,6 +124,8 @@ def probe(
             findings = results[name].findings
             rows = [[SUMMARY[key], f.verdict or "-", f.value, f.baseline] for key, f in findings.items()]
             print_table(name, ["question", "answer", "value (95% interval)", "best baseline"], rows)
+            if results[name].about.texts < MIN_TEXTS:
+                echo(f"No verdicts: {results[name].about.texts} texts, at least {MIN_TEXTS} are needed.")
             echo(f"Report: {folder / 'report.html'}")
     if not world.is_first:
         return

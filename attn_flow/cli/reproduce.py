@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ def _complete(incomplete: str) -> list[str]:
 
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="An experiment, or 'all'.", autocompletion=_complete)] = None,
-    list_them: Annotated[bool, typer.Option("--list", help="List the experiments and their claims.")] = False,
+    list_them: Annotated[bool, typer.Option("--list", help="List the experiments and their results.")] = False,
     quick: Annotated[bool, typer.Option(help="Small sizes: seconds instead of minutes.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for NAME.json and NAME.png.")] = Path("runs/reproduce"),
     strict: Annotated[bool, typer.Option(help="Exit code 1 if a claim does not hold.")] = False,
@@ -39,8 +38,7 @@ def reproduce(
         if as_json:
             print_json(titles)
         else:
-            topics = [[each, re.split("[:;]", words)[0]] for each, words in titles.items()]
-            print_table("Experiments; --json has their claims in full.", ["name", "about"], topics)
+            print_table("Experiments:", ["name", "result"], [[each, words] for each, words in titles.items()])
         return
     if name is None:
         raise ValueError("which experiment? Name one, or 'all'; --list shows them.")

@@ -110,8 +110,8 @@ def simulate(
 ) -> None:
     """Run the flow of G and V and compare it with its limit.
 
-    Every beta is a run of its own. In d = 2 and 3 tokens are weighted nodes of a quadrature, which show the temperature
-    and not the chance of a sample.
+    Every beta is a run of its own. Tokens start with the density exp(<x, m>) up to a factor, m = (1, ..., d) of length
+    one. In d = 2 and 3 they are weighted nodes of it, so that no random sample adds to the effect of temperature.
 
     Examples:
 

@@ -47,8 +47,8 @@ METHODS = {
     ),
     "limit": (
         "The weights of a layer predict where its attention would bring the tokens if it acted alone for a long time. "
-        "Shown is how well the movement of the tokens through the layer agrees with the flow to that limit: 1 means that "
-        "the layer is that flow. The grey band holds 90% of what randomly rotated weights give. One p value over all "
+        "Shown is how well the movement of the tokens through the layer agrees with the flow to that limit: 1 if the "
+        "layer is that flow. The grey band holds 90% of what randomly rotated weights give. One p value over all "
         "layers decides; if it does not pass, no single layer counts, however far it is above the band."
     ),
 }
@@ -67,7 +67,7 @@ NOT_SAID = {
 }
 TOKEN_VIEW = """<section id="tokens"><h2>Where do tokens attend?</h2>
 <p class="about">Heads: darker is colder, the number is the exponent b. Tokens: darker attends to fewer tokens;
-underlined ones receive most attention. Choose a head, then a token of the first text.</p>
+underlined ones receive most attention. Choose a head, a text and a token.</p>
 <div class="wide"><div id="heads"></div></div>
 <p class="controls"><label>text <select id="which-text"></select></label>
 <label>layer <select id="which-layer"></select></label> <label>head <select id="which-head"></select></label></p>
