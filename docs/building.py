@@ -80,7 +80,9 @@ def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Fi
         block = match[1] == "div"
         tex = html.unescape(match[2]).strip().removeprefix("\\[").removeprefix("\\(")
         tex = tex.removesuffix("\\]").removesuffix("\\)")
-        return convert(tex, display="block" if block else "inline")
+        drawn = convert(tex, display="block" if block else "inline")
+        drawn = drawn.replace("<mo>&#x02016;</mo>", '<mo stretchy="false">&#x02016;</mo>')  # bars as high as letters
+        return re.sub(r"(<m[io]>(?:log|dim)</m[io]>)(?=<mi)", r'\1<mspace width="0.17em"></mspace>', drawn)
 
     content = re.sub(r'<(div|span) class="arithmatex">(.*?)</\1>', draw, content, flags=re.DOTALL)
     figure = r'<p>(<img [^>]*src="(?!data:)([^"]+)"[^>]*>)</p>'
