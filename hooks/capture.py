@@ -14,7 +14,7 @@ from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.inputs import pieces, refuse_unknown, warn_of_truncation
 from attn_flow.hooks.layout import encoder_inside, evaluation_mode
 from attn_flow.hooks.recorder import recording, run_batch
-from attn_flow.hooks.self_check import first_text, self_check
+from attn_flow.hooks.self_check import first_tokens, self_check
 
 
 def record(
@@ -71,10 +71,10 @@ def record(
             part = piece.make()
             unknown, content = unknown + part.unknown, content + part.content
             refuse_unknown(tokenizer, unknown, content, max_unknown, last=False)
-            if check and not paths:
-                self_check(model, first_text(part.inputs))
             run_batch(model, cache, part)
             path = cache.trajectory(part, special=special)
+            if check and not paths:
+                self_check(model, first_tokens(part.inputs))
             is_half = path.x.dtype in (torch.float16, torch.bfloat16)
             paths.append(replace(path, x=path.x.to(dtype or (torch.float32 if is_half else path.x.dtype))))
             truncated, limit = truncated + part.truncated, part.limit

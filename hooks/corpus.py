@@ -29,7 +29,7 @@ from attn_flow.hooks.fingerprints import fingerprint, tokenizer_fingerprint
 from attn_flow.hooks.inputs import TokenBatch, pieces, refuse_unknown, text_limit, warn_of_truncation
 from attn_flow.hooks.layout import encoder_inside, evaluation_mode
 from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
-from attn_flow.hooks.self_check import first_text, self_check
+from attn_flow.hooks.self_check import first_tokens, self_check
 from attn_flow.hooks.statistics import Statistics, list_differences, merge_shards
 
 REMEDY = "use another folder, or start over (again=True, --again)"
@@ -107,7 +107,7 @@ def record_corpus(
         total = len(texts) if hasattr(texts, "__len__") else None  # type: ignore[arg-type]
         with (
             nullcontext() if run.folder is None else lock_for_writing(run.path),
-            progress_bar("record", total, progress) as advance,  # type: ignore[arg-type]
+            progress_bar("record", total, progress) as advance,
         ):
             resumed = run.load(again)
             digest, b = hashlib.sha256(b"").hexdigest(), -1
@@ -125,15 +125,15 @@ def record_corpus(
                     continue
                 if b % run.n == run.i:
                     tokens = piece.make()
-                    if check:
-                        self_check(model, first_text(tokens.inputs))
-                        check = False
                     try:
                         run_batch(model, cache, tokens)
                     except KeyboardInterrupt:  # the sums are still those of whole batches
                         run.save()
                         raise
                     run.add(tokens, piece.size)
+                    if check:
+                        self_check(model, first_tokens(tokens.inputs))
+                        check = False
                     refuse_unknown(tokenizer, run.part.unknown, run.part.content, max_unknown, last=False)
                 run.part.batches, run.part.digest, run.part.done = b + 1, digest, False
                 advance(piece.size, note=f"{(run.part.n - n) / max(time.monotonic() - started, 1e-9):.0f} tokens/s")

@@ -22,6 +22,8 @@ from torch.nn.functional import linear, pad
 
 from attn_flow.hooks.layout import Block, evaluation_mode
 
+Projections = dict[str, tuple[Tensor, Tensor | None]]  # weight (heads, k, d) and bias (heads, k) of "q", "k" and "v"
+
 
 class UnreadableWeightsError(ValueError):
     """Weights that are not floating-point numbers in memory: quantised, or on the meta device."""
@@ -96,10 +98,10 @@ def relative_rounding(x: Tensor) -> float:
     return 2.0**-10 if is_tf32 else torch.finfo(x.dtype).eps
 
 
-def projections(block: Block) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Weights (heads, k, d) and biases (heads, k) of "q", "k" and "v"; grouped keys are repeated for their queries."""
+def projections(block: Block) -> Projections:
+    """The weights and biases of queries, keys and values; grouped keys are repeated for their queries."""
     arch, heads = block.architecture, block.heads
-    weights: dict[str, tuple[Tensor, Tensor | None]] = {}
+    weights: Projections = {}
     if arch.fused:
         weight, bias = read_linear(block, arch.q)
         split = rearrange(weight, f"{arch.fused} d -> c h k d", c=3, h=heads)
@@ -109,10 +111,9 @@ def projections(block: Block) -> dict[str, tuple[Tensor, Tensor | None]]:
         k = block.head_dim
         for name in "qkv":
             weight, bias = read_linear(block, getattr(arch, name))
-            group = heads // (weight.shape[0] // k)
-            weight = rearrange(weight, "(h k) d -> h k d", k=k).repeat_interleave(group, 0)
-            bias = None if bias is None else rearrange(bias, "(h k) -> h k", k=k).repeat_interleave(group, 0)
-            weights[name] = (weight, bias)
+            split = lambda x: x.unflatten(0, (-1, k))  # grouped keys have fewer heads
+            repeat = lambda x: x if len(x) == heads else x.repeat_interleave(heads // len(x), 0)
+            weights[name] = (repeat(split(weight)), None if bias is None else repeat(split(bias)))
     for name, path in (("q", arch.q_bias), ("v", arch.v_bias)):
         if path:
             weight, bias = weights[name]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from attn_flow.hooks.evaluation import describe_changes
 from attn_flow.hooks.inputs import TokenBatch
 from attn_flow.hooks.layout import Block, encoder_inside, evaluation_mode
-from attn_flow.hooks.positions import UnreadableWeightsError, projections, relative_rounding
-from attn_flow.hooks.recorder import recording, run_batch
+from attn_flow.hooks.positions import Projections, UnreadableWeightsError, projections, relative_rounding
+from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
 from attn_flow.hooks.weights import read_attention
 from attn_flow.measures import Cloud
 
@@ -76,36 +77,43 @@ def self_check(model: nn.Module, inputs: Mapping[str, Tensor], tolerance: float 
     return checks
 
 
-def _check_layer(block: Block, cache: Mapping[str, Tensor], tolerance: float | None) -> Check:
+def _check_layer(block: Block, cache: ActivationCache, tolerance: float | None) -> Check:
     changes = describe_changes(block)
     if changes:
         return Check(block.index, float("nan"), 0.0, "; ".join(changes))
     try:
-        attention = read_attention(block)
+        weights = projections(block)
+        attention = read_attention(block, weights)
     except UnreadableWeightsError as error:
         return Check(block.index, float("nan"), 0.0, str(error))
-    mask: Tensor = cache.mask  # type: ignore[attr-defined]
     z, output = (cache[f"blocks.{block.index}.attn.hook_{end}"] for end in ("in", "out"))
-    drift = attention.drift(Cloud(z.to(attention.tensors["Q"].dtype), mask=mask.to(z.device)))
-    difference = float((drift - output)[mask].norm() / output[mask].norm())
+    cloud = Cloud(z.to(weights["q"][0].dtype), mask=cache.mask.to(z.device))
+    drift = attention(0.0, cloud.zero_padding(cloud.x), cloud.log_weights)
+    difference = float((drift - output)[cache.mask].norm() / output[cache.mask].norm())
     if tolerance is None:
         rounding = max(relative_rounding(z), relative_rounding(output))
-        tolerance = 16 * rounding * (1 + _largest_logit(block, z[mask]))
+        tolerance = 16 * rounding * (1 + block.beta * _largest_product(cloud.x[cache.mask], weights))
     return Check(block.index, difference, tolerance, block.positions)
 
 
-def _largest_logit(block: Block, z: Tensor) -> float:
-    """A bound on beta <Q z_i + b, K z_j + c>: the rounding error of a logit is the relative one of its exponential."""
-    weights, norms = projections(block), []
+def _largest_product(z: Tensor, weights: Projections) -> float:
+    """A bound on <Q z_i + b, K z_j + c>: the rounding error of a logit is the relative one of its exponential."""
+    norms = []
     for weight, bias in (weights["q"], weights["k"]):
-        y = (z.to(weight.dtype) @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2])  # (n, heads, k)
+        y = torch.einsum("nd,hkd->nhk", z, weight)
         norms.append((y if bias is None else y + bias).norm(dim=-1).amax(0))
-    return block.beta * float((norms[0] * norms[1]).amax())
+    return float((norms[0] * norms[1]).amax())
 
 
-def first_text(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs of the first text or image alone; torch's encoder, which may have texts second, gets all."""
+def first_tokens(inputs: Mapping[str, Tensor], count: int = 16) -> dict[str, Tensor]:
+    """A few tokens of the first text, or the first image; torch's encoder, which may have texts second, gets all."""
     if "src" in inputs:
         return dict(inputs)
-    texts = next(iter(inputs.values())).shape[0]
-    return {name: t[:1] if t.ndim and t.shape[0] == texts else t for name, t in inputs.items()}
+    leading = next(iter(inputs.values()))
+    first = {name: t[:1] if t.ndim and t.shape[0] == leading.shape[0] else t for name, t in inputs.items()}
+    mask = first.get("attention_mask")
+    if "pixel_values" in inputs or leading.ndim < 2 or (mask is not None and mask.ndim != 2):
+        return first
+    n = leading.shape[1]
+    columns = torch.arange(n)[:count] if mask is None else mask[0].nonzero()[:count, 0]
+    return {name: t[:, columns] if t.ndim > 1 and t.shape[1] == n else t for name, t in first.items()}

@@ -20,7 +20,7 @@ from attn_flow.attention import Attention
 from attn_flow.geometry import Ellipsoid, Euclidean, Geometry
 from attn_flow.hooks.architectures import has
 from attn_flow.hooks.layout import Block, blocks
-from attn_flow.hooks.positions import as_float, projections, read_linear
+from attn_flow.hooks.positions import Projections, as_float, projections, read_linear
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def read_norm(module: nn.Module) -> Norm:
     return norm
 
 
-def read_attention(block: Block) -> Attention:
-    """The Attention of one block; see `attentions`."""
-    weights = projections(block)
+def read_attention(block: Block, weights: Projections | None = None) -> Attention:
+    """The Attention of one block; see `attentions`. `weights` are its projections, if they have been read already."""
+    weights = projections(block) if weights is None else weights
     (Q, b), (K, _), (V, c) = weights["q"], weights["k"], weights["v"]
     W, o = read_linear(block, block.architecture.o)
     O = rearrange(W, "d (h v) -> h d v", h=block.heads)

@@ -16,12 +16,12 @@ BAR_WIDTH = 20  # characters
 
 
 @contextmanager
-def progress_bar(description: str, total: float, show: bool = True) -> Iterator[Advance]:
+def progress_bar(description: str, total: float | None, show: bool = True) -> Iterator[Advance]:
     """Show the progress of a computation; the value of the context is a function advance(amount=1, note="").
 
     Args:
         description: what is being done.
-        total: the amount of work.
+        total: the amount of work; None if it is not known.
         show: whether to show anything.
 
     Example:
@@ -44,7 +44,7 @@ def progress_bar(description: str, total: float, show: bool = True) -> Iterator[
 class _Progress:
     """Lines such as "flow: 40% done, 0:01:30 left"."""
 
-    def __init__(self, description: str, total: float) -> None:
+    def __init__(self, description: str, total: float | None) -> None:
         self.description, self.total = description, total
         self.is_terminal = sys.stderr.isatty()
         self.done, self.note = 0.0, ""
@@ -59,6 +59,8 @@ class _Progress:
         now = time.monotonic()
         if self.done > 0 and now - self.last >= (TERMINAL_INTERVAL if self.is_terminal else FILE_INTERVAL):
             self.last = now
+            if self.total is None:
+                return self.write(f"{self.done:g} done")
             share = min(1.0, self.done / self.total)
             self.write(f"{share:.0%} done, {_duration(self.seconds * (1 / share - 1))} left", share)
 

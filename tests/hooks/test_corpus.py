@@ -102,11 +102,15 @@ def test_products_of_float32_do_not_lose_a_small_spread_beside_a_large_mean() ->
     assert float(((naive.double() - expected).abs() / (spread[:, None] * spread)).max()) > 1000 * error
 
 
-def test_streams_without_a_length_and_ready_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_streams_without_a_length_and_ready_inputs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert_equal(corpus(), corpus(texts=(text for text in TEXTS)))
     assert capsys.readouterr().err == ""
-    corpus(progress=True)
-    assert "tokens/s" in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    corpus(texts=(time.sleep(0.3) or text for text in TEXTS[:3]), progress=True, batch=1)
+    assert "record: 1 done" in (shown := capsys.readouterr().err)
+    assert "tokens/s" in shown
     images = record_corpus(tiny("ViT"), inputs("ViT"), special=False)
     assert images.n == 32
     assert images.trajectory().labels["token"][0].startswith("patch")
@@ -133,7 +137,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path, stop: int) 
 
 
 def launch(folder: Path, pause: float, *launcher: str, every: float = 0.0) -> subprocess.Popen:
-    """corpus(...) in another process, which waits `pause` seconds in each forward pass."""
+    """corpus(...) in another process, which waits `pause` seconds in the third batch."""
     here = Path(__file__).parent
     arguments = {"folder": str(folder), "pause": pause, "texts": TEXTS, "threads": torch.get_num_threads()}
     arguments["options"] = {**OPTIONS, "every": every}
@@ -152,7 +156,7 @@ def wait_for(process: subprocess.Popen, is_there: Any) -> None:
 
 def test_a_second_writer_is_refused_and_sigkill_loses_nothing(tmp_path: Path) -> None:
     whole, folder = corpus(), tmp_path / "run"
-    process = launch(folder, 0.1)
+    process = launch(folder, 600.0)
     wait_for(process, lambda: list(folder.glob("statistics.safetensors")))
     with pytest.raises(ValueError, match="another run is writing"):
         corpus(folder)

@@ -274,7 +274,7 @@ def test_bad_inputs() -> None:
         ({"input_ids": torch.tensor([[1, 60]])}, "input_ids go from 1 to 60, but this model embeds ids 0 to 59"),
         ({"input_ids": torch.tensor([[1, -1]])}, "input_ids go from -1 to 1"),
         ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"input_ids has shape \(2, 0\): no tokens"),
-        ({"input_ids": ids, "attention_mask": torch.ones(2, 3, 3)}, r"attention_mask has shape \(1, 3, 3\)"),
+        ({"input_ids": ids, "attention_mask": torch.ones(2, 3, 3)}, r"attention_mask has shape \(2, 3, 3\)"),
     ]
     for source, message in cases:
         with pytest.raises(ValueError, match=message):

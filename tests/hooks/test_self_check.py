@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from encoder_zoo import every_architecture, inputs, tiny, tokenizer, words
+from encoder_zoo import IMAGES, every_architecture, inputs, long_inputs, tiny, tokenizer, words
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -21,7 +21,7 @@ from attn_flow.hooks import (
 )
 from attn_flow.hooks.evaluation import list_changes
 from attn_flow.hooks.fingerprints import fingerprint, tokenizer_fingerprint
-from attn_flow.hooks.self_check import first_text
+from attn_flow.hooks.self_check import first_tokens
 
 
 class LowRank(nn.Module):
@@ -109,10 +109,21 @@ def test_every_recording_checks_itself() -> None:
 
 
 @every_architecture
-def test_the_first_text_is_enough_to_check(name: str) -> None:
-    first = first_text(inputs(name))
-    assert next(iter(first.values())).shape[0] == (1 if "src" not in first else inputs(name)["src"].shape[0])
+def test_a_few_tokens_are_enough_to_check(name: str) -> None:
+    first = first_tokens(long_inputs(name), 8)
+    if not name.startswith("torch") and name not in IMAGES:
+        assert all(t.shape == (1, 8) for t in first.values())
     assert len(self_check(tiny(name), first)) == 3
+
+
+def test_padding_is_not_among_the_few_tokens() -> None:
+    model, x = tiny("BERT"), inputs("BERT")
+    left = {name: t.flip(0, 1) for name, t in x.items()}  # the first text is the short one, padded on the left
+    assert torch.equal(first_tokens(left, 3)["input_ids"], left["input_ids"][:1, 3:6])
+    record(model, left)
+    left["attention_mask"][0] = 0
+    with pytest.raises(ValueError, match="text 0 has no token left"):
+        record(model, left)
 
 
 def test_large_logits_round_more_and_are_allowed_to() -> None:

@@ -15,13 +15,13 @@ model, passes, pause = tiny("BERT"), 0, arguments["pause"]
 
 
 def slow_down(*_: object) -> None:
-    """Wait in each pass; a long pause begins with the third one. The first pass is the self-check."""
+    """Say every pass after the first, the self-check among them, and wait in the fourth: the third batch."""
     global passes
     passes += 1
     if pause and passes > 1:
-        sys.stdout.write("pass\n" if pause > 1 else "")
+        sys.stdout.write("pass\n")
         sys.stdout.flush()
-        time.sleep(pause if pause < 1 or passes > 3 else 0.0)
+        time.sleep(pause if passes > 3 else 0.0)
 
 
 model.register_forward_pre_hook(slow_down)
