@@ -75,24 +75,24 @@ def fit_bound(paths: Sequence[Trajectory], limit: LimitMap, *, w2: Sequence[Arra
     if not all(isinstance(b, (int, float)) and 0 < b < math.inf for b in betas) or len(set(betas)) < 2:
         raise ValueError(f"paths of beta {betas}; expected two or more finite inverse temperatures to tell C from c.")
     curves = [w2_curve(path, limit) for path in paths] if w2 is None else [torch.as_tensor(np.asarray(w)) for w in w2]
-    distances = [curve.detach().cpu().double().numpy() for curve in curves]
-    for path, w in zip(paths, distances, strict=True):
-        if w.ndim not in (1, 2) or len(w) != len(path):
-            raise ValueError(f"w2 has shape {w.shape}, expected ({len(path)},) or ({len(path)}, seeds), as its path.")
-    columns = [w.reshape(len(w), -1).T for w in distances]  # (seeds, T) by beta
-    if len({len(each) for each in columns}) > 1:
-        raise ValueError(f"paths of {[len(z) for z in columns]} seeds, expected the same number for each beta.")
+    for path, curve in zip(paths, curves, strict=True):
+        if curve.ndim not in (1, 2) or len(curve) != len(path):
+            raise ValueError(
+                f"w2 has shape {tuple(curve.shape)}, expected ({len(path)},) or ({len(path)}, seeds), as its path."
+            )
+    columns = [curve.detach().cpu().double().reshape(len(curve), -1).T.numpy() for curve in curves]  # (seeds, T) each
+    counts = [len(each) for each in columns]
+    if len(set(counts)) > 1:
+        raise ValueError(f"paths of {counts} seeds, expected the same number for each beta.")
     seeds = [
-        np.hstack([_before_saturation(path, beta, each[seed]) for path, beta, each in zip(paths, betas, columns)])
-        for seed in range(len(columns[0]))
+        np.hstack([_before_saturation(path, beta, w) for path, beta, w in zip(paths, betas, curves_of_seed)])
+        for curves_of_seed in zip(*columns)
     ]
-    start = np.array([0.0, 0.5, 0.5 if limit.rates is None else limit.rates.decay()])
-    best, residuals = _fit(np.hstack(seeds), start)
-    errors = np.full(3, math.nan)
+    best, residuals = _fit(np.hstack(seeds), np.array([0.5, 0.5 if limit.rates is None else limit.rates.decay()]))
+    K, errors = math.exp(best[0]), np.full(3, math.nan)
     if len(seeds) > 1:
-        errors = np.std([_fit(points, best)[0] for points in seeds], axis=0, ddof=1) / math.sqrt(len(seeds))
-    K, (C, c) = math.exp(best[0]), best[1:].tolist()
-    K_error, C_error, c_error = (errors * [K, 1, 1]).tolist()
+        errors = np.std([_fit(points, best[1:])[0] for points in seeds], axis=0, ddof=1) / math.sqrt(len(seeds))
+    (C, c), (K_error, C_error, c_error) = best[1:].tolist(), (errors * [K, 1, 1]).tolist()
     cover, residual = float(np.exp(-residuals.min())), float(np.sqrt(np.mean(residuals**2)))
     return Bound(C, c, K, C_error, c_error, K_error, cover, residual)
 
@@ -101,20 +101,19 @@ def _before_saturation(path: Trajectory, beta: float, w: Array) -> Array:
     """Times, beta and log W2 (3, points) of one curve until W2 has come back to FALL of its start."""
     t, index = path.t.double().numpy() - float(path.t[0]), np.arange(len(w))
     is_back = (index > w.argmin()) & (w > FALL * w[0])
-    is_valid = (w > 0) & (index < (is_back.argmax() if is_back.any() else len(w)))
+    is_valid = (w > 0) & (np.cumsum(is_back) == 0)
     return np.stack([t[is_valid], np.full(int(is_valid.sum()), beta), np.log(w[is_valid])])
 
 
-def _fit(points: Array, start: Array) -> tuple[Array, Array]:
-    """(log K, C, c) and the residuals of log W2 for times, beta and log W2 (3, points)."""
+def _fit(points: Array, rates: Array) -> tuple[Array, Array]:
+    """(log K, C, c) and the residuals of log W2 for times, beta and log W2 (3, points), from a first guess (C, c)."""
     t, beta, log_w = points
     if len(t) < 6:
         raise ValueError(f"{len(t)} points before W2 saturates, expected six or more to fit three constants.")
     lower = np.array([-np.inf, 0.0, 0.0])  # with free signs of C and c the two terms could exchange their roles
-    start = np.array([log_w.max(), *np.maximum(start[1:], 1e-3)])
-    fit = least_squares(
-        lambda z: _log_bound(z, t, beta) - log_w, start, x_scale=(1.0, 0.3, 0.3), bounds=(lower, np.inf)
-    )
+    start = np.array([log_w.max(), *np.maximum(rates, 1e-3)])
+    residuals = lambda z: _log_bound(z, t, beta) - log_w
+    fit = least_squares(residuals, start, x_scale=(1.0, 0.3, 0.3), bounds=(lower, np.inf))
     return np.where(fit.x <= lower + 1e-6, 0.0, fit.x), fit.fun  # the solver stops just inside
 
 

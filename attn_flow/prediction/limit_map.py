@@ -86,8 +86,8 @@ class LimitMap:
             words.append(f"dim E = {self.dimension}, leading {self.spectrum.leading:.6g}, gap {self.spectrum.gap:.6g}")
         if self.rates is not None:
             words.append(f"decay of W2 {self.rates.decay():.6g}")
-        if self.terminal is not None and self.terminal.exit_rate:
-            words.append(f"exit rate {self.terminal.exit_rate:.6g}")
+        if self.exit_rate:
+            words.append(f"exit rate {self.exit_rate:.6g}")
         return f"LimitMap({', '.join(words)})"
 
     def _repr_html_(self) -> str:  # for notebooks
@@ -115,9 +115,14 @@ class LimitMap:
         return self.spectrum is not None and bool(self.spectrum.frequencies)
 
     @property
+    def exit_rate(self) -> float | None:
+        """How fast clusters leave E at finite beta; None if it is not known."""
+        return None if self.terminal is None else self.terminal.exit_rate
+
+    @property
     def requires(self) -> tuple[Requirement, ...]:
         """What the prediction assumes, and whether this attention meets it; `examine` also looks at a cloud."""
-        return requirements(self.case, self.spectrum, self.kernel is not None, self.rates, self.terminal)
+        return requirements(self.spectrum, self.kernel is not None, self.rates, self.terminal)
 
     def examine(self, x: Tensor | Cloud, beta: float | None = None) -> tuple[Requirement, ...]:
         """Check `requires` against one initial cloud (n, d), and its number of tokens against beta if that is given.
@@ -152,11 +157,10 @@ class LimitMap:
         map E into itself, or clusters do not leave at a known, finite rate; `requires` names the condition.
         """
         _require_cold(beta)
-        exit_rate = None if self.terminal is None else self.terminal.exit_rate
-        if self.rates is None or not exit_rate or math.isinf(exit_rate):
+        if self.rates is None or not self.exit_rate or math.isinf(self.exit_rate):
             return None
-        g = self.rates.g
-        return math.log(beta) / (2 * g) * (g + exit_rate) / (self.rates.decay() + exit_rate)
+        g, c, exit_rate = self.rates.g, self.rates.decay(), self.exit_rate
+        return math.log(beta) / (2 * g) * (g + exit_rate) / (c + exit_rate)
 
     @overload
     def push_forward(self, x: Tensor, t: Times | None = None) -> Tensor: ...
@@ -256,8 +260,9 @@ def limit(attention: Attention, support: Measure | None = None, tol: float = 1e-
     Args:
         attention: softmax attention without a causal mask; its beta is not used. Leading axes of the weights are a
             batch. A linear flow x' = P_x M x of your own is `Attention.from_matrices(I, M)`.
-        support: what tokens attend to. None: they fill the sphere, and M = V G. A centred EllipsoidSupport (or capped
-            Gaussian) with covariance S: M = V S G. Any other measure, or a fixed Cloud: the limit is not linear.
+        support: what tokens attend to, by default the context of the attention. None: they fill the sphere, and
+            M = V G. A centred EllipsoidSupport (or capped Gaussian) with covariance S: M = V S G. Any other measure, or
+            a fixed Cloud: the limit is not linear.
         tol: gaps below tol |M|, parts of M below it, and singular values of G below tol |G| count as zero.
 
     Returns:
@@ -270,6 +275,7 @@ def limit(attention: Attention, support: Measure | None = None, tol: float = 1e-
         >>> target.case, round(target.rates.g, 4), round(target.t_min(1000.0), 2)
         ('fixed', 0.3333, 10.36)
     """
+    support = attention.context if support is None else support
     check_support(attention, support)
     if attention.kind not in ("softmax", "hardmax") or attention.causal:
         words = f"attention of kind {attention.kind!r}, causal={attention.causal}"
@@ -291,11 +297,14 @@ def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMa
     """The limit map of one attention."""
     linear = linear_part(attention, support, tol)
     values = attention.to(torch.float64).OV.detach().sum(-3)
-    top, width = spectrum(values, tol), None
-    phase = TerminalPhase(top.basis, top.gap)
+    top = spectrum(values, tol)
+    phase, width = TerminalPhase(top.basis, top.gap), None
     if linear is None:
-        causes = {"several heads": attention.heads > 1, "a query bias": is_nonzero(attention.G_bias)}
-        causes["a value bias"] = is_nonzero(attention.value_bias)
+        causes = {
+            "several heads": attention.heads > 1,
+            "a query bias": is_nonzero(attention.G_bias),
+            "a value bias": is_nonzero(attention.value_bias),
+        }
         words = " and ".join(name for name, holds in causes.items() if holds) or "the support is no centred ellipsoid"
         reason = f"{words}: the flow is not linear, and limits are certified token by token"
         terminal = None if causes["a value bias"] else phase
@@ -307,9 +316,7 @@ def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMa
     kernel = rows[is_zero].mT if bool(is_zero.any()) else None
     if support is None or isinstance(support, UniformSphere):
         phase, width = exit_of_clusters(phase, main, values, N, tol)
-    case, reason = main.case, _reason(main)
-    if kernel is not None:
-        case, reason = _outside_kernel(main, reason, W @ N, N, tol)
+    case, reason = (main.case, _reason(main)) if kernel is None else _outside_kernel(main, W @ N, N, tol)
     power = None
     if main.case == "jordan" and not main.frequencies:
         # Tokens are 1/t from their limits, and a share t^{-rank} of the mass still crosses between limits.
@@ -329,19 +336,17 @@ def _reason(spectrum: Spectrum) -> str:
     }[spectrum.case]
 
 
-def _outside_kernel(spectrum: Spectrum, reason: str, M: Tensor, N: Tensor, tol: float) -> tuple[str, str]:
-    """The case of tokens outside ker N and its reason, for singular N: "undefined" if they run into it in finite time.
-
-    A positive leading part keeps dt/dtau = |N x|/|x| away from 0. With leading part 0, |N Pi x| decides; at a Jordan
-    block |N x|/|x| falls no faster than 1/tau, so that tokens approach exponentially in t.
-    """
+def _outside_kernel(spectrum: Spectrum, M: Tensor, N: Tensor, tol: float) -> tuple[str, str]:
+    """The case and its reason for singular N: what the clock, with dt/dtau = |N x|/|x|, does outside ker N."""
     norm = lambda A: float(torch.linalg.matrix_norm(A, 2))
-    if spectrum.leading <= tol * norm(M):
-        if spectrum.case == "jordan" and spectrum.frequencies:
-            return "undefined", "G is singular and a rotating Jordan block leads at 0: nothing is derived for it"
-        if spectrum.case == "jordan":
-            reason = f"Jordan block of index {spectrum.index} at 0: tokens approach ker G exponentially"
-        elif norm(N @ spectrum.projector) <= tol * norm(N) * norm(spectrum.projector):
-            words = f"G is singular and the leading real part {spectrum.leading:.3g} <= 0"
-            return "undefined", f"{words}: tokens run into ker G in finite time"
-    return spectrum.case, f"G is singular: undefined on ker G; outside it, {reason}"
+    outside, case = "G is singular: undefined on ker G; outside it, ", spectrum.case
+    if spectrum.leading > tol * norm(M):  # the clock does not stop
+        return case, outside + _reason(spectrum)
+    if case == "jordan" and spectrum.frequencies:
+        return "undefined", "G is singular and a rotating Jordan block leads at 0: nothing is derived for it"
+    if case == "jordan":  # the clock falls no faster than 1/tau
+        return case, f"{outside}Jordan block of index {spectrum.index} at 0: tokens approach ker G exponentially"
+    if norm(N @ spectrum.projector) > tol * norm(N) * norm(spectrum.projector):  # it tends to |N Pi x|
+        return case, outside + _reason(spectrum)
+    words = f"G is singular and the leading real part {spectrum.leading:.3g} <= 0"
+    return "undefined", f"{words}: tokens run into ker G in finite time"

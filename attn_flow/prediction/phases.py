@@ -6,6 +6,7 @@ They are read off the curve W2(mu_t, P_# mu_0), which falls at rate c_2 and, for
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator
@@ -129,20 +130,18 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
     return wasserstein(Cloud(path.x, path.weights, path.mask), target)
 
 
-def _elements(path: Trajectory, limit: LimitMap) -> list[tuple[Trajectory, LimitMap]]:
+def _elements(path: Trajectory, limit: LimitMap) -> Iterator[tuple[Trajectory, LimitMap]]:
     """The paths of a batch, one by one, each with its own beta and limit."""
     batch = path.x.shape[1:-2]
-    count, x = math.prod(batch), path.x.flatten(1, -3)
-    rows = lambda z: [None] * count if z is None else z.expand(*batch, z.shape[-1]).flatten(0, -2)
+    count, x = math.prod(batch), path.x.reshape(len(path), -1, *path.x.shape[-2:])
+    rows = lambda z: [None] * count if z is None else z.expand(*batch, z.shape[-1]).reshape(count, -1)
     about = path.about.get("field", {})
-    beta = torch.as_tensor(np.asarray(about.get("beta", math.nan), dtype=np.float64))
-    betas = (beta[..., 0] if beta.ndim else beta).expand(batch).flatten().tolist()
-    limits = limit.elements or (limit,)
-    paths = [
-        replace(path, x=x[:, i], weights=w, mask=m, about=path.about | {"field": about | {"beta": b}})
-        for i, (w, m, b) in enumerate(zip(rows(path.weights), rows(path.mask), betas))
-    ]
-    return [(one, limits[i % len(limits)]) for i, one in enumerate(paths)]
+    beta = np.asarray(about.get("beta", math.nan), dtype=np.float64)
+    betas = np.broadcast_to(beta[..., 0] if beta.ndim else beta, batch).ravel().tolist()
+    limits = itertools.cycle(limit.elements or (limit,))
+    for i, (w, m, b) in enumerate(zip(rows(path.weights), rows(path.mask), betas)):
+        own = path.about | {"field": about | {"beta": b}}
+        yield replace(path, x=x[:, i], weights=w, mask=m, about=own), next(limits)
 
 
 def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None = None, warn: bool = True) -> Phases:
@@ -176,42 +175,41 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
         raise ValueError(f"w2 has shape {tuple(curve.shape)}, expected {tuple(path.x.shape[:-2])} and 3 or more times.")
     if not bool((curve.isfinite() & (curve >= 0)).all()):
         raise ValueError("w2 has NaN, infinite or negative entries, expected distances.")
-    if curve.ndim == 1:
-        return _phases_of_path(path, limit, curve, warn)
-    parts = zip(_elements(path, limit), curve.flatten(1).unbind(-1))
+    parts = zip(_elements(path, limit), curve.reshape(len(path), -1).unbind(-1))
     each = tuple(_phases_of_path(*element, one, warn) for element, one in parts)
+    if curve.ndim == 1:
+        return each[0]
     least = curve.min(0)
     return Phases(path.t, curve, path.t.cpu()[least.indices], least.values, elements=each)
 
 
 def _phases_of_path(path: Trajectory, limit: LimitMap, curve: Tensor, warn: bool) -> Phases:
     t, w, m = path.t.detach().cpu().double().numpy(), curve.numpy(), int(curve.argmin())
-    beta = path.about.get("field", {}).get("beta")
-    beta = float(beta) if isinstance(beta, (int, float)) and 0 < beta < math.inf else None
-    exit_rate = None if limit.terminal is None else limit.terminal.exit_rate
+    beta = path.about["field"]["beta"]
+    beta = beta if 0 < beta < math.inf else None
     needs = limit.examine(path.cloud(0), beta=beta)
     doubts = [str(need) for need, before in zip(needs, limit.requires) if need.met is False and before.met is None]
     rounding = 8 * math.sqrt(torch.finfo(path.x.dtype).eps)  # W2^2 is a sum of squares of order one
-    if beta is not None and exit_rate and w[m] < rounding:
+    if beta is not None and limit.exit_rate and w[m] < rounding:
         reason = "only rounding breaks the symmetry of this distribution, and what follows is rounding too"
         doubts.append(f"W2 falls to {w[m]:.1g}, below {rounding:.1g}: {reason}")
     if warn and doubts:
-        warnings.warn("; ".join(doubts), PredictionWarning, stacklevel=3)
+        warnings.warn("; ".join(doubts), PredictionWarning, stacklevel=4)
     floor = limit.width.w2(beta) if limit.width is not None and beta is not None else 0.0
     intervals, note = _split(t, w, floor)
+    # W2 saturates before its growth is exponential, unlike the offset of the clusters.
+    growth = w if limit.exit_rate is None or limit.basis is None else _offset(path, limit.basis[:, 0], m)
+    fits = {
+        "concentrating": (t[: m + 1], w[: m + 1], -1.0, None if limit.rates is None else limit.rates.decay()),
+        "terminal": (t[m:], growth[m:], 1.0, limit.exit_rate),
+    }
     for i, phase in enumerate(intervals):
-        if phase.name == "concentrating":
-            rate, error = _fit_exponential(t[: m + 1], w[: m + 1], -1.0)
-            predicted = None if limit.rates is None else limit.rates.decay()
+        if phase.name in fits:
+            *data, predicted = fits[phase.name]
+            rate, error = _fit_exponential(*data)
             intervals[i] = replace(phase, rate=rate, error=error, predicted=predicted)
-        elif phase.name == "terminal":
-            # W2 saturates before its growth is exponential, unlike the offset of the clusters.
-            growth = w if exit_rate is None or limit.basis is None else _offset(path, limit.basis[:, 0], m)
-            rate, error = _fit_exponential(t[m:], growth[m:], 1.0)
-            intervals[i] = replace(phase, rate=rate, error=error, predicted=exit_rate)
-    return Phases(
-        torch.from_numpy(t), curve, torch.tensor(t[m]), curve[m], tuple(intervals), note, needs, tuple(doubts)
-    )
+    moments = torch.from_numpy(t)
+    return Phases(moments, curve, moments[m], curve[m], tuple(intervals), note, needs, tuple(doubts))
 
 
 def _split(t: Array, w: Array, floor: float) -> tuple[list[Phase], str]:

@@ -37,54 +37,64 @@ class Requirement:
         return f"{self.name} ({words}): {self.text}"
 
 
+ASSUMPTIONS = {
+    "certificates": "limits hold token by token, where `settle` certifies them",
+    "enough tokens": "n tokens resolve the argmax: beta |Gx| n^(-2/(d-1)) <= 1",
+    "outside ker G": "no token lies in ker G, where the drift is undefined",
+    "little sampling noise": "the sampling error of random tokens is below the effect of temperature: "
+    "(beta |Gx|)^((d+1)/2) <= n",
+    "off the border": "no token has Pi x = 0, where its limit is decided by rounding",
+    "unequal crossing masses": "W2 ~ t^(-power) if the masses that cross in both directions differ, 1/t if they are "
+    "equal (even laws)",
+    "bounded density": "rates and t_min hold for a positive, bounded density near Pi x = 0, where tokens linger",
+    "simple leading eigenvalue": "t_min and the exit rate are derived for two limits +-e (dim E = 1)",
+    "E invariant under V": "t_min and the exit rate are derived for V e along the limit direction e",
+    "clusters leave": "t_min needs clusters that leave at a finite rate",
+    "fast tail": "min W2 ~ beta^(-1/2) needs the tail to fall at 3 g or faster",
+    "asymmetric distribution": "t_min and the exit need a distribution without the mirror symmetry of G and V: a "
+    "symmetric one stays",
+}
+
+
+def _assume(name: str, met: bool | None = None, here: str = "") -> Requirement:
+    """The assumption of this name, with what is the case here."""
+    return Requirement(name, ASSUMPTIONS[name] + (f"; here {here}" if here else ""), met)
+
+
 def requirements(
-    case: str, spectrum: Spectrum | None, has_kernel: bool, rates: Rates | None, terminal: TerminalPhase | None
+    spectrum: Spectrum | None, has_kernel: bool, rates: Rates | None, terminal: TerminalPhase | None
 ) -> tuple[Requirement, ...]:
     """What a limit map assumes, decided as far as the weights alone can tell."""
     if spectrum is None:
-        return (Requirement("certificates", "limits hold token by token, where `settle` certifies them"),)
-    needs = [Requirement("enough tokens", "n tokens resolve the argmax: beta |Gx| n^(-2/(d-1)) <= 1")]
-    if has_kernel:
-        needs.append(Requirement("outside ker G", "no token lies in ker G, where the drift is undefined"))
-    if case == "stationary":
-        return tuple(needs)
-    text = "the sampling error of random tokens is below the effect of temperature: (beta |Gx|)^((d+1)/2) <= n"
-    needs.append(Requirement("little sampling noise", text))
-    needs.append(Requirement("off the border", "no token has Pi x = 0, where its limit is decided by rounding"))
-    if case == "jordan":
-        text = "W2 ~ t^(-power) if the masses that cross in both directions differ, 1/t if they are equal (even laws)"
-        needs.append(Requirement("unequal crossing masses", text))
-    if rates is not None:
-        text = "rates and t_min hold for a positive, bounded density near Pi x = 0, where tokens linger"
-        needs.append(Requirement("bounded density", text))
+        return (_assume("certificates"),)
+    names = ["enough tokens"] + ["outside ker G"] * has_kernel
+    names += [] if spectrum.case == "stationary" else ["little sampling noise", "off the border"]
+    names += ["unequal crossing masses"] * (spectrum.case == "jordan") + ["bounded density"] * (rates is not None)
+    needs = [_assume(name) for name in names]
     if rates is not None and terminal is not None:
         needs += _requirements_of_t_min(spectrum, rates, terminal)
     return tuple(needs)
 
 
 def _requirements_of_t_min(spectrum: Spectrum, rates: Rates, terminal: TerminalPhase) -> list[Requirement]:
-    """What t_min and the exit rate assume; where it is not met they are None."""
-    is_simple = spectrum.case == "fixed" and spectrum.dimension == 1
-    text = f"t_min and the exit rate are derived for two limits +-e (dim E = 1); here dim E = {spectrum.dimension}"
-    needs = [Requirement("simple leading eigenvalue", text, is_simple)]
+    """What t_min and the exit rate assume; they are None where the first that is not met ends the list."""
+    is_simple, rate = spectrum.case == "fixed" and spectrum.dimension == 1, terminal.exit_rate
+    needs = [_assume("simple leading eigenvalue", is_simple, f"dim E = {spectrum.dimension}")]
     if not is_simple or terminal.keeps_E is None:
         return needs
-    text = "t_min and the exit rate are derived for V e along the limit direction e"
     if not terminal.keeps_E:
-        text += f"; here {terminal.reason}. "
-        text += "Clusters then rest at an angle of order 1/beta from e, for a time that is not derived"
-        return [*needs, Requirement("E invariant under V", text, False)]
-    needs.append(Requirement("E invariant under V", text, True))
-    rate = terminal.exit_rate
-    text = f"t_min needs clusters that leave at a finite rate; here {terminal.reason}"
+        rest = "Clusters then rest at an angle of order 1/beta from e, for a time that is not derived"
+        return [*needs, _assume("E invariant under V", False, f"{terminal.reason}. {rest}")]
+    here = terminal.reason
     if rate is not None:
-        text += f" (exit rate {rate:.4g})" if rate else ", and they stay: W2 has no least value"
-    needs.append(Requirement("clusters leave", text, None if rate is None else 0 < rate < math.inf))
+        here += f" (exit rate {rate:.4g})" if rate else ", and they stay: W2 has no least value"
+    needs += [
+        _assume("E invariant under V", True),
+        _assume("clusters leave", None if rate is None else 0 < rate < math.inf, here),
+    ]
     if rate:
-        text = f"min W2 ~ beta^(-1/2) needs the tail to fall at 3 g or faster; here {rates.tail / rates.g:.3g} g"
-        needs.append(Requirement("fast tail", text, rates.tail >= 3 * rates.g * (1 - 1e-9)))
-        text = "t_min and the exit need a distribution without the mirror symmetry of G and V: a symmetric one stays"
-        needs.append(Requirement("asymmetric distribution", text))
+        tail = rates.tail / rates.g
+        needs += [_assume("fast tail", tail >= 3 * (1 - 1e-9), f"{tail:.3g} g"), _assume("asymmetric distribution")]
     return needs
 
 

@@ -120,15 +120,15 @@ class Sweep:
         dashes for predicted times. By default the first axis with several values is taken.
         """
         names = ("beta", "n", "noise", "attention")
-        against = against or next((name for name in names if len(self.values(name)) > 1), "beta")
+        varied = [name for name in names if len(self.values(name)) > 1]
+        against = against or (varied or ["beta"])[0]
         checks.require_choice("against", against, names)
-        others = [name for name in names if name != against and len(self.values(name)) > 1]
-        lines = []
-        for values in itertools.product(*(self.values(name) for name in others)):
-            group = [row for row in self.rows if all(row[k] == v for k, v in zip(others, values))]
-            points = [[row for row in group if row[against] == value] for value in self.values(against)]
-            lines.append((", ".join(f"{k} {v}" for k, v in zip(others, values)), points))
-        return lines_figure(against, self.values(against), lines)
+        lines: dict[str, list[list[dict[str, Any]]]] = {}  # label: the rows at every value
+        for row in self.rows:
+            label = ", ".join(f"{name} {row[name]}" for name in varied if name != against)
+            points = lines.setdefault(label, [[] for _ in self.values(against)])
+            points[self.values(against).index(row[against])].append(row)
+        return lines_figure(against, self.values(against), list(lines.items()))
 
 
 def sweep(
@@ -192,19 +192,16 @@ def sweep(
     checks.require_nonnegative(**{"the largest noise": max(noise), "the least noise": min(noise)})
     d = next(iter(fields.values())).dim
     make = clouds or (lambda count, seed: starting_cloud(d, count, seed))
-    times = torch.tensor(checks.time_grid(t), dtype=torch.float64)
-    batches = _batches(axes)
+    times, batches = torch.tensor(checks.time_grid(t), dtype=torch.float64), _batches(axes)
     file, rows, settings = None if folder is None else Path(folder) / "sweep.json", [], ""
     with ExitStack() as contexts:
         if file is not None:
             contexts.enter_context(lock_for_writing(file))
-            starts = {str(count): as_cloud(make(count, seeds[0])).x for count in n}
-            settings = _settings(fields, starts, batches, times, h)
+            starts = {f"{count} tokens": as_cloud(make(count, seeds[0])).x for count in n}
+            settings = _digest_of_settings(fields, {"t": times, **starts}, f"{batches} {h}")
             rows = _stored_rows(file, settings)
         advance = contexts.enter_context(progress_bar("sweep", sum(map(len, batches)), progress))
-        done = 0
-        for batch in batches:
-            done += len(batch)
+        for batch, done in zip(batches, itertools.accumulate(map(len, batches))):
             if len(rows) < done:
                 rows += _run(batch, fields[batch[0]["attention"]], make, times, h)
                 if file is not None:
@@ -215,7 +212,7 @@ def sweep(
 
 def _batches(axes: Mapping[str, Sequence[Any]]) -> list[list[dict[str, Any]]]:
     """The grid as lists of runs that differ in beta and seed only; hardmax (beta = inf) is a batch of its own."""
-    grid = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
+    grid = (dict(zip(axes, values)) for values in itertools.product(*axes.values()))
     key = lambda run: (run["attention"], run["noise"], run["n"], run["beta"] == math.inf)
     batches = []
     for _, group in itertools.groupby(grid, key):
@@ -225,15 +222,12 @@ def _batches(axes: Mapping[str, Sequence[Any]]) -> list[list[dict[str, Any]]]:
     return batches
 
 
-def _settings(
-    fields: Mapping[str, Attention], starts: Mapping[str, Tensor], batches: list[Any], times: Tensor, h: float
-) -> str:
+def _digest_of_settings(fields: Mapping[str, Attention], tensors: dict[str, Tensor], words: str) -> str:
     """A digest of everything that the rows depend on."""
-    tensors = {"t": times, **starts}
-    options = {"batches": repr(batches), "h": repr(h)}
+    options = {"grid": words}
     for name, attention in fields.items():
-        tensors |= {f"{name}.{key}": value for key, value in vars(attention).items() if isinstance(value, Tensor)}
-        options[name] = f"{attention.kind} {attention.beta} {attention.causal}"
+        tensors |= {f"{name}.{key}": value for key, value in attention.tensors.items()}
+        options[name] = f"{attention.summary()}"
     return digest(tensors, options)
 
 
@@ -264,9 +258,8 @@ def _run(
         attention = replace(attention, beta=beta if beta == math.inf else betas.expand(-1, attention.heads))
     # The noise of each cloud comes from a generator of its own, so that a run does not depend on its batch.
     generators = [torch.Generator().manual_seed(run["seed"]) for run in batch]
-    draw = lambda x, generator: torch.randn(x.shape[1:], generator=generator, dtype=x.dtype)
-    noise = lambda x: sigma * torch.stack([draw(x, each) for each in generators]).to(x.device)
-    path = flow(attention, cloud, times, h=h, noise=noise if sigma else None)
+    draw = lambda x: torch.stack([torch.randn(x.shape[1:], generator=each, dtype=x.dtype) for each in generators])
+    path = flow(attention, cloud, times, h=h, noise=(lambda x: sigma * draw(x).to(x.device)) if sigma else None)
     counts = clusters(Cloud(path.x[-1], weights), tol=CLUSTER_DISTANCE).counts.tolist()
     own = {"beta": float(torch.as_tensor(attention.beta).flatten()[0])} if beta is None else {}
     rows = [run | own | {"clusters": count} for run, count in zip(batch, counts)]
@@ -288,7 +281,7 @@ def _comparison(row: dict[str, Any], target: LimitMap, result: Phases) -> dict[s
         "w2_end": float(result.w2[-1]),
         "phases": ", ".join(phase.name for phase in result.intervals),
         "exit_rate": next((phase.rate for phase in result.intervals if phase.name == "terminal"), None),
-        "exit_rate_predicted": None if target.terminal is None else target.terminal.exit_rate,
+        "exit_rate_predicted": target.exit_rate,
         "unmet": ", ".join(need.name for need in result.requires if need.met is False),
         "w2": result.w2.tolist(),
     }

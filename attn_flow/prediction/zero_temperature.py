@@ -8,7 +8,7 @@ Several heads, biases and other supports are integrated, and `settle` certifies 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_flow.attention import Attention
 from attn_flow.base import checks
 from attn_flow.dynamics.flow import flow
+from attn_flow.dynamics.linearisation import linearise
 from attn_flow.dynamics.steppers import Adaptive, rk4
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
@@ -24,7 +25,6 @@ from attn_flow.prediction.linear_flow import linear_flow
 
 NEWTON_STEPS = 5  # convergence is quadratic
 REMEDY = "Run flow(attention, x0, t) at a finite beta instead, or give the support that tokens have."
-Velocity = Callable[[Tensor], Tensor]
 
 
 def zero_temperature_flow(
@@ -53,6 +53,7 @@ def zero_temperature_flow(
         >>> path.x[1, 0, 1] / path.x[1, 0, 0]  # the tangent falls by e^{-t}: 4/3 e^{-1}
         tensor(0.4905)
     """
+    support = attention.context if support is None else support
     check_support(attention, support)
     cloud, times = as_cloud(x0), checks.time_grid(t)
     checks.require_shape("x0", cloud.x, (attention.dim,))
@@ -159,11 +160,12 @@ def settle(
         >>> x[:, 0].round(decimals=6), certified
         (tensor([ 1., -1.], dtype=torch.float64), tensor([True, True]))
     """
+    support = attention.context if support is None else support
     check_support(attention, support)
     checks.require_tokens("x0", x0)
     checks.require_positive(horizon=horizon)
-    cold = attention.to(torch.float64).with_beta(math.inf)
-    context = UniformSphere(cold.dim) if support is None else support.to(torch.float64)
+    context = UniformSphere(attention.dim) if support is None else support
+    cold = attention.with_beta(math.inf).with_context(context).to(torch.float64)
     # Of rank 1: the direction of G x + b has two values only.
     columns = [cold.G.detach()] + ([] if cold.G_bias is None else [cold.G_bias.detach()[..., None]])
     ranks = torch.linalg.matrix_rank(torch.cat(columns, dim=-1))
@@ -171,46 +173,34 @@ def settle(
         raise ValueError(f"a head has G of rank 1: at beta = inf its drift jumps where G x = 0. {REMEDY}")
     x = x0.detach().double().flatten(0, -2)
     geometry, size = Sphere(float(x.norm(dim=-1).mean())), float(torch.linalg.matrix_norm(cold.OV, 2).sum())
-    velocity = lambda x: geometry.tangent(x, cold.drift(x, context))
     now, span, certified = 0.0, min(5.0, horizon), torch.zeros(len(x), dtype=torch.bool)
     while span > 0 and not bool(certified.all()):
         # Newton's iteration decides the digits. A smooth drift turns by O(1) in times of 1/|V|: many more steps mean
         # that it jumps.
         step = Adaptive(tol=1e-6, max_steps=int(1000 + 200 * span * size))
         try:
-            x = integrate(cold, x, [0.0, span], context, step).x[-1]
+            x = integrate(cold, x, [0.0, span], cold.context, step).x[-1]
         except (ValueError, FloatingPointError) as error:
             if bool((ranks == cold.dim).all()):
                 raise
             reason = f"tokens run into the kernel of a head's G before t = {now + span:g}"
             raise ValueError(f"{reason}, where the drift at beta = inf is undefined. {REMEDY}") from error
-        y, certified = _certify(velocity, x, geometry, size)
+        y, certified = _certify(cold, x, geometry, size)
         now, span = now + span, min(2 * span, horizon - now - span)
     end = torch.where(certified[:, None], y, x).reshape(x0.shape).to(x0.dtype)
     return end, certified.reshape(x0.shape[:-1])
 
 
-def _certify(velocity: Velocity, x: Tensor, geometry: Sphere, size: float) -> tuple[Tensor, Tensor]:
+def _certify(cold: Attention, x: Tensor, geometry: Sphere, size: float) -> tuple[Tensor, Tensor]:
     """The equilibria to which Newton's iteration takes tokens (n, d), and whether they are near and attracting."""
-    y = x
+    y = x[:, None]  # tokens do not interact: each is a cloud of its own
+    speed = linearise(cold, y, geometry=geometry).speed
     for _ in range(NEWTON_STEPS):
+        near = linearise(cold, y, geometry=geometry)
+        along = near.basis[:, 0].mT @ geometry.tangent(y, cold.drift(y)).mT
         # Least squares: the Jacobian is singular at a continuum of equilibria, which are refused by their rate.
-        step = torch.linalg.lstsq(*_jacobian(velocity, y, size), driver="gelsd").solution
-        y = geometry.retract(y - step[..., 0])
-    jacobian, residual = _jacobian(velocity, y, size)
-    rate = -torch.linalg.eigvals(jacobian).real.amax(-1)
-    speed = velocity(x).norm(dim=-1)
-    is_near = (y - x).norm(dim=-1) <= 10 * speed / rate + 1e-12 * geometry.radius
-    return y, (rate > 1e-6 * size) & is_near & (residual.norm(dim=(-2, -1)) <= 1e-10 * size)
-
-
-def _jacobian(velocity: Velocity, x: Tensor, size: float) -> tuple[Tensor, Tensor]:
-    """The Jacobian (n, d, d) of the velocity along the sphere, attracting across it, and the velocity (n, d, 1)."""
-    with torch.enable_grad():
-        y = x.clone().requires_grad_()
-        v = velocity(y)
-        # Tokens do not interact, so that one backward pass serves all of them.
-        rows = [torch.autograd.grad(out.sum(), y, retain_graph=True)[0] for out in v.unbind(-1)]
-    across = x[:, :, None] * x[:, None, :] / x.square().sum(-1)[:, None, None]
-    along = torch.eye(x.shape[-1]).to(x) - across
-    return along @ torch.stack(rows, dim=-2) @ along - 1e3 * size * across, v.detach()[..., None]
+        step = near.basis[:, 0] @ torch.linalg.lstsq(near.jacobian, along, driver="gelsd").solution
+        y = geometry.retract(y - step.mT)
+    end = linearise(cold, y, geometry=geometry)
+    is_near = (y - x[:, None]).norm(dim=(-2, -1)) <= 10 * speed / -end.growth + 1e-12 * geometry.radius
+    return y[:, 0], (end.growth < -1e-6 * size) & is_near & (end.speed <= 1e-10 * size)

@@ -467,6 +467,10 @@ def test_other_supports() -> None:
     torch.testing.assert_close(result.spectrum.projector, spectrum(A.OV[0] @ S @ A.G[0]).projector)
     assert limit(A, Gaussian(ellipsoid.mean, S, cap=1.5)).spectrum.leading == pytest.approx(result.spectrum.leading)
     torch.testing.assert_close(limit(A, UniformSphere(3)).spectrum.projector, limit(A).spectrum.projector)
+    attending = A.with_context(ellipsoid)  # its own context is what tokens attend to
+    torch.testing.assert_close(limit(attending).spectrum.projector, result.spectrum.projector)
+    own = zero_temperature_flow(attending, x, [0.0, 1.0]).x
+    torch.testing.assert_close(own, zero_temperature_flow(A, x, [0.0, 1.0], ellipsoid).x)
     exact = zero_temperature_flow(A, x, [0.0, 1.0], ellipsoid).x[-1]
     stepped = flow(A.with_beta(math.inf).with_context(ellipsoid), x, [0.0, 1.0], step="adaptive").x[-1]
     torch.testing.assert_close(exact, stepped, rtol=0, atol=1e-4)
