@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attn_flow.base.checks import MAX_FLOAT32_LOGIT
@@ -34,6 +35,7 @@ MAX_WIDTH = 16  # of keys; in more dimensions patches of neighbours are as wide 
 BOUND_ENTRIES = 2**22  # bounds in memory at a time
 GATHERED_KEYS = 2**16  # keys gathered at a time
 EPS = torch.finfo(torch.float32).eps  # rounding of the bounds, which are computed in float32
+HIDDEN = torch.finfo(torch.float32).min / 4  # stands for the log-weight -inf
 SAMPLED_QUERIES = 8  # of every cloud, from which `estimated_share` is computed
 
 
@@ -90,7 +92,7 @@ class Patches:
     """Neighbouring points of a cloud in patches of equal size, and the balls that contain them.
 
     Args:
-        index: (patches, size), the number of each point in the cloud; the last patches repeat the last point.
+        index: (patches, size), the number of each point in the cloud; numbers from `count` on repeat the last point.
         points: (patches, size, k).
         centre, radius: (patches, k) and (patches,).
         count: the number of points of the cloud.
@@ -106,26 +108,24 @@ class Patches:
         """One row per point, z (n, ...), in patches (patches, size, ...)."""
         return z[self.index.clamp_max(self.count - 1)]
 
-    @property
-    def is_padding(self) -> Tensor:
-        """Which points are repetitions, (patches, size)."""
-        return self.index >= self.count
+    def scatter(self, z: Tensor) -> Tensor:
+        """One row per point in patches, z (patches, size, ...), in the order of the cloud (n, ...)."""
+        rows = z.new_empty(self.index.numel(), *z.shape[2:])
+        rows[self.index.flatten()] = z.flatten(0, 1)
+        return rows[: self.count]
 
 
 def cut_into_patches(x: Tensor, size: int) -> Patches:
-    """The points x (n, k) cut across the widest axis, again and again, until patches have at most `size` points."""
+    """The points x (n, k) halved across the widest axis, again and again, until patches have at most `size` points."""
     n = len(x)
     levels = max(0, math.ceil(math.log2(n / size)))
-    full = -(-n // 2**levels) * 2**levels
-    index = torch.arange(full, device=x.device)[None]
+    index = torch.arange(-(-n // 2**levels) * 2**levels, device=x.device)[None]
     coordinates = x.float()[index[0].clamp_max(n - 1)]
-    while levels:
-        pieces = 4 if levels > 1 else 2  # sorting takes the time: four pieces at once where possible
+    for _ in range(levels):
         z = coordinates[index]
         axis = (z.amax(1) - z.amin(1)).argmax(-1)
         along = z.gather(2, axis[:, None, None].expand(-1, z.shape[1], 1))[..., 0]
-        index = index.gather(1, along.argsort(1)).reshape(pieces * len(index), -1)
-        levels -= pieces // 2
+        index = index.gather(1, along.argsort(1)).reshape(2 * len(index), -1)
     return _with_balls(index, x[index.clamp_max(n - 1)], n)
 
 
@@ -146,30 +146,35 @@ def _average_patches(
     queries: Patches, keys: Patches, values: Tensor, log_weights: Tensor, scale: float, tolerance: float
 ) -> Tensor:
     """The averages (m, v) of one cloud."""
-    result = values.new_zeros(queries.count, values.shape[-1])
-    bias = keys.gather(log_weights).masked_fill(keys.is_padding, -torch.inf)  # (patches, size)
+    bias = keys.gather(log_weights).masked_fill(keys.index >= keys.count, -torch.inf)  # (patches, size)
     if not bool(bias.isfinite().any()):
-        return result
-    patch_values = keys.gather(values)
-    float32_is_enough = tolerance > EPS
-    at_once = max(1, BOUND_ENTRIES // len(bias))
-    for start in range(0, len(queries.index), at_once):
-        rows = slice(start, start + at_once)
-        centre, points, index = queries.centre[rows], queries.points[rows], queries.index[rows]
-        column, begin, m, L, logit_range = _select(centre, queries.radius[rows], keys, bias, scale, tolerance)
-        for group, near, is_filling in _groups(column, begin, bias.shape[1]):
-            c = centre[group]
-            k = keys.points[near].flatten(1, 2)  # (group, keys, k)
-            logit = (k @ (scale * c)[..., None])[..., 0] - L[group, None]
-            shift = logit + bias[near].masked_fill(is_filling[..., None], -torch.inf).flatten(1)
-            is_small = float32_is_enough and float(logit_range[group].max()) <= MAX_FLOAT32_LOGIT
+        return values.new_zeros(queries.count, values.shape[-1])
+    (count, size, d), v = keys.points.shape, values.shape[-1]
+    width = max(d + 1, v, dense.MIN_WIDTH)
+    # (k_j, log w_j, 1) and the values, in patches. One more patch, of hidden keys, fills up groups.
+    hidden = F.pad(bias.clamp_min(HIDDEN), (0, 0, 0, 1), value=HIDDEN)[..., None]
+    key_rows = torch.cat([F.pad(keys.points, (0, 0, 0, 0, 0, 1)), hidden, torch.ones_like(hidden)], dim=-1)
+    padded = F.pad(keys.gather(values), (0, width - v, 0, 0, 0, 1))
+    value_rows = {dtype: padded.to(dtype) for dtype in (torch.float32, torch.float64)}
+    result = values.new_empty(*queries.index.shape, v)
+    for rows in torch.arange(len(queries.index), device=values.device).split(max(1, BOUND_ENTRIES // count)):
+        c = queries.centre[rows]
+        column, begin, m, L, logit_range = _select(c, queries.radius[rows], keys, bias, scale, tolerance)
+        # The logits of the module's text are <(scale (q - c), 1), (k_j - m, s_j)> with s_j = scale <c, k_j> + log w_j
+        # - L. The matrix T of a patch of queries maps (k_j, log w_j, 1) to (k_j - m, s_j).
+        differences = scale * (queries.points[rows] - c[:, None])
+        query_rows = F.pad(F.pad(differences, (0, 1), value=1.0), (0, width - d - 1))
+        T = c.new_zeros(len(c), d + 2, width)
+        T[:, range(d), range(d)] = 1.0
+        T[:, :d, d], T[:, d, d], T[:, d + 1, :d], T[:, d + 1, d] = scale * c, 1.0, -m, -L
+        for group, near in _groups(column, begin, size, empty=count):
+            is_small = tolerance > EPS and float(logit_range[group].max()) <= MAX_FLOAT32_LOGIT
             dtype = torch.float32 if is_small else torch.float64
-            inputs = (points[group] - c[:, None], k - m[group, None], patch_values[near].flatten(1, 2), shift)
-            average = dense.softmax_average(*(z.to(dtype) for z in inputs), scale=scale)
-            where = index[group].flatten()
-            is_query = where < queries.count
-            result[where[is_query]] = average.flatten(0, 1)[is_query].to(result.dtype)
-    return result
+            k = key_rows.index_select(0, near.flatten()).reshape(len(group), -1, d + 2) @ T[group]
+            u = value_rows[dtype].index_select(0, near.flatten()).reshape(len(group), -1, width)
+            average = dense.softmax_average(query_rows[group].to(dtype), k.to(dtype), u)
+            result[rows[group]] = average[..., :v].to(result.dtype)
+    return queries.scatter(result)
 
 
 def _select(
@@ -191,7 +196,7 @@ def _select(
     bound = torch.addcmul(highest, farthest, scale * radius.float()[:, None]) - L.float()[:, None]
     is_kept = bound > math.log(tolerance / bias.numel())  # the others sum to less than the tolerance
     row, column = is_kept.nonzero().unbind(-1)
-    begin = torch.nn.functional.pad(torch.bincount(row, minlength=len(L)).cumsum(0), (1, 0))
+    begin = F.pad(torch.bincount(row, minlength=len(L)).cumsum(0), (1, 0))
     logit_range = scale * radius * torch.where(is_kept, farthest, 0.0).amax(-1)
     return column, begin, m, L, logit_range
 
@@ -211,8 +216,8 @@ def _highest_logits(centre: Tensor, points: Tensor, bias: Tensor, scale: float) 
     return highest.add_(32 * EPS * size)
 
 
-def _groups(column: Tensor, begin: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Patches of queries (g,) with about equally many patches of keys (g, w), and which of these only fill up."""
+def _groups(column: Tensor, begin: Tensor, size: int, empty: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Patches of queries (g,) with about equally many patches of keys (g, w), filled up with the patch `empty`."""
     count = begin.diff()
     order = count.argsort()
     widths = count[order].tolist()
@@ -222,5 +227,5 @@ def _groups(column: Tensor, begin: Tensor, size: int) -> Iterator[tuple[Tensor, 
         if not is_similar or (end + 1 - start) * widths[end] * size > GATHERED_KEYS:
             group, place = order[start:end], torch.arange(widths[end - 1], device=order.device)
             position = (begin[group, None] + place).clamp_max(len(column) - 1)
-            yield group, column[position], place >= count[group, None]
+            yield group, torch.where(place < count[group, None], column[position], empty)
             start = end

@@ -30,7 +30,7 @@ def require_matrix(n: int, m: int) -> None:
     if n * m > MAX_ENTRIES:
         raise ValueError(
             f"a {n:,} x {m:,} cost matrix has more than {MAX_ENTRIES:,} entries; use method='shortlist', whose memory "
-            "is linear in the number of points, method='sliced', or merge_tol for clustered points."
+            "is linear in the number of points, or method='sliced'."
         )
 
 

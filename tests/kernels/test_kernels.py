@@ -137,6 +137,14 @@ def test_near_keys_of_queries_that_are_not_the_keys(generator):
         torch.testing.assert_close(result[i], dense.softmax_average(q, batch[i], v, scale=300.0), rtol=0, atol=1e-10)
 
 
+def test_every_patch_of_neighbours_is_small(generator):
+    n = 16384
+    patches = near.cut_into_patches(sphere(generator, n, 3), near.PATCH_SIZE)
+    disc = 2 * math.sqrt(near.PATCH_SIZE / n)  # the radius of a disc with an even share of the sphere
+    assert float(patches.radius.max()) < 4 * disc
+    assert sorted(patches.index.flatten().tolist()) == list(range(n))
+
+
 @pytest.mark.parametrize("scale", [0.1, 20.0, 700.0])
 def test_series_on_the_circle(generator, scale):
     x, values = sphere(generator, 500, 2), draw(generator, 500, 3)
