@@ -1,12 +1,10 @@
-"""The command `train`: train a small stack, whose recipe's fields are options."""
+"""The command `train`: train a small stack and measure what it learned."""
 
 from __future__ import annotations
 
-import inspect
 import os
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -21,88 +19,58 @@ from attn_flow.cli.console import (
     require_device,
     require_writable,
 )
-from attn_flow.train.recipes import Recipe, recipe
-
-TASK, *CHANGEABLE = fields(Recipe)
 
 
 def train(
-    task: Annotated[str, typer.Argument(help=TASK.metadata["help"])],
-    *,
+    task: Annotated[
+        str,
+        typer.Argument(
+            help="majority (the most frequent class), recall (a key's value) or side (of a plane, of most tokens)."
+        ),
+    ],
+    tokens: Annotated[int | None, typer.Option(help="Tokens of one input.")] = None,
+    dim: Annotated[int | None, typer.Option(help="Dimension of the tokens.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
+    depth: Annotated[int | None, typer.Option(help="Layers.")] = None,
+    horizon: Annotated[float | None, typer.Option(help="Time of each layer's flow.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of each layer.")] = None,
+    beta: Annotated[float | None, typer.Option(help="Inverse temperature.")] = None,
+    learn_beta: Annotated[bool | None, typer.Option("--learn-beta", help="Train one beta per head.")] = None,
+    updates: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Inputs per update, over all processes.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Largest learning rate.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of every random number.")] = None,
     device: Device = "cpu",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of checkpoint, log and numbers; runs/train/TASK if not given.")
-    ] = None,
-    save_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 100,
-    evaluate_every: Annotated[int, typer.Option(help="Updates between evaluations on held-out inputs.")] = 100,
-    learned: Annotated[bool, typer.Option(help="Measure what was learned: limits, W2, clusters.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; runs/train/TASK if not given.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
-    **changes: Any,
 ) -> None:
     """Train a small stack and measure what it learned.
 
-    Options not given are the task's own. A folder that holds a checkpoint of the same options is resumed, a finished
-    one goes on with more --updates; Ctrl-C writes a checkpoint.
-    Several processes: torchrun --nproc-per-node 2 -m attn_flow train ...
+    Options not given are the task's own; it takes a minute or two. The same command continues a run that was stopped.
 
     Example: attn-flow train side --out runs/side
     """
-    changes = {name: value for name, value in changes.items() if value is not None}
-    chosen = replace(recipe(task), **changes)
+    options = dict(locals())
+    from dataclasses import fields, replace
+
+    from attn_flow.base.files import versions, write_json
+    from attn_flow.train import recipe, train_stack, what_was_learned
+
+    default = recipe(task)
+    names = [field.name for field in fields(default) if options.get(field.name) is not None]
+    chosen = replace(default, **{name: options[name] for name in names})
     out = require_writable(out or Path("runs/train") / task)
-    device = require_device(device)
-    numbers = _run(chosen, out, device, save_every, evaluate_every, learned, progress=not (quiet or as_json))
-    if numbers is None:
+    trained = train_stack(chosen, out, device=require_device(device), progress=not (quiet or as_json))
+    if int(os.environ.get("RANK", "0")) > 0:  # one process of several writes and prints
         return
+    learned = what_was_learned(trained.stack, trained.task, chosen.seed)
+    learned.path.save(out / "trajectory.safetensors")
+    numbers = {**trained.summary, "learned": {"layers": learned.layers, "sentences": learned.sentences()}}
+    write_json({**numbers, "versions": versions()}, out / "run.json")
     if as_json:
         print_json(numbers)
-    else:
-        _print(numbers, out)
-
-
-def _signature() -> inspect.Signature:
-    """train's own signature with an option for every field of a Recipe in the place of **changes."""
-    own = list(inspect.signature(train, eval_str=True).parameters.values())
-    types = get_type_hints(Recipe)
-    options = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[types[field.name] | None, typer.Option(help=field.metadata["help"])],
-        )
-        for field in CHANGEABLE
-    ]
-    return inspect.Signature([own[0], *options, *own[1:-1]])
-
-
-train.__signature__ = _signature()  # type: ignore[attr-defined]
-
-
-def _run(
-    chosen: Recipe, out: Path, device: str, save_every: int, evaluate_every: int, learned: bool, progress: bool
-) -> dict[str, Any] | None:
-    """Train, measure and write OUT/run.json; the numbers, or None for all but the first process of several."""
-    from attn_flow.base.files import versions, write_json
-    from attn_flow.train.loop import train_stack
-    from attn_flow.train.observation import what_was_learned
-
-    trained = train_stack(
-        chosen, out, device=device, save_every=save_every, evaluate_every=evaluate_every, progress=progress
-    )
-    if int(os.environ.get("RANK", "0")) > 0:
-        return None
-    numbers = dict(trained.summary)
-    if learned:
-        result = what_was_learned(trained.stack, trained.task, chosen.seed)
-        result.path.save(out / "trajectory.safetensors")
-        numbers["learned"] = {"layers": result.layers, "sentences": result.sentences()}
-    write_json({**numbers, "versions": versions()}, out / "run.json")
-    return numbers
-
-
-def _print(numbers: dict[str, Any], out: Path) -> None:
+        return
     stated = numbers["stated_accuracy"]
     rows = [
         ["accuracy on held-out inputs", numbers["accuracy"]],
@@ -110,17 +78,12 @@ def _print(numbers: dict[str, Any], out: Path) -> None:
         ["accuracy of a guess", numbers["chance"]],
         ["loss", numbers["loss"]],
     ]
-    title = f"{numbers['task']}: {numbers['updates']} updates in {numbers['seconds']} seconds, seed"
-    print_table(f"{title} {numbers['recipe']['seed']}.", ["quantity", "value"], rows)
-    if "learned" in numbers:
-        columns = ["layer", "beta", "limit", "W2 before", "after", "clusters before", "after"]
-        print_table(
-            "What the layers learned, with W2 to their limits:",
-            columns,
-            [_layer_row(each) for each in numbers["learned"]["layers"]],
-        )
-        for sentence in numbers["learned"]["sentences"]:
-            paragraph(sentence)
+    title = f"{task}: {chosen.updates} updates in {numbers['seconds']} seconds, seed {chosen.seed}."
+    print_table(title, ["quantity", "value"], rows)
+    columns = ["layer", "beta", "limit", "W2 before", "after", "clusters before", "after"]
+    print_table("What the layers learned, with W2 to their limits:", columns, list(map(_layer_row, learned.layers)))
+    for sentence in learned.sentences():
+        paragraph(sentence)
     echo(f"Written to {out}.")
 
 

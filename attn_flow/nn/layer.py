@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from attn_flow.attention.attention import Attention, Kind
-from attn_flow.attention.fields import Field
-from attn_flow.attention.normalisation import peri_norm, pre_norm
 from attn_flow.base import checks
-from attn_flow.geometry import Euclidean, Sphere
+from attn_flow.geometry import Sphere
 from attn_flow.nn.masks import choose_mask, token_mask
-from attn_flow.nn.module import FlowModule, default_beta
+from attn_flow.nn.module import FlowModule, require_input
 from attn_flow.nn.options import FlowKeywords
-
-Norm = Literal["post", "pre", "peri"]
-NORMS: dict[str, Callable[[Field], Field]] = {"post": lambda field: field, "pre": pre_norm, "peri": peri_norm}
 
 
 class ContinuousAttentionLayer(FlowModule):
@@ -43,9 +37,7 @@ class ContinuousAttentionLayer(FlowModule):
             costs about 4 times an nn.MultiheadAttention. Inputs are first retracted to the geometry.
 
     Other arguments:
-        kind, causal, self_attention: see `Attention`.
-        norm: "post" normalises by the geometry; "pre" and "peri" (in flat space only) let the length of tokens change
-            and normalise what the attention sees.
+        kind, causal: see `Attention`.
         bias: with a bias of the queries and a constant drift.
         validate: check the values of the input and whether logits need float64, with one read from the device per
             forward pass. Compiled code does neither.
@@ -70,36 +62,19 @@ class ContinuousAttentionLayer(FlowModule):
         beta: float | Tensor | None = None,
         kind: Kind = "softmax",
         causal: bool = False,
-        self_attention: bool = True,
-        norm: Norm = "post",
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[FlowKeywords],
     ) -> None:
-        checks.require_count(dim=dim, heads=heads, head_dim=1 if head_dim is None else head_dim)
-        checks.require_choice("norm", norm, get_args(Norm))
-        if head_dim is None and dim % heads:
-            raise ValueError(f"dim = {dim} is not a multiple of heads = {heads}; pass head_dim.")
-        geometry = options["geometry"] = options.get("geometry") or (Sphere() if norm == "post" else Euclidean())
-        if norm != "post" and not isinstance(geometry, Euclidean):
-            raise ValueError(f"norm = {norm!r} changes the length of tokens; expected geometry=Euclidean().")
-        k = dim // heads if head_dim is None else head_dim
-        if beta is None:
-            beta = default_beta(dim, k, geometry) / 2
-        beta = math.inf if kind == "hardmax" else beta
+        options["geometry"] = options.get("geometry") or Sphere()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(heads, beta, factory, **options)
-        self.dim, self.heads, self.head_dim, self.norm = dim, heads, k, norm
+        beta = math.inf if kind == "hardmax" else beta
+        super().__init__(dim, heads, head_dim, beta, 0.5, factory, **options)
+        self.dim, self.heads, k = dim, heads, self.head_dim
         # The weights are put in at every evaluation, because modules may exchange them.
-        self._attention = Attention(
-            dim=dim,
-            beta=math.inf if self.is_hardmax else 1.0,
-            kind=kind,
-            causal=causal,
-            self_attention=self_attention,
-            kernel="dense",
-        )
+        beta = math.inf if self.is_hardmax else 1.0
+        self._attention = Attention(dim=dim, beta=beta, kind=kind, causal=causal, kernel="dense")
         self.Q = nn.Parameter(torch.empty(heads, k, dim, **factory))
         self.K = nn.Parameter(torch.empty(heads, k, dim, **factory))
         self.V = nn.Parameter(torch.empty(heads, k, dim, **factory))
@@ -124,10 +99,6 @@ class ContinuousAttentionLayer(FlowModule):
         beta = math.inf if self.is_hardmax else self.beta
         return self._attention.copy_with(beta=beta, **{name: getattr(self, name) for name in names})
 
-    def field(self) -> Field:
-        """The vector field of the flow: the attention, with pre- or peri-norm."""
-        return NORMS[self.norm](self.attention())
-
     def forward(
         self,
         x: Tensor,
@@ -146,25 +117,24 @@ class ContinuousAttentionLayer(FlowModule):
         Returns:
             A tensor like x, or (steps + 1, ..., n, dim) with return_path. Padding comes out as it went in.
         """
-        self._check_shape(x)
+        require_input("x", x, self.dim, self.Q)
         mask = choose_mask(mask, attention_mask)
-        tokens = is_padding = log_weights = None
+        tokens = log_weights = None
         start = x
         if mask is not None:
-            tokens, is_padding = token_mask(mask, x, self._attention.causal)
+            tokens = token_mask(mask, x)
             count = tokens.sum(-1, keepdim=True).clamp_min(1).to(x.dtype)
             log_weights = torch.where(tokens, -count.log(), -torch.inf)
             unit = torch.arange(self.dim, device=x.device).eq(0).to(x.dtype)
             start = torch.where(tokens[..., None], x, unit)  # padding may hold zeros, which have no direction
-        field, geometry, dtype = self.field(), self.geometry, x.dtype
+        attention, geometry, dtype = self.attention(), self.geometry, x.dtype
         if self.validate and checks.can_read(x, self.Q, self.log_beta):
             is_empty = None if tokens is None else ~tokens.any(-1)
-            total, bound = geometry.retract(start.detach()).sum(), self._logit_bound(start, field)
-            dtype = self.choose_dtype({"x": start}, total, bound, is_empty, is_padding)
-        field = field if dtype == x.dtype else field.in_float64()
+            if self.needs_float64({"x": start.detach()}, self._logit_bound(start, attention), is_empty):
+                attention, dtype = attention.in_float64(), torch.float64
 
         def velocity(t: float, y: Tensor) -> Tensor:
-            drift = field(t, y, log_weights).to(y.dtype)
+            drift = attention(t, y, log_weights).to(y.dtype)
             return geometry.tangent(y, drift if tokens is None else torch.where(tokens[..., None], drift, 0.0))
 
         def output(y: Tensor) -> Tensor:
@@ -175,26 +145,16 @@ class ContinuousAttentionLayer(FlowModule):
             return torch.stack([output(y) for y in (start, *self.options.states(velocity, start))])
         return output(self.options.run(velocity, start))
 
-    def _check_shape(self, x: Tensor) -> None:
-        checks.require_floating("x", x)
-        if x.ndim < 2 or x.shape[-1] != self.dim or 0 in x.shape:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., n, dim) = (..., n, {self.dim}), n >= 1.")
-        checks.require_same_device("x", x, "the layer", self.Q)
-        if x.dtype != self.Q.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"x has dtype {x.dtype} and the layer {self.Q.dtype}; use x.to({self.Q.dtype}).")
-        if not self._attention.self_attention and x.shape[-2] < 2:
-            raise ValueError("self_attention=False requires at least two tokens per cloud.")
-
     @torch.no_grad()
-    def _logit_bound(self, x: Tensor, field: Field) -> Tensor:
+    def _logit_bound(self, x: Tensor, attention: Attention) -> Tensor:
         """An upper bound on the logits, (). Only float32 needs it; beta shows whether a loaded one is infinite."""
         if x.dtype != torch.float32:
             return torch.zeros(()) if self.is_hardmax else self.beta.amax()
         radius = self.geometry.max_norm
         # In flat space tokens may grow: the bound allows twice their length.
-        return field.logit_bound(2 * x.norm(dim=-1).amax() if radius is None else radius)
+        return attention.logit_bound(2 * x.norm(dim=-1).amax() if radius is None else radius)
 
     def extra_repr(self) -> str:
         beta, causal = "learned" if self.learn_beta else "fixed", "causal, " * self._attention.causal
         sizes = f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, beta {beta}"
-        return f"{sizes}, {self._attention.kind}, {causal}{self.norm}-norm, {self.options}"
+        return f"{sizes}, {self._attention.kind}, {causal}{self.options}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from attn_flow.base import checks
-from attn_flow.geometry import Ellipsoid, Geometry, place
+from attn_flow.geometry import Ellipsoid, Geometry, Sphere, place
 from attn_flow.nn.options import FlowKeywords, FlowOptions
 
 BETAS = ("log_beta", "log_beta_factor")  # the names of trained temperatures in layers and in replaced attention
@@ -27,12 +27,27 @@ class FlowModule(nn.Module):
     log_beta: Tensor
 
     def __init__(
-        self, heads: int, beta: float | Tensor, factory: dict[str, Any], **options: Unpack[FlowKeywords]
+        self,
+        dim: int,
+        heads: int,
+        head_dim: int | None,
+        beta: float | Tensor | None,
+        spread: float,
+        factory: dict[str, Any],
+        **options: Unpack[FlowKeywords],
     ) -> None:
+        """Without beta it is `spread` / sqrt(head_dim) for tokens of length sqrt(dim), which flat space should hold."""
         super().__init__()
+        checks.require_count(dim=dim, heads=heads, head_dim=1 if head_dim is None else head_dim)
+        if head_dim is None and dim % heads:
+            raise ValueError(f"the width {dim} is not a multiple of the {heads} heads; choose another number of heads.")
+        self.head_dim = dim // heads if head_dim is None else head_dim
         self.learn_beta = options.pop("learn_beta", False)
         self.validate = options.pop("validate", True)
         self.options = FlowOptions(**options)  # type: ignore[arg-type, misc]
+        if beta is None:
+            radius = self.geometry.max_norm
+            beta = spread * dim / (math.sqrt(self.head_dim) * (dim if radius is None else radius**2))
         log_beta = torch.empty(heads, device=factory["device"], dtype=factory["dtype"] or torch.float32)
         if self.learn_beta:
             self.log_beta = nn.Parameter(log_beta)
@@ -58,7 +73,7 @@ class FlowModule(nn.Module):
         value = torch.as_tensor(beta, dtype=torch.float64, device=device).detach()
         checks.require_beta(value)
         heads = self.log_beta.shape[0]
-        if value.ndim > 1 or (value.ndim == 1 and value.shape[0] not in (1, heads)):
+        if value.shape not in ((), (1,), (heads,)):
             raise ValueError(f"beta has shape {tuple(value.shape)}, expected () or (heads,) = ({heads},).")
         if self.learn_beta:
             checks.require((value > 0) & value.isfinite(), f"beta = {beta} cannot be learned; expected 0 < beta < inf.")
@@ -78,44 +93,30 @@ class FlowModule(nn.Module):
         return self
 
     @torch.no_grad()
-    def choose_dtype(
-        self,
-        clouds: dict[str, Tensor],
-        total: Tensor,
-        logit_bound: Tensor,
-        is_empty: Tensor | None,
-        is_padding: Tensor | None,
-    ) -> torch.dtype:
-        """The dtype to compute in. Values and masks are checked on the way, with one read from the device.
+    def needs_float64(self, clouds: dict[str, Tensor], logit_bound: Tensor, is_empty: Tensor | None) -> bool:
+        """Whether float32 cannot resolve the logits. Values are checked on the way, with one read from the device.
 
         Args:
             clouds: tokens (..., n, d) by their names in errors; the first is the one that flows.
-            total: a number () that is not finite if one of the tokens is not, or has no image on the geometry.
             logit_bound: (), see `checks.working_dtype`.
             is_empty: whether a mask hides all tokens of a cloud, (...).
-            is_padding: whether a mask of HuggingFace is nothing but padding, ().
         """
         (name, x), *_ = clouds.items()
-        no = torch.zeros_like(total, dtype=torch.bool)
-        has_empty = no if is_empty is None else is_empty.any()
-        is_wrong = no if is_padding is None else ~is_padding
-        numbers = [z.to(x.device, torch.float64) for z in (total, logit_bound, has_empty, is_wrong)]
-        size, bound, has_empty_cloud, is_wrong_mask = torch.stack(numbers).tolist()
-        if not math.isfinite(size) or not math.isfinite(bound):
+        image = self.geometry.retract(x)
+        # On a sphere a token whose square overflows is retracted to zero.
+        is_lost = (image == 0).all(-1).any() & isinstance(self.geometry, Sphere)
+        has_empty = torch.zeros_like(is_lost) if is_empty is None else is_empty.any()
+        numbers = [z.to(x.device, torch.float64) for z in (image.sum(), logit_bound, is_lost, has_empty)]
+        size, bound, is_lost_token, has_empty_cloud = torch.stack(numbers).tolist()
+        if is_lost_token or not math.isfinite(size) or not math.isfinite(bound):
             for each, z in clouds.items():
                 checks.require_finite(each, z)
             place(name, x, self.geometry)
             raise ValueError(f"the logits of {name} overflow; use smaller tokens, weights or a finite beta.")
-        if is_wrong_mask:
-            raise ValueError(
-                "the mask hides tokens from some queries and not from others, or has positive numbers in a mask that "
-                "is added to logits; expected padding. A causal layer takes a causal mask too."
-            )
         if has_empty_cloud:
             warnings.warn("a mask hides every token of a cloud, which does not move.", stacklevel=6)
-        if torch.is_autocast_enabled(x.device.type):
-            return x.dtype
-        return checks.working_dtype(x.dtype, torch.tensor(bound))
+        is_autocast = torch.is_autocast_enabled(x.device.type)
+        return not is_autocast and checks.working_dtype(x.dtype, torch.tensor(bound)) != x.dtype
 
 
 def parameter_groups(module: nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
@@ -143,10 +144,16 @@ def parameter_groups(module: nn.Module, weight_decay: float = 0.01) -> list[dict
     return [{"params": groups[False], "weight_decay": weight_decay}, {"params": groups[True], "weight_decay": 0.0}]
 
 
-def default_beta(dim: int, head_dim: int, geometry: Geometry) -> float:
-    """dim / (sqrt(head_dim) r^2) for tokens of length r.
+def require_input(name: str, x: Tensor, dim: int, weight: Any) -> None:
+    """Raise an error unless x is a tensor of tokens (..., n, dim) that fits a weight of the module.
 
-    It is 1 / sqrt(head_dim) for layer-normalised tokens, r = sqrt(dim), which flat space is assumed to hold.
+    A quantised weight may be anything and is not compared.
     """
-    radius = geometry.max_norm
-    return dim / (math.sqrt(head_dim) * (dim if radius is None else radius**2))
+    checks.require_floating(name, x)
+    if x.ndim < 2 or x.shape[-1] != dim or 0 in x.shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (..., n, dim) = (..., n, {dim}), n >= 1.")
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return
+    checks.require_same_device(name, x, "the layer", weight)
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{name} has dtype {x.dtype} and the layer {weight.dtype}; use {name}.to({weight.dtype}).")

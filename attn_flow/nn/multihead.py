@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +15,8 @@ from typing_extensions import Unpack
 
 from attn_flow.base import checks
 from attn_flow.geometry import Euclidean
-from attn_flow.nn.masks import logit_mask
-from attn_flow.nn.module import FlowModule, default_beta
+from attn_flow.nn.masks import logit_mask, token_mask
+from attn_flow.nn.module import FlowModule, require_input
 from attn_flow.nn.options import FlowKeywords
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # in the order of nn.MultiheadAttention's in_proj_weight
@@ -71,17 +73,12 @@ class ContinuousMultiheadAttention(FlowModule):
     ) -> None:
         if dropout != 0:
             raise ValueError(f"dropout = {dropout}, expected 0: a flow is deterministic. Put dropout around the layer.")
-        checks.require_count(embed_dim=embed_dim, num_heads=num_heads)
-        if embed_dim % num_heads:
-            raise ValueError(f"embed_dim = {embed_dim} is not a multiple of num_heads = {num_heads}.")
-        geometry = options["geometry"] = options.get("geometry") or Euclidean()
-        if beta is None:
-            beta = default_beta(embed_dim, embed_dim // num_heads, geometry)
+        options["geometry"] = options.get("geometry") or Euclidean()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(num_heads, beta, factory, **options)
+        super().__init__(embed_dim, num_heads, None, beta, 1.0, factory, **options)
         if self.is_hardmax:
             raise ValueError("beta = inf, expected finite numbers; ContinuousAttentionLayer has hardmax attention.")
-        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.embed_dim, self.num_heads = embed_dim, num_heads
         self.dropout, self.batch_first = 0.0, batch_first
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **factory)
         self.k_proj = nn.Linear(embed_dim, embed_dim, bias, **factory)  # softmax ignores the bias of the keys
@@ -188,16 +185,18 @@ class ContinuousMultiheadAttention(FlowModule):
             is_causal: the causal mask, which replaces attn_mask.
             attention_mask: HuggingFace's padding mask, 1 for tokens: see `attn_flow.nn.masks.token_mask`.
         """
-        x, y, is_self = self._check_shapes(query, key, value)
+        x, y, is_self = self._check_inputs(query, key, value)
+        if attention_mask is not None:
+            if key_padding_mask is not None:
+                raise ValueError("attention_mask and key_padding_mask both hide padding; pass one of them.")
+            key_padding_mask = ~token_mask(attention_mask, y)
         start = self.geometry.retract(x)
         q, k = self._split(self.q_proj(start)), self._split(self.k_proj(start if is_self else y))
-        masks = (key_padding_mask, attn_mask, attention_mask, is_causal and is_self, need_weights)
-        mask = logit_mask(x, y, q, *masks)
+        mask = logit_mask(q, k, key_padding_mask, attn_mask, is_causal and is_self)
         if self.validate and checks.can_read(q, k, self.log_beta):
-            bound = self._logit_bound(q, k)  # not finite if a token is not, or has no image on the geometry
-            dtype = self.choose_dtype({"query": x, "key": y}, bound, bound, mask.is_empty, mask.is_padding)
-            if dtype != x.dtype:
-                options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, attention_mask)
+            clouds = {"query": x.detach(), "key": y.detach()}
+            if self.needs_float64(clouds, self._logit_bound(q, k), mask.is_empty):
+                options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
                 return self._forward_in_float64(query, query if is_self else key, *options)
         # The first evaluation has its queries and keys; a checkpoint has to compute them again.
         first = [] if self.options.checkpoint else [(q, k)]
@@ -210,9 +209,7 @@ class ContinuousMultiheadAttention(FlowModule):
                 q = self._split(self.q_proj(z))
                 k = self._split(self.k_proj(z)) if context is None else context[0]
             v = self._split(self.v_proj(z)) if context is None else context[1]
-            average = F.scaled_dot_product_attention(
-                self._scale(q), k, v, attn_mask=mask.bias, is_causal=mask.causal, scale=1.0
-            )
+            average = F.scaled_dot_product_attention(self._scale(q), k, v, attn_mask=mask.bias, scale=1.0)
             average = average if mask.is_blind is None else torch.where(mask.is_blind, 0.0, average)
             return self.geometry.tangent(z, self.out_proj(average.transpose(-2, -3).flatten(-2)).to(z.dtype))
 
@@ -226,19 +223,17 @@ class ContinuousMultiheadAttention(FlowModule):
         weights = weights if mask.is_blind is None else torch.where(mask.is_blind, 0.0, weights)
         return shift, weights.mean(-3) if average_attn_weights else weights
 
-    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, bool]:
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Tokens x ([batch,] n, d) and keys y ([batch,] m, d), and whether they are the same."""
-        is_self = _is_same(query, key)
+        for name, z in (("query", query), ("key", key)):
+            require_input(name, z, self.embed_dim, getattr(self.q_proj, "weight", None))
         if not _is_same(key, value):
             raise ValueError("key and value are different tensors, expected one: a flow attends to one cloud.")
-        for name, z in (("query", query), ("key", key)):
-            checks.require_floating(name, z)
-            if z.ndim not in (2, 3) or 0 in z.shape or z.shape[-1] != self.embed_dim:
-                raise ValueError(f"{name} has shape {tuple(z.shape)}, expected ([batch,] n >= 1, {self.embed_dim}).")
         x, y = (z.transpose(0, 1) if self._is_sequence_first(z) else z for z in (query, key))
-        if x.shape[:-2] != y.shape[:-2]:
-            raise ValueError(f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}, expected one batch.")
-        return x, y, is_self
+        if x.ndim > 3 or x.shape[:-2] != y.shape[:-2]:
+            shapes = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
+            raise ValueError(f"{shapes}, expected ([batch,] n, {self.embed_dim}) with one batch.")
+        return x, y, _is_same(query, key)
 
     def _is_sequence_first(self, query: Tensor) -> bool:
         return query.ndim == 3 and not self.batch_first
@@ -256,7 +251,9 @@ class ContinuousMultiheadAttention(FlowModule):
         weights = {name: z.double() for name, z in tensors if z.is_floating_point()}
         x = query.double()
         y = x if key is query else key.double()
-        shift, attention = torch.func.functional_call(self, weights, (x, y, y, *options))
+        module = copy.copy(self)  # which does not checkpoint: steps that are computed again would have other weights
+        module.options = replace(self.options, checkpoint=False)
+        shift, attention = torch.func.functional_call(module, weights, (x, y, y, *options))
         return shift.to(query.dtype), None if attention is None else attention.to(query.dtype)
 
     def _split(self, z: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Geometry
-from attn_flow.nn.layer import ContinuousAttentionLayer, Norm
+from attn_flow.nn.layer import ContinuousAttentionLayer
 from attn_flow.nn.masks import choose_mask
 from attn_flow.nn.options import FlowOptions
 
@@ -84,11 +84,6 @@ class DeepStack(nn.Module):
         return self.layer(0).options
 
     @property
-    def norm(self) -> Norm:
-        """Where the layers normalise: "post", "pre" or "peri"."""
-        return self.layer(0).norm
-
-    @property
     def geometry(self) -> Geometry:
         """The set that tokens live on."""
         return self.options.geometry
@@ -111,7 +106,6 @@ class DeepStack(nn.Module):
         x = self.embed(inputs)
         for l in range(self.depth):
             x = self._feed_forward(l, self.layer(l)(x, mask))
-        x = self._normalise(x)
         if self.readout == "mean":
             weights = torch.ones_like(x[..., :1]) if mask is None else mask[..., None].to(x.dtype)
             x = (x * weights).sum(-2) / weights.sum(-2).clamp_min(1)
@@ -130,15 +124,11 @@ class DeepStack(nn.Module):
             x = x + self.positions[: x.shape[-2]]
         return x.to(self.head.weight.dtype)  # under autocast the tokens stay in full precision
 
-    def _normalise(self, x: Tensor) -> Tensor:
-        """The tokens as FFN and head see them: of length one with pre- and peri-norm."""
-        return x if self.norm == "post" else x / x.norm(dim=-1, keepdim=True)
-
     def _feed_forward(self, l: int, x: Tensor) -> Tensor:
         """The tokens after the FFN of layer l, if there is one."""
         if len(self.ffns) == 0:
             return x
-        drift = self.ffns[0 if self.shared else l](self._normalise(x)).to(x.dtype)
+        drift = self.ffns[0 if self.shared else l](x).to(x.dtype)
         return self.geometry.retract(x + self.geometry.tangent(x, drift))
 
     @torch.no_grad()

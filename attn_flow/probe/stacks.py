@@ -31,7 +31,7 @@ def record_stack(stack: DeepStack, ids: Any, beta_factor: float = 1.0) -> Record
         raise ValueError(f"inputs have {n} tokens a text, expected at least {MIN_TOKENS}.")
     stack = stack.rerun(beta_factor=beta_factor)
     attentions, paths = stack.attentions(), stack.paths(ids)
-    clouds = [path[0] if stack.norm == "post" else path[0] / path[0].norm(dim=-1, keepdim=True) for path, _ in paths]
+    clouds = [path[0] for path, _ in paths]
     return Recording(
         attentions=attentions,
         windows=[None] * stack.depth,

@@ -26,7 +26,7 @@ from attn_flow.base.processes import Processes, processes
 from attn_flow.base.progress import progress_bar
 from attn_flow.nn.module import parameter_groups
 from attn_flow.nn.stack import DeepStack
-from attn_flow.train.checkpoint import CHECKPOINT, open_log, resume, write_checkpoint
+from attn_flow.train.checkpoint import CHECKPOINT, RunFiles
 from attn_flow.train.recipes import Recipe
 from attn_flow.train.stacks import make_stack
 from attn_flow.train.tasks import IGNORE, Batch, Task, generator_of
@@ -50,7 +50,7 @@ def train_stack(
     *,
     task: Task | None = None,
     device: str | torch.device = "cpu",
-    save_every: int = 100,
+    save_every: int = 20,
     evaluate_every: int = 100,
     progress: bool = False,
 ) -> Trained:
@@ -75,59 +75,52 @@ def train_stack(
     if recipe.batch % world.count:
         raise ValueError(f"batch = {recipe.batch}, expected a multiple of the {world.count} processes.")
     task, start_time = recipe.make_task() if task is None else task, time.perf_counter()
-    folder = None if out is None else Path(out)
-    target = folder if world.is_first else None  # one process writes
     stack = make_stack(recipe, task.stack_options).to(world.device)
     groups = [group for group in parameter_groups(stack, recipe.weight_decay) if group["params"]]
     optimiser = torch.optim.AdamW(groups, lr=recipe.lr)
-
-    def save(update: int) -> None:
-        if target is not None:
-            write_checkpoint(target, recipe, task, update, stack, optimiser)
-
+    files = None if out is None else RunFiles(Path(out), recipe, task)
+    written = files if world.is_first else None  # one process writes
     with ExitStack() as contexts:
-        if target is not None:
-            contexts.enter_context(lock_for_writing(target / CHECKPOINT))
-        start = 0 if folder is None else resume(folder, recipe, task, stack, optimiser)
+        if written is not None:
+            contexts.enter_context(lock_for_writing(written.folder / CHECKPOINT))
+        start = 0 if files is None else files.resume(stack, optimiser)
         world.wait()  # all have read before one writes
-        log = contexts.enter_context(open_log(target, start))
+        if written is not None:
+            written.start_log(start)
         bar = progress_bar(f"train {task.name}", recipe.updates, progress and world.is_first)
         advance = contexts.enter_context(bar)
         advance(start)
-        finished: int | None = start  # updates that are complete; None while the weights change
+        complete: int | None = start  # updates that are done; None while the weights change
         try:
-            for update in range(start, recipe.updates):
-                numbers = _compute_gradient(recipe, task, world, stack, optimiser, update)
-                _require_convergence(numbers, recipe, task, folder, update)
-                if update % save_every == 0 and (update > start or start == 0):
-                    save(update)
-                if update % evaluate_every == 0:
+            for update in range(start, recipe.updates + 1):
+                is_last = update == recipe.updates
+                numbers = {} if is_last else _compute_gradient(recipe, task, world, stack, optimiser, update)
+                if is_last or update % evaluate_every == 0:
                     numbers |= evaluate(stack, task, recipe.seed)
-                log({"update": update, **numbers, **_betas(recipe, stack)})
-                finished = None
+                _require_convergence(numbers, recipe, task, update)
+                if written is not None:
+                    if is_last or update % save_every == 0:
+                        written.save(update, stack, optimiser)
+                    written.log({"update": update, **numbers, **_betas(recipe, stack)})
+                if is_last:
+                    break
+                complete = None
                 optimiser.step()
-                finished = update + 1
+                complete = update + 1
                 advance(1, note=f"loss {numbers['loss']:.4f}  accuracy {numbers['accuracy']:.3f}")
         except KeyboardInterrupt:
-            if finished is not None and finished > start:
-                save(finished)
+            if written is not None and complete is not None:
+                written.save(complete, stack, optimiser)
             raise
-        final = evaluate(stack, task, recipe.seed)
-        _require_convergence({"loss": final["held_out_loss"]}, recipe, task, folder, recipe.updates)
-        save(recipe.updates)
-        log({"update": recipe.updates, **final, **_betas(recipe, stack)})
     summary = {
         "task": task.name,
         "updates": recipe.updates,
         "resumed_at": start,
-        "loss": final["held_out_loss"],
-        "accuracy": final["held_out_accuracy"],
+        "loss": numbers["held_out_loss"],
+        "accuracy": numbers["held_out_accuracy"],
         "chance": task.chance,
         "stated_accuracy": recipe.stated_accuracy,
         "beta": [stack.layer(l).beta.tolist() for l in range(len(stack.layers))],
-        "parameters": sum(parameter.numel() for parameter in stack.parameters() if parameter.requires_grad),
-        "processes": world.count,
-        "device": str(world.device),
         "seconds": round(time.perf_counter() - start_time, 1),
         "recipe": asdict(recipe),
     }
@@ -161,18 +154,15 @@ def _betas(recipe: Recipe, stack: DeepStack) -> dict[str, float]:
     return {f"beta.{l}.{h}": b for l in layers for h, b in enumerate(stack.layer(l).beta.tolist())}
 
 
-def _require_convergence(
-    numbers: dict[str, float], recipe: Recipe, task: Task, folder: Path | None, update: int
-) -> None:
+def _require_convergence(numbers: dict[str, float], recipe: Recipe, task: Task, update: int) -> None:
     """FloatingPointError if the loss is far above that of a guess, or a number is not finite."""
-    if numbers["loss"] <= DIVERGED * math.log(max(2, task.outputs)) and all(map(math.isfinite, numbers.values())):
+    loss = numbers.get("loss", numbers.get("held_out_loss", 0.0))
+    if loss <= DIVERGED * math.log(max(2, task.outputs)) and all(map(math.isfinite, numbers.values())):
         return
     reason = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items())
-    is_saved = folder is not None and (folder / CHECKPOINT).is_file()
-    hint = f" The last good checkpoint is in {folder}." if is_saved else ""
     raise FloatingPointError(
-        f"training diverged at update {update}: {reason}. Use a lower --lr (now {recipe.lr:g}, try "
-        f"{recipe.lr / 5:g}), a longer --warmup or a shorter --horizon, and another --out.{hint}"
+        f"training diverged at update {update}: {reason}. Use a lower lr (now {recipe.lr:g}, try {recipe.lr / 5:g}), a "
+        "longer warmup or a shorter horizon, and another folder; its checkpoint is from before."
     )
 
 

@@ -68,8 +68,8 @@ def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: T
         "clusters": {name: float(count_clusters(x).double().mean()) for name, x in (("start", start), ("end", end))},
         "w2": None,
     }
-    if not isinstance(stack.geometry, Sphere) or stack.norm != "post":
-        return numbers | {"w2_missing": "the limit map is for tokens on the sphere, normalised after each step"}
+    if not isinstance(stack.geometry, Sphere):
+        return numbers | {"w2_missing": "the limit map is for tokens on the sphere"}
     t = torch.linspace(0, stack.options.horizon, path.shape[0], dtype=torch.float64)
     try:
         curve = w2_curve(Trajectory(t, path.double(), None, mask), limit(attention.to(torch.float64)))

@@ -1,16 +1,14 @@
-"""Everything that decides a training run, as one value. The fields of a recipe are the options of `attn-flow train`.
-
-Importing this module does not import torch, so that `attn-flow train --help` is quick.
-"""
+"""Everything that decides a training run, as one value."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from attn_flow.train.tasks import Task
+from attn_flow.base import checks
+from attn_flow.nn.options import Step
+from attn_flow.train.tasks import GENERATED, Task
 
 
 class KnownTask(NamedTuple):
@@ -28,76 +26,68 @@ TASKS = {
         {"tokens": 9, "horizon": 2.0, "steps": 2, "beta": 8.0, "updates": 300, "lr": 1e-2, "warmup": 20}, 0.98
     ),
     "side": KnownTask(
-        {"tokens": 200, "dim": 3, "embedding": "identity", "symmetric": "V alone", "horizon": 5.0, "steps": 20}
-        | {"step": "euler", "beta": 20.0, "updates": 300, "warmup": 20, "batch": 16, "lr": 2e-2},
+        {"tokens": 200, "dim": 3, "symmetric": "V alone", "horizon": 5.0, "steps": 20, "step": "euler", "beta": 20.0}
+        | {"updates": 300, "warmup": 20, "batch": 16, "lr": 2e-2},
         0.95,
     ),
 }
 SYMMETRIC = ("none", "GV", "positive", "V alone")
-GEOMETRIES = ("sphere", "euclidean", "layer-norm")
-EMBEDDINGS = ("learned", "identity")
-
-
-def _option(default: Any, description: str) -> Any:
-    """A field with a default, and its description in `attn-flow train --help`."""
-    return field(default=default, metadata={"help": description})
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Task, stack and training of one run. `steps` are those of a layer, `updates` those of the optimiser.
+    """Task, stack and training of one run; change a field with `dataclasses.replace`.
 
-    The options are described in `attn-flow train --help`. Change one with `dataclasses.replace`.
+    Args:
+        task: "majority", "recall", "side", or "own" for data of your own.
+        tokens: the number of tokens of one input.
+        dim, heads, depth, shared, ffn: see `DeepStack`. Vectors of dimension `dim` are the tokens themselves.
+        horizon, steps, step: the flow of each layer, see `FlowOptions`.
+        beta, learn_beta: the inverse temperature at the start, and whether each head learns its own.
+        symmetric: symmetric matrices of a single head: "none"; "GV"; "positive" (GV, with G positive); "V alone" (G is
+            the identity).
+        updates, batch: the number of steps of the optimiser, and of inputs in each.
+        lr, weight_decay, warmup, clip: of AdamW: the largest learning rate, the decay, the updates until that rate, and
+            the largest norm of the gradient.
+        seed: of all random numbers.
 
     Example:
         >>> replace(recipe("majority"), beta=2.0, learn_beta=True).updates
         300
     """
 
-    task: str = field(metadata={"help": "majority, recall or side."})
-    tokens: int = _option(16, "Tokens of one input.")
-    dim: int = _option(32, "Dimension of the tokens.")
-    embedding: str = _option("learned", "learned, or identity: vectors of dimension --dim are the tokens.")
-    heads: int = _option(1, "Attention heads.")
-    head_dim: int | None = _option(None, "Width of a head, by default dim / heads.")
-    symmetric: str = _option(
-        "none", "Symmetric matrices of one head: none, GV; positive: GV, G positive; V alone: G = I."
-    )
-    depth: int = _option(1, "Layers.")
-    shared: bool = _option(False, "One layer's weights for all layers.")
-    horizon: float = _option(1.0, "Time of each layer's flow.")
-    steps: int = _option(4, "Steps of each layer; 1 with --step euler is a discrete layer.")
-    step: str = _option("rk4", "euler, rk4 or dopri5.")
-    geometry: str = _option("sphere", "sphere, euclidean or layer-norm.")
-    norm: str = _option("post", "post-norm, or pre and peri (euclidean).")
-    ffn: int = _option(0, "Hidden width of the FFN after each layer; 0 for none.")
-    beta: float = _option(4.0, "Inverse temperature.")
-    learn_beta: bool = _option(False, "Train one beta per head, starting from --beta.")
-    checkpointing: bool = _option(False, "Recompute steps in the backward pass: less memory, more time.")
-    updates: int = _option(500, "Optimiser steps.")
-    batch: int = _option(64, "Inputs per update, over all processes.")
-    lr: float = _option(3e-3, "Largest learning rate of the cosine schedule.")
-    weight_decay: float = _option(0.01, "Weight decay of AdamW.")
-    warmup: int = _option(50, "Updates until the largest learning rate.")
-    clip: float = _option(1.0, "Largest norm of the gradient.")
-    seed: int = _option(0, "Seed of all random numbers.")
+    task: str
+    tokens: int = 16
+    dim: int = 32
+    heads: int = 1
+    depth: int = 1
+    shared: bool = False
+    ffn: int = 0
+    horizon: float = 1.0
+    steps: int = 4
+    step: Step = "rk4"
+    beta: float = 4.0
+    learn_beta: bool = False
+    symmetric: str = "none"
+    updates: int = 500
+    batch: int = 64
+    lr: float = 3e-3
+    weight_decay: float = 0.01
+    warmup: int = 50
+    clip: float = 1.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        from attn_flow.base import checks
-
-        choices = {"task": (*TASKS, "own"), "geometry": GEOMETRIES, "symmetric": SYMMETRIC, "embedding": EMBEDDINGS}
-        for name, values in choices.items():
-            checks.require_choice(name, getattr(self, name), values)
+        checks.require_choice("task", self.task, (*TASKS, "own"))
+        checks.require_choice("symmetric", self.symmetric, SYMMETRIC)
         checks.require_count(updates=self.updates, batch=self.batch)
         checks.require_positive(lr=self.lr, clip=self.clip)
         checks.require_nonnegative(warmup=self.warmup, seed=self.seed, weight_decay=self.weight_decay)
-        if self.symmetric != "none" and (self.heads, self.head_dim or self.dim) != (1, self.dim):
-            raise ValueError(f"symmetric = {self.symmetric!r}: expected one head of width dim = {self.dim}.")
+        if self.symmetric != "none" and self.heads != 1:
+            raise ValueError(f"symmetric = {self.symmetric!r} with {self.heads} heads, expected one.")
 
     def make_task(self) -> Task:
         """The task, with its data."""
-        from attn_flow.train.tasks import GENERATED
-
         if self.task == "own":
             raise ValueError("the task is your own: pass it to train_stack(recipe, task=...).")
         return GENERATED[self.task](self.tokens)
@@ -128,7 +118,5 @@ def recipe(task: str) -> Recipe:
         >>> recipe("recall").beta
         8.0
     """
-    from attn_flow.base import checks
-
     checks.require_choice("task", task, TASKS)
     return Recipe(task, **TASKS[task].defaults)

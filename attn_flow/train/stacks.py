@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from attn_flow.geometry import Ellipsoid, Euclidean, Geometry, Sphere
 from attn_flow.nn.stack import DeepStack
 from attn_flow.train.recipes import Recipe
 from attn_flow.train.tasks import seed_of
+
+FIELDS = ("dim", "heads", "depth", "shared", "ffn", "horizon", "steps", "step", "beta", "learn_beta")
 
 
 class Symmetric(nn.Module):
@@ -34,19 +35,10 @@ def make_stack(recipe: Recipe, options: dict[str, Any]) -> DeepStack:
             identity. With a positive G (or G = I) and a symmetric V the eigenvalues of V G are real: no limit rotates.
         options: the arguments of `DeepStack` that the task decides.
     """
-    names = ("dim", "heads", "head_dim", "depth", "shared", "horizon", "steps", "step", "learn_beta", "norm", "ffn")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(recipe.seed, "weights"))
-        stack = DeepStack(
-            **options,
-            **{name: getattr(recipe, name) for name in names},
-            beta=recipe.beta,
-            geometry=_geometry(recipe),
-            checkpoint=recipe.checkpointing,
-        )
-    if recipe.embedding == "identity":
-        if not isinstance(stack.embedding, nn.Linear) or stack.embedding.in_features != recipe.dim:
-            raise ValueError(f"embedding = 'identity': expected a task of vectors of dimension dim = {recipe.dim}.")
+        stack = DeepStack(**options, **{name: getattr(recipe, name) for name in FIELDS})
+    if isinstance(stack.embedding, nn.Linear) and stack.embedding.in_features == recipe.dim:
         nn.init.eye_(stack.embedding.weight)
         nn.init.zeros_(stack.embedding.bias)
         stack.embedding.requires_grad_(False)
@@ -59,9 +51,3 @@ def make_stack(recipe: Recipe, options: dict[str, Any]) -> DeepStack:
             parametrize.register_parametrization(layer, "Q", Symmetric(recipe.symmetric == "positive"))
         parametrize.register_parametrization(layer, "V", Symmetric())
     return stack
-
-
-def _geometry(recipe: Recipe) -> Geometry:
-    if recipe.geometry == "layer-norm":
-        return Ellipsoid.from_layer_norm(torch.ones(recipe.dim))
-    return Sphere() if recipe.geometry == "sphere" else Euclidean()

@@ -14,7 +14,7 @@ TEXTS = [f"The {i}th token follows its own query to the nearest key, and rests t
 COMMANDS = {
     "simulate": ["--G", "3,0;0,1", "--V", "1,0;0,2", "--beta", "5,20,50", "--tokens", "60", "--t", "3"],
     "reproduce": ["hardmax", "--quick"],
-    "train": ["majority", "--updates", "60", "--dim", "8", "--batch", "8", "--save-every", "7"],
+    "train": ["majority", "--updates", "60", "--dim", "8", "--batch", "8"],
     "record": ["minilm", "--texts", "TEXTS", "--batch", "2"],
     "probe": ["minilm", "--texts", "TEXTS", "--max-length", "40"],
 }

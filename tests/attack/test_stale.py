@@ -97,7 +97,7 @@ def test_record_takes_no_texts_of_its_own_for_a_strangers_model(encoder, tmp_pat
 
 # --- train -----------------------------------------------------------------------------------------------------------
 
-TRAIN = ["train", "majority", "--no-learned", "--quiet", "--updates", "3", "--dim", "4"]
+TRAIN = ["train", "majority", "--quiet", "--updates", "3", "--dim", "4"]
 TRAIN += ["--batch", "4", "--tokens", "4", "--out"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("attn_flow", "attn_flow.train")
+PACKAGES = ("attn_flow",)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

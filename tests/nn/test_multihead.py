@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,6 +135,14 @@ def test_logits_beyond_float32_are_computed_in_float64(generator: torch.Generato
     moved, weights = ContinuousMultiheadAttention.from_multihead(multihead)(x, y, y, **options)
     torch.testing.assert_close(moved.double(), expected[0], rtol=0, atol=rounding)
     torch.testing.assert_close(weights.double(), expected[1], rtol=0, atol=rounding)
+    ours = ContinuousMultiheadAttention.from_multihead(multihead, steps=2)
+    gradients = []
+    for again in (False, True):
+        ours.options = replace(ours.options, checkpoint=again)
+        z = x.clone().requires_grad_()
+        ours(z, *[z if y is x else y] * 2, **options)[0].square().sum().backward()
+        gradients.append(z.grad)
+    assert torch.equal(*gradients)  # of steps that are computed again, too
     single = ContinuousMultiheadAttention.from_multihead(multihead, validate=False)(x, y, y, **options)[0]
     assert float((single - expected[0]).abs().max()) > rounding
 
@@ -187,7 +196,7 @@ def test_huggingface_attention_mask(multihead: nn.MultiheadAttention, generator:
     close(ours(x, x, x, attention_mask=extended)[0], expected)
     with pytest.raises(ValueError, match="pass one of them"):
         ours(x, x, x, key_padding_mask=ones == 0, attention_mask=ones)
-    with pytest.raises(ValueError, match="hides tokens from some queries"):
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 1, 4, 4\), expected padding"):
         ours(x, x, x, attention_mask=torch.ones(2, 1, 4, 4, dtype=torch.bool).tril())
 
 
@@ -348,3 +357,9 @@ def test_errors(multihead: nn.MultiheadAttention) -> None:
         ours(x, x, x, attn_mask=torch.zeros(1, 2))
     with pytest.raises(ValueError, match=r"query has 24 NaN or infinite entries"):
         ours(*[x * math.nan] * 3)
+    with pytest.raises(ValueError, match=r"query has dtype torch.float32 and the layer torch.float64; use query.to"):
+        ours(*[x.float()] * 3)
+    with pytest.raises(TypeError, match=r"query is a list, expected a torch\.Tensor"):
+        ours(*[[1.0]] * 3)
+    with pytest.raises(ValueError, match=r"expected \(\[batch,\] n, 12\) with one batch"):
+        ours(*[x[None]] * 3)

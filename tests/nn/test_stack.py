@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_flow import Ellipsoid, Sphere, Trajectory, flow
+from attn_flow import Ellipsoid, Trajectory, flow
 from attn_flow.nn import DeepStack
 
 F64 = torch.float64
@@ -58,22 +58,17 @@ def test_a_stack_of_euler_steps_is_the_literal_loop(ffn: int) -> None:
             assert logits[b].tolist() == pytest.approx(literal(stack, x[b].tolist(), hidden, 0.7), abs=1e-12)
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_the_trajectory_is_the_flow_of_the_attentions(norm: str) -> None:
-    from attn_flow.attention import pre_norm
-
-    stack = make(horizon=1.3, steps=10, norm=norm)
+def test_the_trajectory_is_the_flow_of_the_attentions() -> None:
+    stack = make(horizon=1.3, steps=10)
     path = stack.trajectory(ids(4, 5))
     x = stack.geometry.retract(stack.embed(ids(4, 5)).detach())
     for l, attention in enumerate(stack.attentions()):
         assert not attention.Q.requires_grad
-        field = attention if norm == "post" else pre_norm(attention)
-        x = flow(field, x, [0.0, 1.3], h=0.13, geometry=stack.geometry).x[-1]
+        x = flow(attention, x, [0.0, 1.3], h=0.13, geometry=stack.geometry).x[-1]
         torch.testing.assert_close(path.x[10 * (l + 1)], x)
     assert isinstance(path, Trajectory)
     assert (len(path), float(path.t[-1])) == (21, pytest.approx(2.6))
-    seen = x if norm == "post" else x / x.norm(dim=-1, keepdim=True)
-    torch.testing.assert_close(stack.head(seen.mean(-2)), stack(ids(4, 5)))
+    torch.testing.assert_close(stack.head(x.mean(-2)), stack(ids(4, 5)))
 
 
 def test_rerun_changes_a_copy() -> None:
@@ -151,8 +146,6 @@ def test_stack_on_cuda_equals_cpu() -> None:
 def test_errors() -> None:
     for options, message in (
         ({"depth": 0}, "depth = 0, expected an integer of at least 1"),
-        ({"norm": "pre", "geometry": Sphere()}, "norm = 'pre' changes the length of tokens"),
-        ({"norm": "sideways"}, "norm = 'sideways', expected one of 'post', 'pre', 'peri'"),
         ({"readout": "last"}, "readout = 'last', expected one of 'mean', 'token'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from attn_flow.train import Batch, Recipe, Trained, evaluate, load, recipe, tensor_task, train_stack
-from attn_flow.train.checkpoint import read_checkpoint
 from attn_flow.train.stacks import make_stack
 from attn_flow.train.tasks import generator_of
 
@@ -136,7 +135,7 @@ def test_ctrl_c_ends_the_command_at_once(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "the same command continues" in words
     assert "Traceback" not in words
-    assert read_checkpoint(tmp_path)[1]["recipe"]["updates"] == 100000
+    assert load(tmp_path).layers[0].beta.tolist() == [4.0]
 
 
 def test_a_finished_run_is_not_repeated_and_goes_on_with_more_updates(tmp_path: Path) -> None:
@@ -214,10 +213,9 @@ def test_damaged_and_foreign_checkpoints(tmp_path: Path) -> None:
 
 
 def test_divergence_names_the_update_and_a_remedy_and_keeps_a_good_checkpoint(tmp_path: Path) -> None:
-    r = small(geometry="euclidean", lr=3.0, horizon=3.0, updates=300, warmup=200)
-    with pytest.raises(FloatingPointError, match=r"diverged at update \d+: .* lower --lr \(now 3, try 0.6\)") as error:
+    r = small(lr=30.0, horizon=3.0, updates=300, warmup=200)
+    with pytest.raises(FloatingPointError, match=r"diverged at update \d+: .* lower lr \(now 30, try 6\)"):
         run(tmp_path, r)
-    assert "The last good checkpoint" in str(error.value)
     update = max(line["update"] for line in lines(tmp_path)) // 5 * 5
     batch = r.make_task().draw(r.batch, generator_of(0, "training", update))
     assert bool(torch.nn.functional.cross_entropy(load(tmp_path)(batch.x), batch.y).isfinite())

@@ -74,8 +74,8 @@ def test_recipes() -> None:
         ({"task": "addition"}, "task = 'addition', expected one of 'majority', 'recall'"),
         ({"task": "majority", "lr": 0.0}, "lr = 0.0, expected a positive, finite number"),
         ({"task": "majority", "updates": 0}, "updates = 0, expected an integer"),
-        ({"task": "majority", "geometry": "torus"}, "geometry = 'torus', expected one of 'sphere'"),
-        ({"task": "side", "symmetric": "GV", "heads": 2}, "expected one head of width dim"),
+        ({"task": "side", "symmetric": "G"}, "symmetric = 'G', expected one of 'none', 'GV'"),
+        ({"task": "side", "symmetric": "GV", "heads": 2}, "symmetric = 'GV' with 2 heads, expected one"),
     ):
         with pytest.raises(ValueError, match=message):
             Recipe(**options)
