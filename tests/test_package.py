@@ -84,6 +84,7 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     expected = {
         "attn_flow/py.typed",
         "attn_flow/probe/page.css",
+        "attn_flow/probe/page.html",
         "attn_flow/probe/page.js",
     }
     pages = (ROOT / "attn_flow/pages").iterdir()

@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_flow.probe import findings
-from attn_flow.probe.findings import MIN_TEXTS, Finding, Interval, bootstrap, correlation, span, with_interval
-from attn_flow.probe.recording import Heads, Recording
+from attn_flow.probe.findings import Finding, Interval, bootstrap, correlation, span, with_interval
+from attn_flow.probe.recording import RESOLUTION, Heads, Recording, explained
 from attn_flow.probe.sampling import (
     decay_exponent,
     gaussian_exponent,
-    head_phases,
     head_rows,
     logit_sd,
     permuted_keys,
@@ -33,13 +32,13 @@ from attn_flow.probe.sampling import (
 MEAN_FIELD_EXPONENT = 0.5
 NEAR_MEAN_FIELD = 0.4  # an exponent whose interval lies above this counts as the mean-field rate
 HEAD_SHARE = 0.1  # of heads at the mean-field rate, from which the verdict is "partly"
-RESOLUTION = 1e-10  # squared errors below this multiple of the squared output are rounding
 PERMUTATIONS = 1000
+TEXTS, QUERIES, DRAWS = 16, 64, 16  # texts, queries of a text, and samples of each size
 
 
 @dataclass(frozen=True, eq=False)
 class Averaging:
-    """Errors of attention over random keys, texts on the last axis; empty if tokens see only a part of their text.
+    """Errors of attention over random keys, texts on the last axis.
 
     Args:
         tokens: (texts,), the number N of keys that are not special.
@@ -72,8 +71,6 @@ class Averaging:
         A layer or head has the mean-field rate if the 95% interval of its b over texts holds 1/2 or lies above 0.4.
         "supported": every layer has it. "partly": some layer, or a tenth of the heads. Otherwise "not supported".
         """
-        if not len(self.tokens):
-            return Finding(None, "Not measured: tokens of this encoder see only a part of their text.")
         layers, heads = (bootstrap(self.exponents(e), seed) for e in (self.layer_errors, self.head_errors))
         predicted = [gaussian_exponent(sd, int(n)) for sd, n in zip(self.logit_sd.unbind(-1), self.tokens)]
         columns = {
@@ -93,25 +90,21 @@ class Averaging:
             "share_of_heads": share,
             "continuation": self.continuation.mean(-1),
             "other_text": self.other_text.mean(-1),
-            "heads": head_rows(columns, head_phases(self.logit_sd, self.tokens)),
-            **_agreement(columns, seed),
+            "heads": head_rows(columns),
+            **compare_predictions(columns, seed),
         }
-        texts, L = len(self.tokens), len(layers.mean)
-        known = layers.mean.isfinite()
-        by_layer = sorted(zip(*(bound[known].tolist() for bound in (layers.mean, layers.low, layers.high))))
-        ends = " to ".join(with_interval(*row) for row in by_layer[:: max(1, len(by_layer) - 1)])
-        value = f"b = {ends} by layer" if by_layer else "no exponent", "0.50 in mean-field theory"
-        if texts < MIN_TEXTS:
-            text = f"No verdict from fewer than {MIN_TEXTS} texts ({texts}): the error of m random keys falls as m^-b"
-            return Finding(None, f"{text} with b = {span(layers.mean)} by layer.", numbers, *value)
+        L, error = len(layers.mean), numbers["logits_b"]["rms_error"]
         verdict = "supported" if len(named) == L else "partly" if named or share >= HEAD_SHARE else "not supported"
         where = findings.layers_named(named, L) if len(named) in (0, 1, 2, L) else f"{len(named)} of {L} layers"
-        error = numbers["logits_b"]["rms_error"]
-        text = (
-            f"Attention averages over many tokens in {where} and {share:.0%} of heads: the error of m random keys "
-            f"falls as m^-b, b = {span(layers.mean)} by layer (a mean: 0.50)"
-        ) + ("" if error is None else f"; logits predict heads' b to {error:.2f}")
-        return Finding(verdict, text + ".", numbers, *value)
+        words = f"Attention averages over many tokens in {where} and {share:.0%} of heads"
+        measured = f"the error of m random keys falls as m^-b, b = {span(layers.mean)} by layer (a mean: 0.50)"
+        if error is not None:
+            measured += f"; logits predict heads' b to {error:.2f}"
+        by_layer = sorted(row for row in zip(*(z.tolist() for z in vars(layers).values())) if math.isfinite(row[0]))
+        ends = " to ".join(with_interval(*row) for row in by_layer[:: max(1, len(by_layer) - 1)])
+        value = f"b = {ends} by layer" if by_layer else "no exponent"
+        baseline = "0.50 in mean-field theory"
+        return findings.answer(verdict, words, measured, len(self.tokens), numbers, value, baseline)
 
 
 def has_mean_field_rate(b: Interval) -> Tensor:
@@ -119,26 +112,26 @@ def has_mean_field_rate(b: Interval) -> Tensor:
     return (b.high >= MEAN_FIELD_EXPONENT) & (b.low <= MEAN_FIELD_EXPONENT) | (b.low > NEAR_MEAN_FIELD)
 
 
-def _agreement(columns: dict[str, Tensor], seed: int) -> dict[str, Any]:
+def compare_predictions(columns: dict[str, Tensor], seed: int) -> dict[str, Any]:
     """Correlation and root mean square error over heads of the predictions of b and of their baselines."""
     known = torch.isfinite(columns["b"]) & torch.isfinite(columns["logits_b"])
-    layer_mean = torch.where(known, columns["b"], 0.0).sum(-1, keepdim=True) / known.sum(-1, keepdim=True)
-    b, predicted, logits, sd = (columns[name][known] for name in ("b", "predicted_b", "logits_b", "logit_sd"))
+    layer_mean = columns["b"].where(known, torch.nan).nanmean(-1, keepdim=True).expand(known.shape)
+    b, predicted, logits, layer_mean, sd = (
+        z[known] for z in (columns["b"], columns["predicted_b"], columns["logits_b"], layer_mean, columns["logit_sd"])
+    )
     orders = torch.rand(PERMUTATIONS, len(b), generator=torch.Generator().manual_seed(seed)).argsort(-1)
+    permuted = torch.tensor([correlation(logits[order], b) or 0.0 for order in orders])
     rms = lambda errors: float(errors.square().mean().sqrt()) if errors.numel() else None
     predictions = {
         "predicted_b": predicted,
         "logits_b": logits,
         "mean_b": b.mean().expand(b.shape),
-        "layer_mean_b": layer_mean.expand(known.shape)[known],
+        "layer_mean_b": layer_mean,
     }
-    permuted = [r for order in orders if (r := correlation(logits[order], b)) is not None]
     return {
         **{name: {"correlation": correlation(z, b), "rms_error": rms(z - b)} for name, z in predictions.items()},
-        "permuted_heads": {  # the correlation that 95% of permutations do not reach
-            "correlation": float(torch.tensor(permuted).quantile(0.95)) if permuted else None,
-            "rms_error": rms(logits[orders] - b),
-        },
+        # the correlation that 95% of permutations do not reach
+        "permuted_heads": {"correlation": float(permuted.quantile(0.95)), "rms_error": rms(logits[orders] - b)},
         "rank_correlation_with_logit_sd": findings.rank_correlation(sd, b),
     }
 
@@ -147,17 +140,13 @@ def measure_averaging(
     recording: Recording,
     generator: torch.Generator,
     *,
-    texts: int = 16,
-    draws: int = 16,
-    queries: int = 64,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Averaging:
     """Measure the errors of attention over random keys.
 
     Args:
-        recording: an encoder on texts; only its first `texts` are used.
+        recording: an encoder on texts, of which the first TEXTS are used.
         generator: of samples and queries, on the CPU.
-        texts, draws, queries: numbers of texts, of samples of each size, and of queries per text.
         progress: is called with the share that is done.
 
     Example:
@@ -168,14 +157,12 @@ def measure_averaging(
         >>> averaging.exponents(averaging.layer_errors).shape  # layers and texts
         torch.Size([2, 1])
     """
-    if recording.hides_tokens:
-        return Averaging(*[torch.zeros(0, dtype=torch.float64)] * 8)
-    recording = recording.first(texts)
+    recording = recording.first(TEXTS)
     columns = []
     for text in range(recording.texts):
         rows = []
         for layer in range(recording.layers):
-            rows.append(_measure_text(recording, layer, text, draws, queries, generator))
+            rows.append(_measure_text(recording, layer, text, generator))
             progress((text * recording.layers + layer + 1) / (recording.texts * recording.layers))
         columns.append([torch.stack(column) for column in zip(*rows)])
     lengths = [int((~special).sum()) for special in recording.special]
@@ -185,16 +172,14 @@ def measure_averaging(
 
 
 @torch.no_grad()
-def _measure_text(
-    recording: Recording, layer: int, text: int, draws: int, queries: int, generator: torch.Generator
-) -> tuple[Tensor, ...]:
+def _measure_text(recording: Recording, layer: int, text: int, generator: torch.Generator) -> tuple[Tensor, ...]:
     """The columns of `Averaging` from layer_errors on, for one text in one layer."""
     heads = recording.heads(layer, text)
     sizes = sample_sizes(int((~heads.special).sum()))
-    chosen = torch.randperm(heads.n, generator=generator)[:queries].to(heads.queries.device)
+    chosen = torch.randperm(heads.n, generator=generator)[:QUERIES].to(heads.queries.device)
     part = replace(heads, queries=heads.queries[:, chosen])
     head_errors, layer_errors = [], []
-    order = permuted_keys(heads.special, draws, generator)
+    order = permuted_keys(heads.special, DRAWS, generator)
     for m in sizes.tolist():
         difference = sampled_averages(part, order[:, :m]) - heads.averages[:, chosen]
         head_errors.append(difference.double().square().sum(-1).mean((0, 2)))
@@ -205,7 +190,7 @@ def _measure_text(
     return (
         _relative_errors(torch.stack(layer_errors), output),
         _relative_errors(torch.stack(head_errors, -1), heads.averages),
-        weight_errors(part.logits, heads.special, permuted_keys(heads.special, 4 * draws, generator), sizes),
+        weight_errors(part.logits, heads.special, permuted_keys(heads.special, 4 * DRAWS, generator), sizes),
         logit_sd(heads.logits, heads.special),
         explained_by(heads, heads),
         explained_by(heads, other) if other is not None else torch.tensor(torch.nan),
@@ -252,7 +237,6 @@ def explained_by(heads: Heads, source: Heads) -> Tensor:
         pairs = ((heads.keys, other.keys), (heads.values, other.values))
         keys, values = (torch.cat([a[:, special], b[:, chosen]], 1) for a, b in pairs)
         averages = _weighted_attention(heads.queries[:, first], keys, values, len(special), half / len(chosen))
-        return heads.combine(averages).double()
+        return heads.combine(averages)
 
-    true, predicted = attend(heads, first), attend(source, second)
-    return 1 - (predicted - true).square().sum() / (true - true.mean(0)).square().sum()
+    return explained(attend(source, second), attend(heads, first))

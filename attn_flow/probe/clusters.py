@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.probe import coresets
+from attn_flow.probe import coresets, findings
 from attn_flow.probe.coresets import ForeignQueries, cluster_by_queries, foreign_queries
-from attn_flow.probe.findings import MIN_TEXTS, Finding, bootstrap, resampled_texts, with_interval
+from attn_flow.probe.findings import Finding, bootstrap, resampled_texts, with_interval
 from attn_flow.probe.recording import MIN_TOKENS, Heads, Predict, Recording, record_encoder
 from attn_flow.probe.replacement import prepare_replacement
 
@@ -26,43 +26,46 @@ TEXTS = 8  # through depth by default
 LAYER_TEXTS = 4  # for R2 layer by layer, which differs little between texts
 
 CURVES = ("foreign_queries", "own_attention", "keys", "top_tokens", "random_clusters", "random_tokens")  # at every K
-SINGLE = ("foreign_queries_fitted", "top_tokens_and_rest", "pivoted_cholesky", "top_k_oracle", "low_rank")  # middle K
+SINGLE = (  # at the middle K
+    "foreign_queries_fitted",
+    "top_tokens_and_rest",
+    "leverage_sample",
+    "pivoted_cholesky",
+    "top_k_oracle",
+    "low_rank",
+)
 METHODS = CURVES + SINGLE
-BASELINES = ("keys", "top_tokens", "random_clusters", "random_tokens", "top_tokens_and_rest", "pivoted_cholesky")
+REFERENCES = ("own_attention", "top_k_oracle", "low_rank")  # see the text's own attention
+BASELINES = tuple(name for name in METHODS if not name.startswith("foreign") and name not in REFERENCES)  # to be beaten
 
 
 def replaced_averages(method: str, h: Heads, foreign: ForeignQueries, K: int, generator: torch.Generator) -> Tensor:
     """What each head computes from K clusters or tokens that a method of METHODS finds, (heads, n, v)."""
-    k, v, q = h.keys, h.values, h.queries
-    if method == "foreign_queries":
-        return cluster_by_queries(k, v, foreign.queries, K).averages(q)
-    if method == "own_attention":
-        return cluster_by_queries(k, v, q, K).averages(q)
-    if method == "keys":
-        return coresets.cluster_keys(k, v, K).averages(q)
-    if method == "top_tokens":
-        return coresets.top_tokens(k, v, q, K).averages(q)
-    if method == "random_clusters":
-        return coresets.random_clusters(k, v, foreign.queries, K, generator).averages(q)
-    if method == "random_tokens":
-        return coresets.random_tokens(k, v, h.special, K, generator).averages(q)
-    if method == "foreign_queries_fitted":
-        queries = foreign.predicted(k, v)
-        return coresets.fit(cluster_by_queries(k, v, queries, K), k, v, queries).averages(q)
-    if method == "top_tokens_and_rest":
-        return coresets.top_tokens_and_rest(k, v, q, K).averages(q)
+    k, v, own, others = h.keys, h.values, h.queries, foreign.queries
+    predicted = foreign.predicted(k, v) if method == "foreign_queries_fitted" else own
+    finders = {
+        "foreign_queries": lambda: cluster_by_queries(k, v, others, K),
+        "foreign_queries_fitted": lambda: coresets.fit(cluster_by_queries(k, v, predicted, K), k, v, predicted),
+        "own_attention": lambda: cluster_by_queries(k, v, own, K),
+        "keys": lambda: coresets.cluster_keys(k, v, K),
+        "top_tokens": lambda: coresets.top_tokens(k, v, own, K),
+        "top_tokens_and_rest": lambda: coresets.top_tokens(k, v, own, K, rest=True),
+        "random_clusters": lambda: coresets.random_clusters(k, v, others, K, generator),
+        "random_tokens": lambda: coresets.random_tokens(k, v, h.special, K, generator),
+        "leverage_sample": lambda: coresets.leverage_sample(k, v, K, generator),
+    }
     if method == "pivoted_cholesky":
-        return coresets.nystroem_averages(k, v, q, foreign.queries.square().sum(-1).mean(-1).sqrt(), K)
+        return coresets.nystroem_averages(k, v, own, others.square().sum(-1).mean(-1).sqrt(), K)
     if method == "top_k_oracle":
         return coresets.top_k_averages(h.logits, v, K)
-    return coresets.low_rank_averages(h.logits, v, K)
+    if method == "low_rank":
+        return coresets.low_rank_averages(h.logits, v, K)
+    return finders[method]().averages(own)
 
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
     """What replacing attention by K clusters a head does, method by method in the order of METHODS.
-
-    Empty if attention is causal or local, if there is only one text, or in a `DeepStack`.
 
     Args:
         sizes: (sizes,), the numbers K of clusters.
@@ -90,11 +93,8 @@ class Clusters:
         """The verdict: supported where foreign queries beat every baseline in last-level W2, with the same K and texts.
 
         The 95% interval over texts of every paired difference must lie above 0, for all K ("supported") or some
-        ("partly"). There is no verdict from fewer than 8 texts.
+        ("partly").
         """
-        if not self.w2.numel() or bool(self.w2[0].isnan().all()):
-            text = "Not measured: it takes several texts, and an encoder whose tokens see all of their text."
-            return Finding(None, text)
         rows = [METHODS.index(name) for name in BASELINES]
         differences, own, sizes, texts = self.w2[rows] - self.w2[0], self.w2[0], self.sizes.tolist(), self.w2.shape[-1]
         is_better = ((bootstrap(differences, seed).low > 0) | differences.isnan().all(-1)).all(0)  # NaN: not run
@@ -119,30 +119,29 @@ class Clusters:
             "texts": texts,
             "cost_over_attention": dict(zip(sizes, self.cost.tolist())),
         }
-        if math.isnan(size):
-            w2 = own.mean(-1).tolist()
-            s = 0 if w2[0] <= W2_GOAL else -1
-            text = f"{sizes[s]} clusters a head, found by other texts' queries, replace attention at W2 {w2[s]:.2f}."
-            value = (f"W2 {w2[s]:.2f} with {sizes[s]} clusters", "")
+        verdict = "supported" if len(better) == len(sizes) else "partly" if better else "not supported"
+        words = {
+            "supported": "Clusters found by other texts' queries beat every baseline of equal size",
+            "partly": "Clusters found by other texts' queries beat every baseline of equal size for K = "
+            f"{', '.join(map(str, better))} only",
+            "not supported": "Clusters found by other texts' queries do not beat every baseline of equal size "
+            f"({best.replace('_', ' ')})",
+        }[verdict]
+        if math.isnan(size):  # the goal is far from the measured curve
+            s = 0 if float(own[0].mean()) <= W2_GOAL else -1
+            goal, needs = float(own[s].mean()), f"{sizes[s]} clusters a head"
+            value, baseline = f"W2 {goal:.2f} with {sizes[s]} clusters", ""
         else:
-            grows = "" if math.isnan(growth) else f", growing like n^{growth:.1f}"
-            share = f"{size:.0f} clusters a head ({size / n:.0%} of {n:.0f} tokens, {texts} texts)"
-            text = f"{share}, found by other texts' queries, replace attention at W2 {W2_GOAL}{grows}."
+            goal, needs = W2_GOAL, f"{size:.0f} clusters a head ({size / n:.0%} of {n:.0f} tokens)"
+            low, high = (n * share for share in shares) if shares else (math.nan, math.nan)
             # Baselines that were run with one K only have no curve, from which a K could be read.
             rivals = {name: needed[name] for name in BASELINES if not math.isnan(needed[name])}
             rival = min(rivals, key=rivals.__getitem__, default=None)
+            value = f"{with_interval(size, low, high, 0)} for W2 {W2_GOAL}"
             baseline = f"{rival.replace('_', ' ')}: {rivals[rival]:.0f}" if rival else "none reaches it"
-            low, high = (n * share for share in shares) if shares else (math.nan, math.nan)
-            value = (f"{with_interval(size, low, high, 0)} for W2 {W2_GOAL}", baseline)
-        if texts < MIN_TEXTS:
-            return Finding(None, f"{text} No verdict: {texts} texts, at least {MIN_TEXTS} are needed.", numbers, *value)
-        verdict = "supported" if len(better) == len(sizes) else "partly" if better else "not supported"
-        ending = {
-            "supported": "Every baseline of equal size is worse",
-            "partly": f"Every baseline of equal size is worse for K = {', '.join(map(str, better))} only",
-            "not supported": f"Some baseline of equal size is as good ({best.replace('_', ' ')})",
-        }[verdict]
-        return Finding(verdict, f"{text} {ending}; finding clusters saves no work.", numbers, *value)
+        grows = "" if math.isnan(growth + size) else f", growing like n^{growth:.1f}"
+        measured = f"{needs} replace attention at W2 {goal:.2g}{grows}; finding them saves no work"
+        return findings.answer(verdict, words, measured, texts, numbers, value, baseline)
 
     def _curve(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Means over texts: method -> K -> embedding_cosine, w2, explained (by layer), for the sizes that were run."""
@@ -179,14 +178,13 @@ def measure_clusters(
     """Replace attention in every layer by every method and size.
 
     Args:
-        recording: all texts; those other than the replaced one give the foreign queries.
+        recording: at least two texts whose tokens see all of their text, recorded from a model; texts other than the
+            replaced one give the foreign queries.
         generator: of random tokens, clusters and foreign queries.
         sizes: numbers of clusters; by default three powers of two up to half the median length.
         texts: how many texts are run through depth.
         progress: called with the share of the work that is done.
     """
-    if recording.hides_tokens or recording.texts < 2 or recording.inputs is None:
-        return Clusters(*[torch.zeros(0, dtype=torch.float64)] * 9)
     encoder = prepare_replacement(recording.first(texts))
     lengths = torch.tensor([len(s) for s in encoder.recording.special])
     median, L = int(lengths.median()), recording.layers
@@ -195,20 +193,18 @@ def measure_clusters(
     first = encoder.recording.first(LAYER_TEXTS)
     w2, cosine = (torch.full((len(METHODS), len(sizes), len(lengths)), torch.nan).double() for _ in range(2))
     r2 = torch.full((len(METHODS), len(sizes), L, first.texts), torch.nan).double()
-    runs = [
-        (m, s) for m, name in enumerate(METHODS) for s in range(len(sizes)) if name in CURVES or s == len(sizes) // 2
-    ]
+    runs = [(m, s) for m in range(len(METHODS)) for s in range(len(sizes)) if m < len(CURVES) or s == len(sizes) // 2]
     for done, (m, s) in enumerate(runs):
         predict = _predict(METHODS[m], foreign, sizes[s], generator)
         w2[m, s], cosine[m, s] = encoder.compare(predict)
         r2[m, s] = first.explained(predict)
-        progress(0.95 * (done + 1) / len(runs))
-    has_texts = recording.inputs.texts is not None
-    cuts = [n for n in (median // 2, median // 4) if has_texts and median // 4 >= MIN_TOKENS]
-    short = [_measure_cut(encoder.recording, n, generator) for n in cuts]
-    progress(1.0)
+        progress(0.9 * (done + 1) / len(runs))
+    inputs = recording.inputs
+    has_cuts = inputs is not None and inputs.texts is not None and median // 4 >= MIN_TOKENS
+    short = [_measure_cut(encoder.recording, n, generator) for n in (median // 2, median // 4) if has_cuts]
     short_lengths, short_sizes, short_w2 = [torch.stack(column) for column in zip(*short)] or [torch.zeros(0)] * 3
     cost = _cost(first.heads(0, 0), torch.tensor(sizes, dtype=torch.float64))
+    progress(1.0)
     return Clusters(torch.tensor(sizes), lengths, w2, cosine, r2, short_lengths, short_sizes, short_w2, cost)
 
 

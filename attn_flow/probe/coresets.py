@@ -109,35 +109,23 @@ def k_means(points: Tensor, weights: Tensor, size: int) -> Tensor:
 
 
 def fit(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor) -> Coreset:
-    """Keys, values and masses fitted to what these queries get, by a few steps of Adam between two fits of the values.
-
-    The gradient sees every second query; a head keeps its fit if that is better on the others.
-    """
+    """Keys, values and masses fitted to what these queries get: a few steps of Adam between two fits of the values."""
     target = (queries @ keys.mT).softmax(-1) @ values
     coreset = _refit_values(coreset, queries, target)
-    scale = 1 / _spread(target[:, ::2], torch.full_like(target[:, ::2, 0], 1 / target[:, ::2].shape[-2]))
+    scale = 1 / _spread(target, torch.full_like(target[..., 0], 1 / target.shape[-2]))
     start = (coreset.keys, coreset.values, coreset.log_masses.clamp_min(-30))
-    units = keys.std(-2, keepdim=True), values.std(-2, keepdim=True), torch.ones_like(keys[0, 0, 0])
+    units = (keys.std(-2, keepdim=True), values.std(-2, keepdim=True), 1.0)
     moves = [torch.zeros_like(x, requires_grad=True) for x in start]
     moved = lambda: Coreset(*(x + unit * move for x, unit, move in zip(start, units, moves)))
-    errors = lambda coreset, chosen: (
-        (coreset.averages(queries[:, chosen]) - target[:, chosen]).square().sum(-1).mean(-1)
-    )
-    optimiser = torch.optim.Adam(moves, lr=STEP_SIZE)
+    optimiser = torch.optim.Adam(moves)
     for step in range(STEPS):
         optimiser.param_groups[0]["lr"] = STEP_SIZE * (1 - step / STEPS)
         optimiser.zero_grad()
         with torch.enable_grad():
-            (errors(moved(), slice(0, None, 2)) * scale).sum().backward()
+            ((moved().averages(queries) - target).square().sum(-1).mean(-1) * scale).sum().backward()
         optimiser.step()
     with torch.no_grad():
-        fitted, others = _refit_values(moved(), queries, target), slice(1, None, 2)
-        is_better = (errors(fitted, others) < errors(coreset, others))[:, None]
-    return Coreset(
-        torch.where(is_better[..., None], fitted.keys, coreset.keys),
-        torch.where(is_better[..., None], fitted.values, coreset.values),
-        torch.where(is_better, fitted.log_masses, coreset.log_masses),
-    )
+        return _refit_values(moved(), queries, target)
 
 
 def _refit_values(coreset: Coreset, queries: Tensor, target: Tensor) -> Coreset:
@@ -159,16 +147,13 @@ def cluster_keys(keys: Tensor, values: Tensor, size: int) -> Coreset:
     return Coreset(mean(keys), mean(values), count.log())
 
 
-def top_tokens(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:
-    """The tokens that receive most attention of the queries, with equal masses."""
-    best = _received(queries, keys).topk(min(size, keys.shape[-2])).indices
+def top_tokens(keys: Tensor, values: Tensor, queries: Tensor, size: int, rest: bool = False) -> Coreset:
+    """The tokens that receive most attention of the queries, with equal masses; or one less and the rest as one."""
+    rank = _received(queries, keys).argsort(-1, descending=True)
+    if rest:
+        return merge(keys, values, queries, rank.argsort(-1).clamp(max=min(size, keys.shape[-2]) - 1))
+    best = rank[:, :size]
     return Coreset(_take(keys, best), _take(values, best), torch.zeros_like(best, dtype=keys.dtype))
-
-
-def top_tokens_and_rest(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:
-    """The size - 1 tokens that receive most attention of the queries, and all others as one cluster."""
-    rank = _received(queries, keys).argsort(-1, descending=True).argsort(-1)
-    return merge(keys, values, queries, rank.clamp(max=min(size, keys.shape[-2]) - 1))
 
 
 def random_clusters(keys: Tensor, values: Tensor, queries: Tensor, size: int, generator: torch.Generator) -> Coreset:
@@ -184,6 +169,21 @@ def random_tokens(keys: Tensor, values: Tensor, special: Tensor, size: int, gene
     others = max(1, min(size, n) - count)
     log_masses = torch.where(special[drawn], 0.0, math.log(max(1, n - count) / others)).to(keys)
     return Coreset(keys[:, drawn], values[:, drawn], log_masses.expand(len(keys), -1))
+
+
+def leverage_sample(keys: Tensor, values: Tensor, size: int, generator: torch.Generator) -> Coreset:
+    """Tokens drawn by the leverage scores of their keys, with masses under which every sum over tokens is unbiased.
+
+    This is priority sampling: with scores l_j, uniform u_j and t the next largest l_j/u_j, the tokens with the largest
+    l_j/u_j have the masses max(1, t/l_j).
+    """
+    basis = torch.linalg.qr(torch.cat([keys, torch.ones_like(keys[..., :1])], -1))[0]
+    scores = basis.square().sum(-1).clamp_min(1e-12)
+    priorities = scores / torch.rand(scores.shape, generator=generator).to(scores).clamp_min(1e-12)
+    order = priorities.argsort(-1, descending=True)
+    drawn, following = order[:, :size], order[:, size : size + 1]
+    masses = priorities.gather(-1, following) / scores.gather(-1, drawn) if following.shape[1] else torch.ones(1)
+    return Coreset(_take(keys, drawn), _take(values, drawn), masses.to(keys).clamp_min(1).log().expand(drawn.shape))
 
 
 # --- averages that are not those of one coreset ---
@@ -266,22 +266,19 @@ def foreign_queries(recording: Recording, layer: int, texts: int, generator: tor
     They are at their own positions, none beyond the length of the text.
     """
     heads = [recording.heads(layer, t) for t in range(recording.texts)]
-    pool, regressors = torch.cat([h.queries for h in heads], -2), [_regressors(h.keys, h.values) for h in heads]
+    pool, regressors = (torch.cat(z, 1) for z in zip(*((h.queries, _regressors(h.keys, h.values)) for h in heads)))
     owner = torch.cat([torch.full((h.n,), t) for t, h in enumerate(heads)])
     position = torch.cat([torch.arange(h.n) for h in heads])
-    grams = [z.mT.double() @ z.double() for z in regressors]
-    products = [z.mT.double() @ h.queries.double() for z, h in zip(regressors, heads)]
-    gram_sum, product_sum, z = sum(grams), sum(products), torch.cat(regressors, dim=-2)
     result = []
     for text in range(texts):
         candidates = ((owner != text) & (position < heads[text].n)).nonzero()[:, 0]
         drawn = candidates[torch.randperm(len(candidates), generator=generator)[:QUERIES]].to(pool.device)
-        queries, linear = pool[:, drawn], None
-        residuals = queries
+        queries, z = pool[:, drawn], regressors[:, drawn].double()
         if recording.positions[layer] is None:
-            linear = _ridge(gram_sum - grams[text], product_sum - products[text], 1e-3).to(queries)
-            residuals = queries - z[:, drawn] @ linear
-        result.append(ForeignQueries(queries, residuals, linear))
+            linear = _ridge(z.mT @ z, z.mT @ queries.double(), 1e-3)
+            result.append(ForeignQueries(queries, queries - (z @ linear).to(queries), linear.to(queries)))
+        else:
+            result.append(ForeignQueries(queries, queries, None))
     return result
 
 

@@ -106,10 +106,8 @@ def distances_and_clusters(axes: Axes, result: ProbeResult) -> Ends:
 def descriptions_and_temperature(axes: Axes, result: ProbeResult) -> Ends:
     """What explains a head's output, against the temperature of its logits; lines are medians of groups of heads."""
     ends: Ends = []
-    for key, label, colour in (
-        ("two_moments", "two moments", TRUTH),
-        ("four_keys", "four largest logits", PREDICTION),
-    ):
+    lines = (("two_moments", "two moments", TRUTH), ("four_keys", "four largest logits", PREDICTION))
+    for key, label, colour in lines:
         sd, explained = _columns(result, "temperature", "logit_sd", key)
         points = np.array(sorted(zip(sd, np.maximum(explained, -1.0)))).reshape(-1, 2)
         axes.plot(*points.T, "o", markersize=3, color=colour, alpha=0.4)
@@ -124,8 +122,7 @@ def descriptions_and_temperature(axes: Axes, result: ProbeResult) -> Ends:
     bounds = [low, *thresholds, high]
     for name, left, right in zip(PHASES, bounds, bounds[1:]):
         if low < right and left < high:
-            middle = math.sqrt(max(left, low) * min(right, high))
-            axes.text(middle, 1.13, name, ha="center", color=BASELINE)
+            axes.text(math.sqrt(max(left, low) * min(right, high)), 1.13, name, ha="center", color=BASELINE)
     for threshold in thresholds:
         axes.axvline(threshold, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
     return ends
@@ -134,14 +131,14 @@ def descriptions_and_temperature(axes: Axes, result: ProbeResult) -> Ends:
 def agreement_by_layer(axes: Axes, result: ProbeResult) -> Ends:
     """How well the tokens follow the flow to the limit of their layer, and what rotated weights give."""
     _layer_axis(axes, "layer", "agreement with the flow to the limit")
-    if not result.limit.agreement.numel():
+    if result.limit is None:
         return []
-    own, rotated = result.limit.agreement.mean(-1).tolist(), result.limit.rotated
-    low, middle, high = (rotated.nanquantile(q, dim=-1).tolist() for q in (0.05, 0.5, 0.95))
-    last = len(own) - 1
+    own = result.limit.agreement.mean(-1).tolist()
+    low, middle, high = (result.limit.rotated.nanquantile(q, dim=-1).tolist() for q in (0.05, 0.5, 0.95))
     axes.fill_between(range(len(own)), low, high, color=BASELINE, alpha=0.3, linewidth=0)
     axes.plot(middle, "--", color=BASELINE)
     axes.plot(own, "o-", markersize=4, color=TRUTH)
+    last = len(own) - 1
     return [(last, own[-1], "its own weights", TRUTH), (last, middle[-1], "rotated weights", BASELINE)]
 
 
@@ -155,20 +152,12 @@ def cosines_by_level(axes: Axes, result: ProbeResult) -> Ends:
     return [(last, plain[-1], "two tokens", TRUTH), (last, centred[-1], "centred", PREDICTION)]
 
 
-def ranks_by_level(axes: Axes, result: ProbeResult) -> Ends:
-    """Effective rank through depth."""
-    axes.plot(result.evolution.effective_rank.mean(-1).tolist(), "o-", markersize=3, color=TRUTH)
-    _layer_axis(axes, "after so many layers", "effective rank")
-    axes.set_ylim(0, None)
-    return []
-
-
 PANELS: dict[str, tuple[Callable[[Any, Any], Ends], ...]] = {
     "averaging": (exponents_and_temperature, exponents_from_logits),
     "clusters": (distances_and_clusters,),
     "temperature": (descriptions_and_temperature,),
     "limit": (agreement_by_layer,),
-    "evolution": (cosines_by_level, ranks_by_level),
+    "evolution": (cosines_by_level,),
 }
 
 
@@ -187,18 +176,16 @@ def _finish_exponents(axes: Axes, result: ProbeResult) -> None:
     _temperature_axis(axes)
     axes.set(ylabel="exponent b of the error", ylim=(-0.05, 0.62))
     axes.axhline(0.5, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
-    if not len(result.averaging.tokens):
+    if result.averaging is None:
         return
     low, high = axes.get_xlim()
     s = torch.logspace(math.log10(low), math.log10(high), 60, dtype=torch.float64)
     b = gaussian_exponent(s, round(float(result.averaging.tokens.double().mean())))
     axes.plot(s, b, "-", color=PREDICTION, linewidth=1.8)
     axes.set_xlim(low, high)
-    place = int((b < 0.12).double().argmax())
-    options: dict[str, Any] = {"textcoords": "offset points"}
-    axes.annotate("theory b(s)", (float(s[place]), float(b[place])), (10, 6), color=PREDICTION, **options)
-    corner: dict[str, Any] = {"ha": "right", "xycoords": ("axes fraction", "data"), "color": BASELINE}
-    axes.annotate("mean-field rate 1/2", (1, 0.5), (0, 3), **corner, **options)
+    place, offset = int((b < 0.12).double().argmax()), {"textcoords": "offset points"}
+    axes.annotate("theory b(s)", (float(s[place]), float(b[place])), (10, 6), color=PREDICTION, **offset)  # type: ignore[arg-type]
+    axes.text(high, 0.51, "mean-field rate 1/2", ha="right", color=BASELINE)
 
 
 def _temperature_axis(axes: Axes) -> None:

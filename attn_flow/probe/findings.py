@@ -18,8 +18,6 @@ QUESTIONS = {
     "temperature": "How cold is each head, and what describes it?",
     "limit": "Does a layer move towards the limit that its weights predict?",
 }
-
-
 SUMMARY = {  # rows of the table in the terminal
     "averaging": "averages over tokens?",
     "clusters": "clusters per head",
@@ -69,6 +67,15 @@ def _as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def answer(
+    verdict: str | None, words: str, measured: str, texts: int, numbers: dict[str, Any], value: str, baseline: str
+) -> Finding:
+    """A finding of a verdict in words and what was measured; from few texts it has no verdict."""
+    if texts < MIN_TEXTS:
+        verdict, words = None, f"No verdict from {texts} texts, at least {MIN_TEXTS} are needed"
+    return Finding(verdict, f"{words}: {measured}.", numbers, value, baseline)
+
+
 @dataclass(frozen=True, eq=False)
 class Interval:
     """Means over texts and their 95% intervals, each of the shape of what was averaged; NaN for a single text."""
@@ -86,14 +93,12 @@ def bootstrap(values: Tensor, seed: int = 0) -> Interval:
         >>> float(interval.mean), bool(interval.low < 2.0 < interval.high)
         (2.0, True)
     """
-    known = torch.isfinite(values)
-    values, known, texts = torch.where(known, values, 0.0).double(), known.double(), values.shape[-1]
-    mean = values.mean(-1) / known.mean(-1)
+    values = values.double().where(values.isfinite(), torch.nan)
+    mean, texts = values.nanmean(-1), values.shape[-1]
     if texts < 2:
         return Interval(mean, torch.full_like(mean, torch.nan), torch.full_like(mean, torch.nan))
-    draws = resampled_texts(texts, seed)
-    means = values[..., draws].mean(-1) / known[..., draws].mean(-1)
-    return Interval(mean, means.quantile(0.025, dim=-1), means.quantile(0.975, dim=-1))
+    means = values[..., resampled_texts(texts, seed)].nanmean(-1)
+    return Interval(mean, means.nanquantile(0.025, dim=-1), means.nanquantile(0.975, dim=-1))
 
 
 def resampled_texts(texts: int, seed: int) -> Tensor:

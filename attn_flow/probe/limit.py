@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from attn_flow.measures import Cloud
-from attn_flow.probe.findings import MIN_TEXTS, Finding, layers_named
+from attn_flow.probe import findings
+from attn_flow.probe.findings import Finding
 from attn_flow.probe.limit_flow import SMALL, GaussianFlow, Weights, leading_subspace, read_weights
 from attn_flow.probe.recording import Recording, directions
 from attn_flow.probe.replacement import w2
@@ -34,7 +35,7 @@ EXCEEDANCES = 20  # rotations that do as well as the weights, after which no mor
 
 @dataclass(frozen=True, eq=False)
 class LimitApproach:
-    """Progress of tokens towards the limits of their layers; no texts if tokens see only a part of their text.
+    """Progress of tokens towards the limits of their layers.
 
     Args:
         agreement: (layers, texts), cosine between the progress of tokens and the progress of the flow.
@@ -44,7 +45,6 @@ class LimitApproach:
         reduction: (layers, texts), 1 - W2(after, limit) / W2(before, limit) of the layer.
         flow_reduction: (layers, texts), the same of the flow.
         dimension: (layers,), of the leading subspace.
-        rank, heads, width: (), bound on the rank of G, number of heads, dimension of the tokens.
     """
 
     agreement: Tensor
@@ -54,9 +54,6 @@ class LimitApproach:
     reduction: Tensor
     flow_reduction: Tensor
     dimension: Tensor
-    rank: Tensor
-    heads: Tensor
-    width: Tensor
 
     @cached_property
     def global_p(self) -> float:
@@ -74,63 +71,48 @@ class LimitApproach:
         "supported": the global p value is at most 0.05, the weights agree better than every shift of heads and of
         layers, and at least half of the layers pass by themselves after Holm's correction. "partly": fewer layers do.
         """
-        if not self.agreement.numel():
-            return Finding(None, "Not measured: tokens of this encoder see only a part of their text.")
         named, (L, texts) = holm(self.p_values), self.agreement.shape
-        own, made, expected = (z.mean(-1) for z in (self.agreement, self.reduction, self.flow_reduction))
-        fraction = float(made.mean() / expected.mean()) if expected.mean() > 0 else None
-        rotated = self.rotated.nanmean(-1)
-        rivals = {"permuted_heads": self.permuted_heads, "other_layers": self.other_layers}
-        means = {name: float(z.mean()) if len(z) else None for name, z in rivals.items()}
-        beaten = {name: bool(own.mean() > z.max()) if len(z) else None for name, z in rivals.items()}
+        own, made, expected, rotated = (
+            z.nanmean(-1) for z in (self.agreement, self.reduction, self.flow_reduction, self.rotated)
+        )
+        shifted = {"permuted_heads": self.permuted_heads, "other_layers": self.other_layers}
+        rivals = {name: float(z.mean()) for name, z in shifted.items() if len(z)}
+        beaten = {name: bool(own.mean() > z.max()) for name, z in shifted.items() if len(z)}
+        share = float(made.mean() / expected.mean()) if expected.mean() > 0 else math.nan
         numbers = {
             "p_value": self.p_values,
-            "fraction": [float(a / b) if b > 0 else None for a, b in zip(made, expected)],
+            "fraction": torch.where(expected > 0, made / expected, torch.nan),
             "global_p": self.global_p,
             "named_layers": named,
             "percent_of_distance": 100 * made,
             "percent_of_flow": 100 * expected,
-            "mean_fraction": fraction,
+            "mean_fraction": share,
             "agreement": own,
             "rotated": rotated,
-            "rivals": means,
-            "rivals_beaten": beaten,
+            "rivals": {name: rivals.get(name) for name in shifted},
+            "rivals_beaten": {name: beaten.get(name) for name in shifted},
             "rotations": (~self.rotated.isnan()).sum(-1),
             "dimension": self.dimension,
-            "not_covered": self.not_covered,
         }
-        baselines = {"rotated weights": float(rotated.mean())} | {k: v for k, v in means.items() if v is not None}
-        best = max(baselines, key=lambda name: baselines[name])
-        value = f"p = {self.global_p:.2g}; agreement {float(own.mean()):.2f}"
-        cells = value, f"{best.replace('_', ' ')}: {baselines[best]:.2f}"
-        percent = 100 * float(made.mean())
-        distance = f"W2 to the limit {'shrinks' if percent >= 0 else 'grows'} by {abs(percent):.1f}% a layer"
-        compared = f"p = {self.global_p:.2g} against rotated weights"
-        unbeaten = " and ".join(name.replace("_", " ") for name, is_beaten in beaten.items() if is_beaten is False)
-        if texts < MIN_TEXTS:
-            return Finding(
-                None, f"No verdict from {texts} texts, which takes {MIN_TEXTS}: {distance}.", numbers, *cells
-            )
+        unbeaten = " and ".join(name.replace("_", " ") for name, is_beaten in beaten.items() if not is_beaten)
         if self.global_p > LEVEL:
-            text = f"Layers do not follow the limit of their weights more than that of rotated weights: {distance}"
-            return Finding("not supported", f"{text} ({compared}).", numbers, *cells)
-        if unbeaten:
-            text = f"Rotated weights predict less ({compared}), but {unbeaten} as much as the weights: {distance}."
-            return Finding("not supported", text, numbers, *cells)
-        share = "" if fraction is None else f", {fraction:.2f} of what the flow would do"
-        where = f"{layers_named(named, L)} by {'itself' if len(named) == 1 else 'themselves'}"
-        text = f"Layers move their tokens towards the limit of their weights ({compared}), {where}: {distance}{share}."
-        return Finding("supported" if 2 * len(named) >= L else "partly", text, numbers, *cells)
-
-    @property
-    def not_covered(self) -> str:
-        """What the theorem does not cover in this model, in one sentence."""
-        rank, heads, d = (int(value) for value in (self.rank, self.heads, self.width))
-        parts = [f"G of rank at most {rank} in dimension {d}"] if rank < d else []
-        parts += [f"{heads} heads that are summed"] if heads > 1 else []
-        parts += ["weights that change from layer to layer"] if len(self.other_layers) else []
-        parts.append("biases, feed-forward parts and norms")
-        return f"The theorem speaks of one head with invertible, constant weights, not of {', '.join(parts)}."
+            verdict, words = "not supported", "Layers follow the limit of their weights no more than of rotated weights"
+        elif unbeaten:
+            verdict, words = "not supported", f"The limit of {unbeaten} is followed as well as that of the weights"
+        else:
+            verdict = "supported" if 2 * len(named) >= L else "partly"
+            passing = findings.layers_named(named, L)
+            words = f"Layers move their tokens towards the limit of their weights ({passing} after correction)"
+        percent = 100 * float(made.mean())
+        measured = f"W2 to the limit {'shrinks' if percent >= 0 else 'grows'} by {abs(percent):.1f}% a layer"
+        if verdict != "not supported" and not math.isnan(share):
+            measured += f", {share:.2f} of what the flow would do"
+        measured += f"; p = {self.global_p:.2g} against rotated weights"
+        value = f"p = {self.global_p:.2g}; agreement {float(own.mean()):.2f}"
+        baselines = {"rotated weights": float(rotated.mean()), **rivals}
+        best = max(baselines, key=lambda name: baselines[name])
+        baseline = f"{best.replace('_', ' ')}: {baselines[best]:.2f}"
+        return findings.answer(verdict, words, measured, texts, numbers, value, baseline)
 
 
 def sequential_p(own: float, draws: Tensor) -> float:
@@ -229,17 +211,9 @@ def measure_limit(
             more, so that a single layer can pass Holm's correction.
         progress: is called with the share of the work that is done.
     """
-    A, L, device = recording.attentions, recording.layers, recording.device
-    sizes = {
-        "rank": torch.tensor(min(a.dim if a.Q is None else min(a.Q.shape[-2], a.dim) for a in A)),
-        "heads": torch.tensor(max(a.heads for a in A)),
-        "width": torch.tensor(A[0].dim),
-    }
-    if recording.hides_tokens:
-        texts, none = torch.zeros(L, 0).double(), torch.zeros(0).double()
-        return LimitApproach(texts, texts, none, none, texts, texts, none, **sizes)
+    A, L = recording.attentions, recording.layers
     dtype = torch.float64 if A[0].dim <= SMALL else torch.float32
-    weights = [read_weights(a, dtype, device) for a in A]
+    weights = [read_weights(a, dtype, recording.device) for a in A]
     groups = [next(j for j in range(L) if weights[i].equals(weights[j])) for i in range(L)]
     first = [next(j for j in range(i + 1) if len(set(groups[j : i + 1])) == 1) for i in range(L)]
     passages = [_read_passage(recording, l, first[l], dtype) for l in range(L)]
@@ -255,14 +229,14 @@ def measure_limit(
         reductions.append(_reductions(recording, l, first[l], passages[l], weights[l], U @ W))
         progress(0.1 * (l + 1) / L)
     made, expected = torch.tensor(reductions, dtype=torch.float64).permute(2, 0, 1)
-    heads = [mean_agreement([w.shift_heads(by) for w in weights]) for by in range(1, int(sizes["heads"]))]
     shifts = range(1, L) if len(set(groups)) > 1 else ()
     layers = [mean_agreement(weights[by:] + weights[:by]) for by in shifts]
+    heads = [mean_agreement([w.shift_heads(by) for w in weights]) for by in range(1, max(a.heads for a in A))]
+    by_head, by_layer = (torch.tensor(draws, dtype=torch.float64) for draws in (heads, layers))
     progress(0.2)
     rotations = max(199, 20 * L - 1) if rotations is None else rotations
     rotated = _rotate(passages, weights, groups, own.mean(-1), rotations, generator, progress)
-    by_head, by_layer = (torch.tensor(draws, dtype=torch.float64) for draws in (heads, layers))
-    return LimitApproach(own, rotated, by_head, by_layer, made, expected, torch.tensor(dimensions), **sizes)
+    return LimitApproach(own, rotated, by_head, by_layer, made, expected, torch.tensor(dimensions))
 
 
 def _rotate(

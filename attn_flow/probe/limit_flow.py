@@ -23,7 +23,7 @@ SEED = {"rng": 0} if "rng" in signature(eigs).parameters else {}
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The matrices of all heads of a layer, (heads, k or v, d) but O (heads, d, v), and beta (heads, 1, 1)."""
+    """Matrices of the heads of a layer: Q, K (heads, k, d), V (heads, v, d), O (heads, d, v), beta (heads, 1, 1)."""
 
     Q: Tensor
     K: Tensor
@@ -41,7 +41,7 @@ class Weights:
     @cached_property
     def _is_isotropic(self) -> bool:
         """Whether every G_h is a multiple of the identity, which no rotation changes."""
-        if self.Q.shape[-2] < self.Q.shape[-1]:
+        if self.Q.shape[-2] < self.Q.shape[-1]:  # of lower rank than the identity
             return False
         G = self.K.mT @ self.Q
         multiple = G.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(G.shape[-1]).to(G)
@@ -129,7 +129,7 @@ def _leading_vectors(matrix: np.ndarray) -> tuple[complex, Tensor] | None:
     """
     start = torch.randn(len(matrix), generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
     try:
-        values, vectors = eigs(matrix, k=2, which="LR", v0=start, ncv=40, tol=RTOL, **SEED)
+        values, vectors = eigs(matrix, k=2, which="LR", v0=start, tol=RTOL, **SEED)
     except ArpackError:
         return None
     i = int(np.lexsort((values.imag, values.real.round(12)))[-1])

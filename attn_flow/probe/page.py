@@ -1,4 +1,4 @@
-"""The report: one HTML page that opens offline."""
+"""The report: one HTML page that opens offline. Its words are in page.html."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 from attn_flow.base.figures import LIGHT, save_figure
@@ -25,79 +26,39 @@ if TYPE_CHECKING:
 WIDE, NARROW, SMALL = 748, 350, 236  # widths of figures in pixels
 ANSWERS = {"supported": "Yes.", "partly": "In part.", "not supported": "No.", None: "Not decided."}
 TAGS = {"supported": "yes", "partly": "partly", "not supported": "no", None: "note"}
-METHODS = {
-    "averaging": (
-        "Each head is computed from m random keys instead of all n, special tokens always kept, and its error falls "
-        "like m^-b. Mean-field theory has b = 1/2: the error of an average over independent tokens. Colder heads, "
-        "whose logits vary more, depend on few keys and have a smaller b. The curve b(s) is that of normal logits with "
-        "the same standard deviation s; nothing in it is fitted. On the right, the exponent that follows from a head's "
-        "own logits with random values."
-    ),
-    "clusters": (
-        "The encoder runs with attention replaced in every layer: each head keeps K weighted clusters of keys and "
-        "values. They are found with queries of other texts, so that the text's own attention is not used. The "
-        "dashed line, which does use it, is a reference. Distances are between clouds of tokens at the output, in "
-        "units of the distance between two different texts."
-    ),
-    "temperature": (
-        "The more a head's logits vary, the colder it is. Dots are heads; lines are medians of neighbours. Left of the "
-        "first dashed line, sqrt(log n / 2), theory expects averages over many keys; right of the second, "
-        "sqrt(2 log n), a few keys whatever the length of the text. Two moments means: keys and values taken "
-        "as normally distributed. Shares below -1 are drawn at -1."
-    ),
-    "limit": (
-        "The weights of a layer predict where its attention would bring the tokens if it acted alone for a long time. "
-        "Shown is how well the movement of the tokens through the layer agrees with the flow to that limit: 1 if the "
-        "layer is that flow. The grey band holds 90% of what randomly rotated weights give. One p value over all "
-        "layers decides; if it does not pass, no single layer counts, however far it is above the band."
-    ),
-}
 OTHER_METHODS = {  # methods that were run with one K, as the table calls them
     "foreign_queries_fitted": "other texts' queries, masses and values fitted",
     "top_tokens_and_rest": "most attended tokens and one for the rest",
+    "leverage_sample": "tokens drawn by leverage",
     "pivoted_cholesky": "pivoted Cholesky of the keys",
     "top_k_oracle": "K largest weights of every query (reference: sees the attention)",
     "low_rank": "attention matrix of rank K (reference: sees the attention)",
 }
-NOT_SAID = {
-    "averaging": "that words may be dropped: the exponent is a slope between 8 and n/2 keys, for texts of this length.",
-    "clusters": "that this saves work: finding the clusters costs more than attention, and K grows with the text.",
-    "temperature": "what a head is for: a description of its output is not its purpose.",
-    "limit": "that the theorem fails, which has one head, constant weights and no feed-forward part.",
-}
-TOKEN_VIEW = """<section id="tokens"><h2>Where do tokens attend?</h2>
-<p class="about">Heads: darker is colder, the number is the exponent b. Tokens: darker attends to fewer tokens;
-underlined ones receive most attention. Choose a head, a text and a token.</p>
-<div class="wide"><div id="heads"></div></div>
-<p class="controls"><label>text <select id="which-text"></select></label>
-<label>layer <select id="which-layer"></select></label> <label>head <select id="which-head"></select></label></p>
-<div id="text"></div>
-<p id="row-title" class="about"></p><div id="bars"></div></section>"""
 
 
 def write_page(result: ProbeResult, folder: str | Path, title: str = "") -> Path:
     """Write report.html and its four figures into a folder; returns the path of the page."""
     folder, about, encoder = Path(folder), result.about, result.about.encoder
-    for name in QUESTIONS:
-        save_figure(draw(result, name), folder / f"{name}.png")
     question = f"Does attention in {title or encoder['model']} act as a mean field?"
     answer = ANSWERS[result.findings["averaging"].verdict]
-    body = [
-        f"<h1>{html.escape(question)} <span>{answer}</span></h1>",
-        f'<p class="about">{encoder["layers"]} layers of {encoder["heads"]} heads, {about.texts} texts of '
-        f"{about.tokens / about.texts:.0f} tokens on average. Four questions, each with its own test:</p>",
-        '<div class="cards">',
-        *(_card(result, name) for name in QUESTIONS),
-        "</div>",
-        *(_section(result, name) for name in QUESTIONS),
-        '<section id="evolution"><h2>How does the cloud of tokens change through depth?</h2>',
-        f"<p>{html.escape(result.evolution.finding(about.seed).text)}</p>{_figure(result, 'evolution')}</section>",
-        TOKEN_VIEW,
-        f"<section><h2>What was probed</h2>{_described(result)}</section>",
-        '<p class="about">Files: <a href="probe.json">probe.json</a> (all numbers), '
-        '<a href="probe.safetensors">probe.safetensors</a> (all measurements).</p>',
-    ]
-    return _write_html(folder / "report.html", f"{question} {answer}", "\n".join(body), _scripts(result))
+    parts = {
+        "question": html.escape(question),
+        "answer": answer,
+        "size": f"{encoder['layers']} layers of {encoder['heads']} heads, {about.texts} texts of "
+        f"{about.tokens / about.texts:.0f} tokens on average",
+        "cards": "\n".join(_card(result, name) for name in QUESTIONS),
+        "not_covered": html.escape(_not_covered(result)),
+        "evolution_text": html.escape(result.evolution.finding(about.seed).text),
+        "evolution_figure": _figure(result, "evolution"),
+        "described": _described(result),
+    }
+    for name, finding in result.findings.items():
+        save_figure(draw(result, name), folder / f"{name}.png")
+        parts[f"{name}_question"] = html.escape(QUESTIONS[name])
+        parts[f"{name}_figure"] = _figure(result, name)
+        parts[f"{name}_numbers"] = _tables(finding.numbers, encoder["layers"])
+    body = Template(_packaged("page.html")).substitute(parts)
+    return _write_html(folder / "report.html", f"{question} {answer}", body, _scripts(result))
 
 
 def write_comparison(results: Mapping[str, ProbeResult], folder: str | Path, subfolders: dict[str, str]) -> Path:
@@ -126,13 +87,8 @@ def _card(result: ProbeResult, name: str) -> str:
     )
 
 
-def _section(result: ProbeResult, name: str) -> str:
-    numbers, layers = result.findings[name].numbers, result.about.encoder["layers"]
-    return (
-        f'<section id="{name}"><h2>{html.escape(QUESTIONS[name])}</h2>{_figure(result, name)}'
-        f"<p>{html.escape(METHODS[name])}</p><details><summary>Numbers</summary>{_tables(numbers, layers)}"
-        f'</details><p class="not-said">This does not say {html.escape(NOT_SAID[name])}</p></section>'
-    )
+def _tag(finding: Finding) -> str:
+    return f'<span class="tag {TAGS[finding.verdict]}">{finding.verdict or "numbers"}</span> '
 
 
 def _figure(result: ProbeResult, name: str) -> str:
@@ -159,25 +115,26 @@ def _svg(figure: Any, name: str, label: str) -> str:
 
 def _tables(numbers: dict[str, Any], layers: int) -> str:
     """The numbers of a finding: clusters by method and K, lists by layer, heads, and single numbers."""
-    parts = []
+    tables = []
     if "curve" in numbers:
+        labels = {name: label for name, (label, *_) in CLUSTER_METHODS.items()} | OTHER_METHODS
         columns = ("found from", "K", "W2", "embedding cosine", "explained, mean of layers")
-        label = lambda method: CLUSTER_METHODS[method][0] if method in CLUSTER_METHODS else OTHER_METHODS[method]
-        rows = [
-            (label(method), K, row["w2"], row["embedding_cosine"], sum(row["explained"]) / layers)
-            for method, by_K in numbers["curve"].items()
-            for K, row in by_K.items()
-        ]
-        parts.append(_table(columns, rows))
-    is_plain = lambda value: value is None or isinstance(value, int | float)
-    by_layer = {k: v for k, v in numbers.items() if isinstance(v, list) and len(v) == layers and all(map(is_plain, v))}
-    if by_layer:
-        parts.append(_table(("layer", *by_layer), list(zip(range(layers), *by_layer.values()))))
+        rows = []
+        for method, by_K in numbers["curve"].items():
+            for K, row in by_K.items():
+                known = [z for z in row["explained"] if z is not None]
+                mean = sum(known) / len(known) if known else None
+                rows.append((labels[method], K, row["w2"], row["embedding_cosine"], mean))
+        tables.append(_table(columns, rows))
+    is_number = lambda value: value is None or isinstance(value, int | float)
+    lists = {k: v for k, v in numbers.items() if isinstance(v, list) and len(v) == layers and all(map(is_number, v))}
+    if lists:
+        tables.append(_table(("layer", *lists), list(zip(range(layers), *lists.values()))))
     if "heads" in numbers:
-        parts.append(_table(list(numbers["heads"][0]), [list(row.values()) for row in numbers["heads"]]))
+        tables.append(_table(list(numbers["heads"][0]), [list(row.values()) for row in numbers["heads"]]))
     single = {k.replace("_", " "): v for k, v in numbers.items() if isinstance(v, int | float | str)}
     listed = "".join(f"<li>{html.escape(key)}: {_cell(value)}</li>" for key, value in single.items())
-    return f'{"".join(parts)}<ul class="numbers">{listed}</ul>'
+    return f'{"".join(tables)}<ul class="numbers">{listed}</ul>'
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -192,14 +149,19 @@ def _cell(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else html.escape(str(value))
 
 
-def _tag(finding: Finding) -> str:
-    return f'<span class="tag {TAGS[finding.verdict]}">{finding.verdict or "numbers"}</span> '
+def _not_covered(result: ProbeResult) -> str:
+    """What the theorem of the last question does not cover in this model."""
+    facts, limit = result.about.encoder, result.limit
+    parts = [f"queries of {facts['head_dim']} of {facts['dim']} dimensions"] if facts["head_dim"] < facts["dim"] else []
+    parts += [f"{facts['heads']} heads that are summed"] if facts["heads"] > 1 else []
+    parts += ["weights that change from layer to layer"] if limit is not None and len(limit.other_layers) else []
+    return f"this model has {', '.join([*parts, 'biases, norms and feed-forward parts'])}."
 
 
 def _described(result: ProbeResult) -> str:
     about, encoder = result.about, result.about.encoder
     skipped = f", {len(about.skipped)} left out as too short" if about.skipped else ""
-    names = ("attn-flow", "torch", "transformers", "python")
+    packages = ", ".join(f"{name} {about.versions[name]}" for name in ("attn-flow", "torch", "transformers", "python"))
     unexplained = f"leave {max(about.unexplained):.1e} of what attention adds unexplained" if about.unexplained else ""
     items = {
         "Encoder": f"{encoder['model']} ({encoder['architecture']}), {encoder['layers']} layers, "
@@ -208,8 +170,7 @@ def _described(result: ProbeResult) -> str:
         f"{about.unknown_share:.1%} of the tokens unknown to the tokenizer",
         "Temperature": "as trained" if about.beta_factor == 1 else f"{about.beta_factor:g} times the trained beta",
         "Weights and positions as read": unexplained,
-        "Computed": f"in {about.dtype} on {about.device}, seed {about.seed}; "
-        + ", ".join(f"{name} {about.versions[name]}" for name in names),
+        "Computed": f"in {about.dtype} on {about.device}, seed {about.seed}; {packages}",
         "Weights": about.weights,
     }
     return "<ul>" + "".join(f"<li>{k}: {html.escape(v)}.</li>" for k, v in items.items() if v) + "</ul>"
@@ -218,29 +179,22 @@ def _described(result: ProbeResult) -> str:
 def _scripts(result: ProbeResult) -> str:
     """The data of the token view and its script. "<" is escaped, so that no token can end the script."""
     reading, lengths = result.reading, result.reading.lengths.tolist()
-    spreads = reading.keys.log() / max(1.0, float(reading.lengths.double().log().max()))
-    texts = [
-        {
-            "words": as_words(tokens),
-            "keys": _bytes(spread),
-            "received": [[round(value, 2) for value in row] for row in received.tolist()],
-        }
-        for tokens, spread, received in zip(
-            result.tokens, spreads.split(lengths, -1), reading.received.split(lengths, -1)
-        )
-    ]
+    spreads = (reading.keys.log() / max(1.0, float(reading.lengths.double().log().max()))).split(lengths, -1)
+    received = [[[round(value, 2) for value in row] for row in z.tolist()] for z in reading.received.split(lengths, -1)]
     heads = result.findings["averaging"].numbers.get("heads", [])
     data = {
-        "texts": texts,
+        "texts": [
+            {"words": as_words(tokens), "keys": _bytes(keys), "received": rows}
+            for tokens, keys, rows in zip(result.tokens, spreads, received)
+        ],
         "longest": max(lengths),
         "layers": result.about.encoder["layers"],
         "heads": result.about.encoder["heads"],
         "map": [{"layer": row["layer"], "head": row["head"], "b": row["b"], "sd": row["logit_sd"]} for row in heads],
         "rows": {"n": reading.weights.shape[-1], "bytes": _bytes(reading.weights.sqrt())},
     }
-    code = files("attn_flow.probe").joinpath("page.js").read_text(encoding="utf-8")
     escaped = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    return f"<script>const data = {escaped};</script><script>{code}</script>"
+    return f"<script>const data = {escaped};</script><script>{_packaged('page.js')}</script>"
 
 
 def _bytes(values: Any) -> str:
@@ -248,12 +202,16 @@ def _bytes(values: Any) -> str:
     return base64.b64encode((values.clamp(0, 1) * 255).round().byte().numpy().tobytes()).decode()
 
 
+def _packaged(name: str) -> str:
+    return files("attn_flow.probe").joinpath(name).read_text(encoding="utf-8")
+
+
 def _write_html(path: Path, title: str, body: str, scripts: str = "") -> Path:
-    style = files("attn_flow.probe").joinpath("page.css").read_text(encoding="utf-8")
     text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{style}</style></head><body>\n{body}\n{scripts}</body></html>\n"
+        f"<title>{html.escape(title)}</title><style>{_packaged('page.css')}</style></head>"
+        f"<body>\n{body}\n{scripts}</body></html>\n"
     )
     write_bytes(text.encode(), path)
     return path

@@ -1,7 +1,7 @@
 """An encoder recorded on texts, and one text as the heads of a layer see it.
 
-A head sees tokens only through queries, keys and values. `Heads` holds them for one text, with what positions add to
-the scores, so that attention is softmax(queries keys^T) values in every architecture.
+`Heads` holds queries, keys and values of one text, with what positions add to the scores, so that attention is
+softmax(queries keys^T) values in every architecture.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from attn_flow.hooks.weights import attentions
 from attn_flow.hooks.wrapping import scale_beta
 
 MIN_TOKENS = 16  # a shorter text has too few keys to sample from
+RESOLUTION = 1e-10  # squares below this multiple of the squared output are rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,24 +151,18 @@ class Recording:
         """Whether tokens in some layer see only a part of their text: causal or local attention."""
         return any(A.causal for A in self.attentions) or any(window is not None for window in self.windows)
 
-    def heads(self, layer: int, text: int) -> Heads:
-        """A text as the heads of a layer see it."""
-        return self.heads_of(layer, self.states[layer][text], text)
-
-    def heads_of(self, layer: int, x: Tensor, text: int) -> Heads:
-        """Other tokens x (n, d) of a text as the heads of a layer see them."""
+    def heads(self, layer: int, text: int, x: Tensor | None = None) -> Heads:
+        """A text as the heads of a layer see it; or other tokens x (n, d) in its place."""
+        x = self.states[layer][text] if x is None else x
         return read_heads(self.attentions[layer], x, self.special[text], self.windows[layer], self.positions[layer])
 
     def explained(self, predict: Predict) -> Tensor:
         """R2 of a prediction of what attention adds, against each text's mean output, (layers, texts)."""
-        R2 = torch.zeros(self.layers, self.texts, dtype=torch.float64)
-        for layer in range(self.layers):
-            for text in range(self.texts):
-                output = self.outputs[layer][text].double()
-                error = predict(self.heads(layer, text), layer, text).double() - output
-                variance = (output - output.mean(0)).square().sum()
-                R2[layer, text] = 1 - error.square().sum() / variance.clamp_min(1e-30)
-        return R2
+        R2 = [
+            [explained(predict(self.heads(layer, t), layer, t), outputs[t]) for t in range(self.texts)]
+            for layer, outputs in enumerate(self.outputs)
+        ]
+        return torch.tensor(R2, dtype=torch.float64)
 
     def first(self, texts: int) -> Recording:
         """The first few texts."""
@@ -222,10 +217,7 @@ def record_encoder(
     world: Processes = ALONE,
     **options: Any,
 ) -> Recording:
-    """Record a model on texts; `options` are those of `Inputs`, the others those of `hooks.record`.
-
-    Texts of fewer than MIN_TOKENS tokens are left out.
-    """
+    """Record a model on texts of at least MIN_TOKENS tokens; `options` are those of `Inputs`."""
     inputs = Inputs(encoder_inside(model), source, texts, **options)
     layers, scaled = blocks(model), [A.with_beta(inputs.beta_factor * A.beta) for A in attentions(model)]
     L = len(scaled)
@@ -249,12 +241,11 @@ def record_encoder(
             "sentences into one."
         )
     names, ids, special = path.labels.get("token"), path.labels.get("id"), path.labels["special"]
-    tokens = [list(names[t]) if names else [str(i) for i in range(lengths[t])] for t in indices]
     levels = [[x[level, t][mask[t]] for t in indices] for level in range(2 * L + 1)]
-    contents = [
-        f"{ids[t]} {special[t]} {tokens[i]}".encode() if ids else levels[0][i].cpu().numpy().tobytes()
-        for i, t in enumerate(indices)
-    ]
+    digest = hashlib.sha256(str([(ids[t] if ids else None, special[t]) for t in indices]).encode())
+    if not ids:
+        for tokens in levels[0]:
+            digest.update(tokens.cpu().numpy().tobytes())
     return Recording(
         attentions=scaled,
         windows=[block.window for block in layers],
@@ -262,12 +253,12 @@ def record_encoder(
         states=[*levels[:L], levels[-1]],
         outputs=levels[L:-1],
         special=[torch.tensor(special[t], dtype=torch.bool, device=x.device) for t in indices],
-        tokens=tokens,
+        tokens=[list(names[t]) if names else [str(i) for i in range(lengths[t])] for t in indices],
         indices=indices,
         skipped=tuple(t for t in range(len(lengths)) if t not in indices),
         truncated=int(path.about.get("truncated") or 0),
         unknown_share=float(path.about.get("unknown_share") or 0.0),
-        digest=hashlib.sha256(b"\0".join(contents)).hexdigest(),
+        digest=digest.hexdigest(),
         inputs=inputs,
     )
 
@@ -275,6 +266,14 @@ def record_encoder(
 def exact(heads: Heads, layer: int, text: int) -> Tensor:
     """Attention itself, as a prediction."""
     return heads.combine(heads.averages)
+
+
+def explained(predicted: Tensor, true: Tensor) -> Tensor:
+    """R2 = 1 - |predicted - true|^2 / |true - mean|^2 of outputs (..., n, v), in float64; NaN for a constant output."""
+    predicted, true = predicted.double(), true.double()
+    variance = (true - true.mean(-2, keepdim=True)).square().sum((-2, -1))
+    is_known = variance > RESOLUTION * true.square().sum((-2, -1))
+    return torch.where(is_known, 1 - (predicted - true).square().sum((-2, -1)) / variance, torch.nan)
 
 
 def directions(x: Tensor) -> Tensor:

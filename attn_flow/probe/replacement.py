@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -25,14 +25,8 @@ from attn_flow.transport import CertificateError, wasserstein
 GEOMLOSS_RTOL = 0.2  # what geomloss may leave unproved: in hundreds of dimensions its bound is wide, its value good
 
 
-@dataclass(frozen=True, eq=False)
-class Passes:
-    """What an encoder makes of texts.
-
-    Args:
-        outputs: [text] (n, d), the tokens after the last block.
-        embeddings: (texts, d), the mean-pooled outputs as unit vectors.
-    """
+class Passes(NamedTuple):
+    """What an encoder makes of texts: tokens after the last block, [text] (n, d), and unit embeddings (texts, d)."""
 
     outputs: list[Tensor]
     embeddings: Tensor
@@ -79,8 +73,8 @@ def prepare_replacement(recording: Recording) -> Replacement:
 def w2(x: Tensor, y: Tensor, method: str = "auto") -> float:
     """W2 between two clouds of tokens: "exact", by "geomloss", or "auto": exact on a CPU, geomloss on other devices.
 
-    Clouds of equally many tokens are an assignment problem, which scipy solves exactly; a proof of it costs 25 times as
-    much. Where geomloss cannot prove its distance to 20%, as for clouds that are equal but for rounding, it is exact.
+    Clouds of equally many tokens are an assignment problem, which scipy solves exactly. Where geomloss cannot prove its
+    distance to 20%, as for clouds that are equal but for rounding, it is exact.
 
     Example:
         >>> w2(torch.zeros(3, 2), torch.tensor([[3.0, 4.0]]).expand(3, 2))
@@ -142,7 +136,7 @@ def _replace_outputs(
         x, mask, layer = cache.batch_first(entered[0]), cache.mask, cache.clock.layer
         added = torch.zeros_like(x)
         for row, text in rows.items():
-            heads = recorded.heads_of(layer, x[row][mask[row]], text)
+            heads = recorded.heads(layer, text, x[row][mask[row]])
             added[row, mask[row]] = predict(heads, layer, text).to(x.dtype)
         return with_hidden_states(output, cache.batch_first(added))
 

@@ -33,6 +33,12 @@ RECORDS: dict[str, Callable[..., Any]] = {
     "reading": Reading,
 }
 
+NOT_MEASURED = {
+    "averaging": "Not measured: tokens of this encoder see only a part of their text.",
+    "clusters": "Not measured: it takes several texts, and an encoder whose tokens see all of their text.",
+    "limit": "Not measured: tokens of this encoder see only a part of their text.",
+}
+
 
 @dataclass(frozen=True)
 class About:
@@ -77,17 +83,17 @@ class ProbeResult:
 
     Args:
         about: what was probed.
-        averaging, clusters, temperature, limit: the measurements of the four questions.
+        averaging, clusters, temperature, limit: the measurements of the four questions; None if one does not apply.
         evolution: how the cloud changes through depth.
         reading: attention token by token, of a few texts.
         tokens: the tokens of these texts.
     """
 
     about: About
-    averaging: Averaging
-    clusters: Clusters
+    averaging: Averaging | None
+    clusters: Clusters | None
     temperature: Temperature
-    limit: LimitApproach
+    limit: LimitApproach | None
     evolution: Evolution
     reading: Reading
     tokens: list[list[str]]
@@ -95,32 +101,23 @@ class ProbeResult:
     @cached_property
     def findings(self) -> dict[str, Finding]:
         """The answer to each question: averaging, clusters, temperature, limit."""
-        return {name: getattr(self, name).finding(seed=self.about.seed) for name in QUESTIONS}
+        records = {name: getattr(self, name) for name in QUESTIONS}
+        return {
+            name: Finding(None, NOT_MEASURED[name]) if record is None else record.finding(seed=self.about.seed)
+            for name, record in records.items()
+        }
 
     def __repr__(self) -> str:
         encoder = self.about.encoder
         answers = ", ".join(f"{name}: {finding.verdict or 'numbers'}" for name, finding in self.findings.items())
         return f"ProbeResult({encoder['model']}, {encoder['layers']} layers, {self.about.texts} texts; {answers})"
 
-    def to_frame(self, rows: str = "heads") -> DataFrame:
-        """A table for pandas.
-
-        Args:
-            rows: "heads" for one row per head (layer, head, exponent b, logit_sd, its two predictions, and what
-                describes the head), or "layers" for one row per layer (exponent, p_value and fraction of the limit).
-        """
-        averaging, temperature, limit = (self.findings[name].numbers for name in ("averaging", "temperature", "limit"))
-        if rows == "heads":
-            table = temperature["heads"]
-            if averaging:
-                table = [{**row, **other} for row, other in zip(averaging["heads"], table)]
-            return require_extra("pandas").DataFrame(table)
-        if rows != "layers":
-            raise ValueError(f"rows = {rows!r}, expected 'heads' or 'layers'.")
-        columns = {"exponent": averaging, "p_value": limit, "fraction": limit}
-        layers = range(self.about.encoder["layers"])
-        by_layer = {name: numbers.get(name) or [None] * len(layers) for name, numbers in columns.items()}
-        return require_extra("pandas").DataFrame({"layer": layers, **by_layer})
+    def to_frame(self) -> DataFrame:
+        """A table for pandas with one row per head: layer, head, exponent b, logit_sd, and what describes the head."""
+        averaging, temperature = (self.findings[name].numbers for name in ("averaging", "temperature"))
+        others = averaging.get("heads") or [{}] * len(temperature["heads"])
+        rows = [{**other, **row} for other, row in zip(others, temperature["heads"])]
+        return require_extra("pandas").DataFrame(rows)
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values: `about`, `questions` (verdict, text, numbers), `evolution`. A missing number is None."""
@@ -172,9 +169,14 @@ class ProbeResult:
         for name, tensor in tensors.items():
             record, _, key = name.partition(".")
             parts[record][key] = tensor
-        return cls(about, tokens=tokens, **{name: RECORDS[name](**parts[name]) for name in RECORDS})
+        return cls(about, tokens=tokens, **{name: record_of(name, parts[name]) for name in RECORDS})
 
 
 def tensors_of(record: Any) -> dict[str, Tensor]:
-    """Copies of the fields of a measured record, which a file wants apart."""
-    return {entry.name: getattr(record, entry.name).clone() for entry in fields(record)}
+    """Copies of the fields of a measured record, which a file wants apart; nothing for what was not measured."""
+    return {} if record is None else {entry.name: getattr(record, entry.name).clone() for entry in fields(record)}
+
+
+def record_of(name: str, tensors: dict[str, Tensor]) -> Any:
+    """The record of a question, from its fields."""
+    return RECORDS[name](**tensors) if tensors else None

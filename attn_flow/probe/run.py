@@ -30,18 +30,21 @@ from attn_flow.probe.averaging import measure_averaging
 from attn_flow.probe.clusters import measure_clusters
 from attn_flow.probe.limit import measure_limit
 from attn_flow.probe.recording import MIN_TOKENS, Recording, exact, record_encoder
-from attn_flow.probe.result import RECORDS, About, ProbeResult, tensors_of
+from attn_flow.probe.result import NOT_MEASURED, About, ProbeResult, record_of, tensors_of
 from attn_flow.probe.stacks import record_stack, stack_facts
 from attn_flow.probe.temperature import measure_temperature
 from attn_flow.probe.tokens import measure_evolution, read_tokens
 
-# The stages with their typical shares of the time, for the progress bar. Processes take the groups in turn.
-GROUPS = (
-    {"averaging": 15, "temperature": 3},
-    {"clusters": 37},
-    {"limit": 43},
-    {"evolution": 1, "reading": 1},
-)
+Progress = Callable[[float], None]
+# Every stage with its typical share of the time. Processes take the stages in turn.
+STAGES: dict[str, tuple[int, Callable[[Recording, torch.Generator, Progress], Any]]] = {
+    "averaging": (10, lambda recording, generator, report: measure_averaging(recording, generator, progress=report)),
+    "temperature": (2, lambda recording, generator, report: measure_temperature(recording)),
+    "clusters": (50, lambda recording, generator, report: measure_clusters(recording, generator, progress=report)),
+    "limit": (36, lambda recording, generator, report: measure_limit(recording, generator, progress=report)),
+    "evolution": (1, lambda recording, generator, report: measure_evolution(recording)),
+    "reading": (1, lambda recording, generator, report: read_tokens(recording)),
+}
 UNEXPLAINED = 0.01  # share of what attention adds that weights and positions as read may leave unexplained
 
 
@@ -108,50 +111,45 @@ class ProbeRun:
             The result, in every process.
         """
         records: dict[str, Any] = {}
-        own = {name: share for group in GROUPS[self.world.rank :: self.world.count] for name, share in group.items()}
-        with progress_bar("probe", sum(own.values()), progress and self.world.is_first) as advance, torch.no_grad():
+        own = list(STAGES)[self.world.rank :: self.world.count]
+        total = sum(STAGES[name][0] for name in own)
+        with progress_bar("probe", total, progress and self.world.is_first) as advance, torch.no_grad():
             for name in own:
-                reported = 0.0
+                done = 0.0
 
                 def report(share: float, name: str = name) -> None:
-                    nonlocal reported
-                    advance(own[name] * (share - reported), note=name)
-                    reported = share
+                    nonlocal done
+                    advance(STAGES[name][0] * (share - done), note=name)
+                    done = share
 
                 report(0.0)
                 records[name] = self._read_or_measure(name, folder, report)
                 report(1.0)
-        shares = self.world.gather_objects(records)
-        records = {name: record for share in shares for name, record in share.items()}
+        records = {name: record for share in self.world.gather_objects(records) for name, record in share.items()}
         tokens = self.recording.tokens[: len(records["reading"].lengths)]
         return ProbeResult(self.about, tokens=tokens, **records)
 
-    def _read_or_measure(self, name: str, folder: str | Path | None, report: Callable[[float], None]) -> Any:
-        if folder is None:
-            return self._measure(name, report)
-        path = Path(folder) / f"{name}.safetensors"
-        if path.exists():
+    def _read_or_measure(self, name: str, folder: str | Path | None, report: Progress) -> Any:
+        path = None if folder is None else Path(folder) / f"{name}.safetensors"
+        if path is not None and path.exists():
             fields, words = read_tensors(path)
             if words.get("key") == self.about.key:
-                return RECORDS[name](**fields)
-        record = self._measure(name, report)
-        write_tensors(tensors_of(record), path, {"key": self.about.key})
+                return record_of(name, fields)
+        record = None
+        if can_be_measured(name, self.recording):
+            mixed = hashlib.sha256(f"{self.about.seed}/{name}".encode()).digest()  # other numbers in every stage
+            generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
+            record = STAGES[name][1](self.recording, generator, report)
+        if path is not None:
+            write_tensors(tensors_of(record), path, {"key": self.about.key})
         return record
 
-    def _measure(self, name: str, report: Callable[[float], None]) -> Any:
-        if name == "temperature":
-            return measure_temperature(self.recording, progress=report)
-        if name == "evolution":
-            return measure_evolution(self.recording)
-        if name == "reading":
-            return read_tokens(self.recording)
-        mixed = hashlib.sha256(f"{self.about.seed}/{name}".encode()).digest()  # other numbers in every stage
-        generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
-        if name == "averaging":
-            return measure_averaging(self.recording, generator, progress=report)
-        if name == "clusters":
-            return measure_clusters(self.recording, generator, progress=report)
-        return measure_limit(self.recording, generator, progress=report)
+
+def can_be_measured(name: str, recording: Recording) -> bool:
+    """Whether a question applies: three need tokens that see all of their text, the clusters also foreign queries."""
+    if name == "clusters" and (recording.texts < 2 or recording.inputs is None):
+        return False
+    return name not in NOT_MEASURED or not recording.hides_tokens
 
 
 def prepare(
@@ -190,12 +188,9 @@ def prepare(
         texts = None if texts is None else list(row_texts(texts))
         limit = None if texts is None else length_limit(source, model)
         max_length = min(max_length, limit) if max_length is not None and limit is not None else max_length
-        options: dict[str, Any] = {"max_length": max_length, "beta_factor": beta_factor, "max_unknown": max_unknown}
-        recording, facts = (
-            record_encoder(model, source, texts, batch=batch, world=world, **options),
-            encoder_facts(model),
-        )
-        unexplained, inputs = check_weights(model, recording), recording.digest
+        options: dict[str, Any] = {"max_length": max_length, "beta_factor": beta_factor, "batch": batch}
+        recording = record_encoder(model, source, texts, max_unknown=max_unknown, world=world, **options)
+        unexplained, facts, inputs = check_weights(model, recording), encoder_facts(model), recording.digest
         if texts is None:  # token types and positions count, too
             inputs += hashlib.sha256(b"".join(p.content() for p in pieces(model, source, None, batch))).hexdigest()
     if recording.skipped and world.is_first:
@@ -231,7 +226,7 @@ def check_weights(model: nn.Module, recording: Recording) -> list[float]:
 
     A layer that computes something else is a ValueError, unless its architecture has positions that cannot be read.
     """
-    unexplained = (1 - recording.first(2).explained(exact)).amax(-1).clamp(min=0).tolist()
+    unexplained = (1 - recording.first(2).explained(exact)).nan_to_num(0.0).amax(-1).clamp(min=0).tolist()
     for layer, (share, block) in enumerate(zip(unexplained, blocks(model))):
         if share > UNEXPLAINED and (block.knows_positions or not block.positions):
             raise ValueError(

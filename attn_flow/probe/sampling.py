@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow.theory.random_energy import PHASES, phase
-
 SMALLEST_SAMPLE = 8
 SIZES = 5  # sample sizes of a text
 GAUSSIAN_LOGITS = 2**20  # number of simulated logits behind one value of the curve of Gaussian logits
@@ -70,11 +68,9 @@ def weight_errors(logits: Tensor, special: Tensor, order: Tensor, sizes: Tensor)
     logits = logits.double()
     weights = (logits - logits.amax(-1, keepdim=True)).exp()
     squares = weights.square()
-    n, (draws, N) = len(special), order.shape
-    ranks = torch.arange(N, device=order.device).expand(draws, -1)
-    rank = torch.empty(draws, n, dtype=torch.int64, device=order.device).scatter_(1, order, ranks)
-    is_sampled = (rank[:, None] < sizes.to(rank)[:, None]) & ~special  # (draws, sizes, n)
-    masks = is_sampled.to(weights).flatten(0, 1).mT
+    (draws, N), n = order.shape, len(special)
+    masks = torch.stack([torch.zeros(draws, n).to(weights).scatter_(1, order[:, :m], 1.0) for m in sizes.tolist()], 1)
+    masks = masks.flatten(0, 1).mT  # (n, draws * sizes)
     factor = (N / sizes.to(weights)).repeat(draws)
     always, always_squared = (z[..., special].sum(-1, keepdim=True) for z in (weights, squares))
     total, sampled_squares = weights.sum(-1, keepdim=True), squares @ masks
@@ -98,22 +94,14 @@ def logit_sd(logits: Tensor, special: Tensor) -> Tensor:
     return variance.double().mean((-2, -1)).sqrt()
 
 
-def head_phases(sd: Tensor, tokens: Tensor) -> Tensor:
-    """Phases (layers, heads) of heads by their logits' standard deviation (layers, heads, texts): indices of PHASES.
-
-    The thresholds are those of the mean number of keys, `tokens` (texts,).
-    """
-    n = max(2, round(float(tokens.double().mean())))
-    return torch.from_numpy(phase(sd.mean(-1).numpy(), n)).long()
-
-
-def head_rows(columns: dict[str, Tensor], phases: Tensor) -> list[dict[str, Any]]:
-    """One row per head: its layer, number, phase, and an entry of every column (layers, heads)."""
+def head_rows(columns: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """One row per head: its layer, its number, and an entry of every column (layers, heads)."""
+    layers, heads = next(iter(columns.values())).shape
     lists = {name: column.tolist() for name, column in columns.items()}
     return [
-        {"layer": i, "head": h, **{name: c[i][h] for name, c in lists.items()}, "phase": PHASES[phases[i, h]]}
-        for i in range(phases.shape[0])
-        for h in range(phases.shape[1])
+        {"layer": i, "head": h, **{name: column[i][h] for name, column in lists.items()}}
+        for i in range(layers)
+        for h in range(heads)
     ]
 
 

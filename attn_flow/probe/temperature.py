@@ -6,7 +6,6 @@ of the keys and values may describe them; frozen heads are described by the few 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from attn_flow.measures import Cloud, Gaussian, Mixture
 from attn_flow.probe.findings import Finding, rank_correlation
-from attn_flow.probe.recording import Heads, Recording
-from attn_flow.probe.sampling import head_phases, head_rows, logit_sd
-from attn_flow.theory.random_energy import PHASES, thresholds
+from attn_flow.probe.recording import Heads, Recording, explained
+from attn_flow.probe.sampling import head_rows, logit_sd
+from attn_flow.theory.random_energy import PHASES, phase, thresholds
 
+TEXTS = 16  # as for the exponents
 DESCRIPTIONS = {"two_moments": "two moments", "four_keys": "the four largest logits", "argmax": "the largest logit"}
 
 
@@ -30,7 +30,6 @@ class Temperature:
         logit_sd: (layers, heads, texts), standard deviation of a query's logits over those keys.
         entropy: (layers, heads, texts), of the attention weights over the logarithm of the number of visible keys.
         largest_weight: (layers, heads, texts), mean over queries.
-        effective_keys: (layers, heads, texts), the inverse of the mean over queries of sum_j p_j^2.
         logit_bound: (layers, heads, texts), the largest |query| times the largest |key - mean key|.
         two_moments: (layers, heads, texts), explained variance of a head's output by mean and covariance of its keys
             and values, special tokens apart; NaN if tokens see only a part of their text.
@@ -42,7 +41,6 @@ class Temperature:
     logit_sd: Tensor
     entropy: Tensor
     largest_weight: Tensor
-    effective_keys: Tensor
     logit_bound: Tensor
     two_moments: Tensor
     four_keys: Tensor
@@ -51,33 +49,35 @@ class Temperature:
     def finding(self, seed: int = 0) -> Finding:
         """How many heads are warm, middle and frozen, and which description does best in each; there is no verdict."""
         means = {name: value.nanmean(-1) for name, value in vars(self).items() if name != "tokens"}
-        phases = head_phases(self.logit_sd, self.tokens)
-        sizes = {name: int((phases == i).sum()) for i, name in enumerate(PHASES)}
-        median = lambda kind, i: float(means[kind][phases == i].nanquantile(0.5)) if (phases == i).any() else None
-        medians = {name: {kind: median(kind, i) for kind in DESCRIPTIONS} for i, name in enumerate(PHASES)}
-        best = {name: best_description(medians[name]) for name in PHASES}
-        others = [name for name in means if name != "logit_sd"]
-        numbers = {
-            "heads": head_rows(means, phases),
-            "phases": sizes,
-            "thresholds": [float(s) for s in thresholds(max(2, round(float(self.tokens.mean()))))],
-            "explained": medians,
-            "best_description": best,
-            "rank_correlation_with_logit_sd": {n: rank_correlation(means["logit_sd"], means[n]) for n in others},
-        }
-        parts = []
-        for name, size in sizes.items():
-            kind = best[name]
+        n = max(2, round(float(self.tokens.mean())))
+        phases = torch.from_numpy(phase(means["logit_sd"].numpy(), n)).long()
+        rows, medians, parts = head_rows(means), {}, []
+        median = lambda values: values.nanquantile(0.5) if len(values) else torch.tensor(torch.nan)
+        for row in rows:
+            row["phase"] = PHASES[int(phases[row["layer"], row["head"]])]
+        sizes = {name: sum(row["phase"] == name for row in rows) for name in PHASES}
+        for i, (name, size) in enumerate(sizes.items()):
+            medians[name] = {kind: median(means[kind][phases == i]) for kind in DESCRIPTIONS}
+            kind = best_description(medians[name])
             words = f"R2 {medians[name][kind]:.2f} by {DESCRIPTIONS[kind]}" if kind else "no description applies"
             if size:
                 parts.append(f"{size} {'is' if size == 1 else 'are'} {name} ({words})")
+        numbers = {
+            "heads": rows,
+            "phases": sizes,
+            "thresholds": [float(s) for s in thresholds(n)],
+            "explained": medians,
+            "best_description": {name: best_description(medians[name]) for name in PHASES},
+            "rank_correlation_with_logit_sd": {
+                name: rank_correlation(means["logit_sd"], mean) for name, mean in means.items() if name != "logit_sd"
+            },
+        }
         value = ", ".join(f"{size} {name}" for name, size in sizes.items())
-        return Finding(None, f"Of {phases.numel()} heads {', '.join(parts)}.", numbers, value)
+        return Finding(None, f"Of {len(rows)} heads {', '.join(parts)}.", numbers, value)
 
 
-def measure_temperature(
-    recording: Recording, *, texts: int = 8, progress: Callable[[float], None] = lambda share: None
-) -> Temperature:
+@torch.no_grad()
+def measure_temperature(recording: Recording) -> Temperature:
     """Measure the temperature of every head and the descriptions of its output on the first texts.
 
     Example:
@@ -87,29 +87,25 @@ def measure_temperature(
         >>> measure_temperature(recording).finding().numbers["phases"]
         {'warm': 4, 'middle': 0, 'frozen': 0}
     """
-    recording = recording.first(texts)
+    recording = recording.first(TEXTS)
     columns, tokens = [], []
     for text in range(recording.texts):
         layers = [recording.heads(layer, text) for layer in range(recording.layers)]
         columns.append([torch.stack(column) for column in zip(*map(_describe_heads, layers))])
-        tokens.append(float((layers[0].logits[0, :, ~layers[0].special] > -torch.inf).sum(-1).double().mean()))
-        progress((text + 1) / recording.texts)
-    measured = (torch.stack(values, -1).double().cpu() for values in zip(*columns))
-    return Temperature(torch.tensor(tokens, dtype=torch.float64), *measured)
+        tokens.append((layers[0].logits[0, :, ~layers[0].special] > -torch.inf).sum(-1).double().mean().cpu())
+    return Temperature(torch.stack(tokens), *(torch.stack(values, -1).double().cpu() for values in zip(*columns)))
 
 
-@torch.no_grad()
 def _describe_heads(heads: Heads) -> tuple[Tensor, ...]:
     """The columns of `Temperature` from logit_sd on, for one text in one layer, each (heads,)."""
     weights = heads.logits.softmax(-1)
     visible = (heads.logits > -torch.inf).sum(-1).clamp(min=2)
-    two_moments = describe_by_moments(heads) if heads.visible is None else torch.full_like(heads.averages, torch.nan)
     centred = heads.keys - heads.keys.mean(-2, keepdim=True)
+    two_moments = describe_by_moments(heads) if heads.visible is None else torch.full_like(heads.averages, torch.nan)
     return (
         logit_sd(heads.logits, heads.special),
         (torch.special.entr(weights).sum(-1) / visible.log()).mean(-1),
         weights.amax(-1).mean(-1),
-        1 / weights.square().sum(-1).mean(-1),
         heads.queries.norm(dim=-1).amax(-1) * centred.norm(dim=-1).amax(-1),
         explained(two_moments, heads.averages),
         explained(describe_by_keys(heads, 4), heads.averages),
@@ -139,14 +135,7 @@ def describe_by_keys(heads: Heads, count: int) -> Tensor:
     return weights @ heads.values
 
 
-def explained(predicted: Tensor, true: Tensor) -> Tensor:
-    """Explained variance 1 - |predicted - true|^2 / |true - mean|^2 of outputs (..., n, v), in float64; at most 1."""
-    predicted, true = predicted.double(), true.double()
-    variance = (true - true.mean(-2, keepdim=True)).square().sum((-2, -1))
-    return torch.where(variance > 0, 1 - (predicted - true).square().sum((-2, -1)) / variance, torch.nan)
-
-
-def best_description(explained: dict[str, float | None]) -> str | None:
+def best_description(explained: dict[str, Tensor]) -> str | None:
     """The description that explains most; None if none explains anything."""
-    known = {name: value for name, value in explained.items() if value is not None and value > 0}
+    known = {name: float(value) for name, value in explained.items() if value > 0}
     return max(known, key=lambda name: known[name]) if known else None

@@ -56,10 +56,10 @@ def measure_evolution(recording: Recording) -> Evolution:
     rows = []
     with limit_threads(1):
         for level in recording.states:
-            clouds = [directions(z) for z in level[:TEXTS]]
+            clouds = [directions(x) for x in level[:TEXTS]]
             centred = [directions(x - x.mean(0)) for x in clouds]
-            cosines = [[_mean_cosine(x) for x in group] for group in (clouds, centred)]
-            rows.append([*cosines, [float(effective_rank(x)) for x in clouds]])
+            ranks = [float(effective_rank(x)) for x in clouds]
+            rows.append([[_mean_cosine(x) for x in clouds], [_mean_cosine(x) for x in centred], ranks])
     return Evolution(*torch.tensor(rows, dtype=torch.float64).transpose(0, 1))
 
 

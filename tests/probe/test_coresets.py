@@ -63,10 +63,12 @@ def test_masses_are_what_their_formula_says():
         assert float(coreset.log_masses[0, c]) == pytest.approx(above / below, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["cluster_by_queries", "top_tokens", "top_tokens_and_rest"])
-def test_as_many_clusters_as_tokens_are_exact(name):
+@pytest.mark.parametrize(
+    ("name", "rest"), [("cluster_by_queries", {}), ("top_tokens", {}), ("top_tokens", {"rest": True})]
+)
+def test_as_many_clusters_as_tokens_are_exact(name, rest):
     keys, values, queries = draw(2, 9, 3), draw(2, 9, 4, seed=1), draw(2, 6, 3, seed=2)
-    coreset = getattr(coresets, name)(keys, values, draw(2, 20, 3, seed=3), 9)
+    coreset = getattr(coresets, name)(keys, values, draw(2, 20, 3, seed=3), 9, **rest)
     torch.testing.assert_close(coreset.averages(queries), exact(queries, keys, values))
 
 
@@ -74,6 +76,8 @@ def test_all_tokens_drawn_are_exact(generator):
     keys, values, queries = draw(2, 9, 3), draw(2, 9, 4, seed=1), draw(2, 6, 3, seed=2)
     special = torch.arange(9) < 2
     tokens = coresets.random_tokens(keys, values, special, 9, generator)
+    torch.testing.assert_close(tokens.averages(queries), exact(queries, keys, values))
+    tokens = coresets.leverage_sample(keys, values, 9, generator)
     torch.testing.assert_close(tokens.averages(queries), exact(queries, keys, values))
     averages = coresets.nystroem_averages(keys, values, queries, torch.full((2,), 1.7), 9)
     torch.testing.assert_close(averages, exact(queries, keys, values), rtol=1e-4, atol=1e-4)
@@ -98,6 +102,22 @@ def test_random_tokens_are_unbiased(generator):
         assert all(bool((coreset.keys[0] == key).all(-1).any()) for key in keys[0, special])
     sums = torch.stack(sums)
     assert abs(float(sums.mean() - values.sum())) < 4 * float(sums.std()) / math.sqrt(len(sums))
+
+
+def test_leverage_samples_are_unbiased_and_keep_what_no_other_key_spans(generator):
+    """A single key in a direction of its own has the leverage score 1 and is drawn nearly always."""
+    keys, values = 0.3 * draw(1, 20, 3), draw(1, 20, 1, seed=1)
+    keys[..., 2] = 0.0
+    keys[0, 7, 2] = 1.0
+    sums, lonely = [], 0
+    for _ in range(4000):
+        coreset = coresets.leverage_sample(keys, values, 8, generator)
+        assert coreset.keys.shape == (1, 8, 3)
+        sums.append((coreset.log_masses.exp()[..., None] * coreset.values).sum())
+        lonely += bool((coreset.keys[0, :, 2] > 0).any())
+    sums = torch.stack(sums)
+    assert abs(float(sums.mean() - values.sum())) < 4 * float(sums.std()) / math.sqrt(len(sums))
+    assert lonely > 0.9 * len(sums)
 
 
 def test_random_clusters_are_worse_than_those_found(planted, generator):

@@ -42,14 +42,11 @@ def test_json_has_the_promised_names(result) -> None:
     assert all(math.isfinite(x) for x in numbers(content))
 
 
-def test_a_table_has_one_row_per_head_or_per_layer(result) -> None:
-    heads, layers = result.to_frame(), result.to_frame("layers")
-    assert (len(heads), len(layers)) == (72, 6)
-    assert {"layer", "head", "b", "logit_sd", "predicted_b", "logits_b"} <= set(heads.columns)
-    assert {"layer", "exponent", "p_value", "fraction"} <= set(layers.columns)
+def test_a_table_has_one_row_per_head(result) -> None:
+    heads = result.to_frame()
+    assert len(heads) == 72
+    assert {"layer", "head", "b", "logit_sd", "predicted_b", "logits_b", "entropy", "phase"} <= set(heads.columns)
     assert heads[["layer", "head"]].drop_duplicates().shape == (72, 2)
-    with pytest.raises(ValueError, match="expected 'heads' or 'layers'"):
-        result.to_frame("tokens")
 
 
 def test_a_result_is_read_as_it_was_saved(result, tmp_path) -> None:

@@ -128,8 +128,15 @@ def test_a_model_whose_tokens_see_a_part_of_the_text_is_probed(name, tmp_path) -
     """Causal and local attention: what does not apply says so, and the report is written."""
     ids = torch.randint(3, 60, (3, 40), generator=torch.Generator().manual_seed(0))
     result = probe(tiny(name), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_length=None)
-    assert result.findings["clusters"].verdict is None
+    for question in ("averaging", "clusters", "limit"):
+        assert result.findings[question].verdict is None
+        assert (
+            "see only a part" in result.findings[question].text
+            or "see all of their text" in result.findings[question].text
+        )
+    assert len(result.to_frame()) == len(result.findings["temperature"].numbers["heads"])
     assert result.report(tmp_path).exists()
+    assert ProbeResult.load(tmp_path).as_json() == result.as_json()
 
 
 def test_an_untrained_copy_has_the_same_shape_and_other_weights() -> None:

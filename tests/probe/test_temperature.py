@@ -36,18 +36,16 @@ def test_statistics_of_a_head_are_means_over_queries_of_sums_over_keys():
     A = Attention.identity(3, beta=1.3)
     x = torch.randn(18, 3, generator=seeded(), dtype=torch.float64)
     measured = measure_temperature(recording_of(A, [x], special=(0, 17)))
-    entropy, largest, ratio, variance = [], [], [], []
+    entropy, largest, variance = [], [], []
     centred = x - x.mean(0)
     for i in range(18):
         logits = [1.3 * float(x[i] @ x[j]) for j in range(18)]
         p = [math.exp(s) / sum(math.exp(t) for t in logits) for s in logits]
         entropy.append(-sum(q * math.log(q) for q in p) / math.log(18))
         largest.append(max(p))
-        ratio.append(sum(q * q for q in p))
         variance.append(np.var(logits[1:17]))
     assert float(measured.entropy) == pytest.approx(np.mean(entropy))
     assert float(measured.largest_weight) == pytest.approx(np.mean(largest))
-    assert float(measured.effective_keys) == pytest.approx(1 / np.mean(ratio))
     assert float(measured.logit_sd) == pytest.approx(math.sqrt(np.mean(variance)))
     assert float(measured.logit_bound) == pytest.approx(
         max(1.3 * float(a.norm() * b.norm()) for a in x for b in centred)
@@ -117,13 +115,20 @@ def test_warm_gaussian_tokens_are_two_moments_and_frozen_ones_their_largest_logi
     frozen = measure_temperature(recording_of(Attention.identity(6, beta=50.0), clouds)).finding()
     assert frozen.numbers["phases"]["frozen"] == 1
     assert frozen.numbers["heads"][0]["argmax"] > 0.95
-    assert frozen.numbers["heads"][0]["effective_keys"] < 1.2
+    assert frozen.numbers["heads"][0]["largest_weight"] > 0.9
     assert frozen.numbers["explained"]["frozen"]["two_moments"] < 0.9
 
 
 def test_the_best_description():
-    assert best_description({"two_moments": 0.2, "four_keys": 0.3, "argmax": None}) == "four_keys"
-    assert best_description({"two_moments": -0.2, "four_keys": None, "argmax": -3.0}) is None
+    unknown = torch.tensor(torch.nan)
+    assert (
+        best_description({"two_moments": torch.tensor(0.2), "four_keys": torch.tensor(0.3), "argmax": unknown})
+        == "four_keys"
+    )
+    assert (
+        best_description({"two_moments": torch.tensor(-0.2), "four_keys": unknown, "argmax": torch.tensor(-3.0)})
+        is None
+    )
 
 
 def test_rank_correlation_leaves_unknown_numbers_out():
@@ -172,7 +177,7 @@ def test_six_groups_of_minilm_heads_by_temperature(encoder):
     texts = [t for t in topics() if len(t) > 2048][:16]
     with pytest.warns(UserWarning, match="truncated"):
         recording = record_encoder(*encoder, texts, max_length=512)
-    rows = measure_temperature(recording, texts=16).finding().numbers["heads"]
+    rows = measure_temperature(recording).finding().numbers["heads"]
     rows = sorted(rows, key=lambda row: row["logit_sd"])
     medians = lambda name: [float(np.median([row[name] for row in rows[12 * i : 12 * i + 12]])) for i in range(6)]
     assert medians("logit_sd") == pytest.approx([0.96, 1.2, 1.4, 2.0, 3.2, 3.8], abs=0.05)
