@@ -36,19 +36,3 @@ def terminal_rate(m: ArrayLike, beta: ArrayLike) -> Array:
     """
     m, beta = np.atleast_1d(reals("m", m)), reals("beta", beta, 0)
     return 2 * (m * np.exp(beta[..., None] * m)).sum(-1)
-
-
-def attention_entropy(rho: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
-    """Entropy (...) in nats of an attention row of equiangular tokens; it increases to log n as rho tends to 1.
-
-    The token itself has the weight p = 1/(1 + (n-1) e^{-beta (1-rho)}) and the others share the rest equally.
-    arXiv 2605.04279.
-
-    >>> attention_entropy([0.0, 0.5, 1.0], 4.0, 8).round(3)
-    array([0.575, 1.639, 2.079])
-    """
-    rho, beta, n = reals("rho", rho, -1, 1), reals("beta", beta, 0), integers("n", n, 2)
-    s = beta * (1 - rho)
-    # log Z minus the mean logit, with logits s and 0. This avoids p log p at p = 0.
-    log_z = np.logaddexp(s, np.log(n - 1))
-    return log_z - s * np.exp(s - log_z)

@@ -89,17 +89,6 @@ def test_terminal_rate_is_superadditive():
     assert multi_head.terminal_rate(negative, beta) < multi_head.terminal_rate(mean_heads(negative), beta)
 
 
-def test_attention_entropy():
-    n, beta, rho = 6, 3.0, np.linspace(-0.2, 1, 50)
-    entropy = multi_head.attention_entropy(rho, beta, n)
-    for r, value in zip(rho[::10], entropy[::10]):
-        w = np.exp(beta * np.array([1.0] + [r] * (n - 1)))
-        assert value == pytest.approx(-(w / w.sum() * np.log(w / w.sum())).sum())
-    assert (np.diff(entropy) > 0).all()
-    assert entropy[-1] == pytest.approx(np.log(n))
-    assert multi_head.attention_entropy(0.0, 1e4, 10) == pytest.approx(0.0, abs=1e-12)
-
-
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
