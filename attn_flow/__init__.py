@@ -1,4 +1,15 @@
-"""Self-attention as a flow of interacting particles: simulate it, predict where it goes, measure how far it is."""
+"""Self-attention as a flow of interacting particles: simulate it, predict where it goes, measure how far it is.
+
+    from attn_flow import Attention, flow, limit, wasserstein
+
+    attention = Attention.from_matrices(G, V, beta=100.0)  # of scores <G x, y> and values V y
+    path = flow(attention, x0, t=20.0)  # the tokens x0 (n, d) at 101 times, path.x (101, n, d)
+    target = limit(attention)  # where they go at low temperature
+    wasserstein(path.x[-1], target.push_forward(x0))  # how far they still are
+
+`ContinuousAttentionLayer` and `ContinuousMultiheadAttention` are layers for models of your own. `attn_flow.hooks` has
+pretrained HuggingFace models in the same terms, `attn_flow.probe` a report on one of them.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,1 +1,1 @@
-"""What every room stands on: checks of what users give, files, memory, progress, terminal, the style of figures."""
+"""What all packages use: checks of arguments, files, texts, progress, processes and the style of figures."""

@@ -159,24 +159,16 @@ def lock_for_writing(path: FilePath) -> Iterator[None]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".lock-{path.name}")
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        if not _acquire(lock, handle):
+    with lock.open("a") as file:
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = os.path.samestat(os.stat(lock), os.fstat(file.fileno()))
+        except (BlockingIOError, FileNotFoundError):  # another process has it, or removed it after it was opened
+            is_ours = False
+        if not is_ours:
             raise ValueError(f"another run is writing {path}; wait for it, or use another folder.")
         try:
             yield
         finally:
             lock.unlink(missing_ok=True)
-    finally:
-        os.close(handle)
-
-
-def _acquire(lock: Path, handle: int) -> bool:
-    """Lock an open file without waiting; False if another process has it, or removed it after it was opened."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.stat(lock), os.fstat(handle))
-    except (BlockingIOError, FileNotFoundError):
-        return False

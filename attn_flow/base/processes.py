@@ -39,11 +39,9 @@ class Processes:
 
     def sum_gradients(self, module: nn.Module) -> None:
         """Replace the gradients of a module, in every process, by their sums over the processes."""
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        if self.count > 1 and gradients:
-            total = self.sum(torch.cat([g.flatten() for g in gradients]))
-            for gradient, part in zip(gradients, total.split([g.numel() for g in gradients])):
-                gradient.copy_(part.view_as(gradient))
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                self.sum(parameter.grad)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over the processes; x itself is overwritten."""

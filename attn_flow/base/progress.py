@@ -36,9 +36,11 @@ def progress_bar(description: str, total: float | None, show: bool = True) -> It
     try:
         yield progress.advance
         progress.note = ""
-        progress.write(f"done in {_duration(progress.seconds)}")
+        if progress.is_terminal or progress.seconds >= FILE_INTERVAL:
+            progress.write(f"done in {_duration(progress.seconds)}")
     finally:
-        progress.end_line()
+        if progress.is_terminal:
+            sys.stderr.write("\n")
 
 
 class _Progress:
@@ -72,10 +74,6 @@ class _Progress:
         else:
             sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
-
-    def end_line(self) -> None:
-        if self.is_terminal:
-            sys.stderr.write("\n")
 
 
 def _duration(seconds: float) -> timedelta:

@@ -21,8 +21,8 @@ from attn_flow.base.texts import visible
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of every random number.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Seed = Annotated[int, typer.Option(help="Seed of every random number.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto (CUDA if it is there).")]
 
 RESUMED = ("probe", "record", "train")  # commands that continue a run that was stopped
 MIN_WRAPPED = 16  # characters of a table's widest column, however narrow the terminal is
@@ -34,7 +34,7 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.showwarning = _warn
+            warnings.showwarning = lambda message, *_, **__: complain(f"warning: {message}", "yellow")
             try:
                 return function(*args, **kwargs)
             except KeyboardInterrupt:
@@ -56,10 +56,6 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(2)
 
     return run
-
-
-def _warn(message: Warning | str, *position: Any, **options: Any) -> None:
-    complain(f"warning: {message}", "yellow")
 
 
 def complain(words: object, colour: str = "red") -> None:
@@ -85,20 +81,22 @@ def print_json(content: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table on standard output: numbers have four digits, and the widest column is wrapped to fit the terminal."""
+    """A table on standard output, without empty columns: the widest one is wrapped to fit the terminal."""
+    paragraph(title)
+    is_number = [isinstance(value, (int, float)) for value in (rows or [columns])[0]]
     cells = [[f"{value:.4g}" if isinstance(value, float) else visible(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells)]
+    shown = [i for i in range(len(columns)) if not rows or any(row[i] for row in cells)]
+    table = [[row[i] for i in shown] for row in (list(columns), *cells)]
+    widths = [max(map(len, column)) for column in zip(*table)]
     widest = widths.index(max(widths))
     spare = _line_width() - sum(widths) + widths[widest] - 2 * (len(widths) - 1)
     widths[widest] = min(widths[widest], max(spare, MIN_WRAPPED))
-    is_number = [bool(rows) and isinstance(value, (int, float)) for value in (rows or [columns])[0]]
-    paragraph(title)
-    for row in [list(columns), ["-" * width for width in widths], *cells]:
-        wrapped = textwrap.wrap(row[widest], widths[widest]) or [""]
-        for number, part in enumerate(wrapped):
+    table.insert(1, ["-" * width for width in widths])
+    for row in table:
+        for number, part in enumerate(textwrap.wrap(row[widest], widths[widest]) or [""]):
             line = [part if i == widest else text * (number == 0) for i, text in enumerate(row)]
             aligned = [
-                text.rjust(width) if right else text.ljust(width) for text, width, right in zip(line, widths, is_number)
+                text.rjust(width) if is_number[i] else text.ljust(width) for text, width, i in zip(line, widths, shown)
             ]
             typer.echo("  ".join(aligned).rstrip())
 
@@ -127,9 +125,13 @@ def refuse_options(context: typer.Context, reason: str, *names: str) -> None:
 
 
 def require_device(name: str) -> str:
-    """The name of a device of this machine."""
+    """The name of a device of this machine; under torchrun each process has a GPU of its own."""
+    import os
+
     import torch
 
+    if name == "auto":
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     try:
         torch.ones(1, device=name).item()
     except (RuntimeError, NotImplementedError, AssertionError):

@@ -19,9 +19,9 @@ TIMES, DEGREES = 41, 6  # times that are saved if only the end is given; degrees
 def density(
     G: Matrix,
     V: Matrix,
-    beta: Beta = "1,10",
+    beta: Beta = "1,2",
     kappa: Annotated[float, typer.Option(help="Concentration of the initial von Mises-Fisher distribution.")] = 1.0,
-    t: Annotated[str, typer.Option(help="The end T, or the times.")] = "5",
+    t: Annotated[str, typer.Option(help="The end T, or the times.")] = "2",
     diffusion: Annotated[float, typer.Option(help="Noise, as D times the Laplacian.")] = 0.0,
     bandwidth: Annotated[int | None, typer.Option(help="The largest degree of a mode; chosen by default.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for density.json and density.png.")] = None,
@@ -32,11 +32,12 @@ def density(
     Tokens are on the circle or the sphere. They start with a von Mises-Fisher distribution around (1, ..., d), which is
     on no axis of symmetry of the matrices.
 
-    Example: attn-flow density --G "1,0;0,1" --V "1,0;0,.5" --beta 1,2 --kappa 1 --t 4
+    Example: attn-flow density --G "1,0;0,1" --V "1,0;0,.5"
     """
     import torch
 
     from attn_flow import Attention, VonMisesFisher, density_flow
+    from attn_flow.base.checks import require_positive
     from attn_flow.base.figures import save_figure
     from attn_flow.base.files import versions, write_json
     from attn_flow.cli.matrices import parse_numbers, parse_square
@@ -44,19 +45,19 @@ def density(
 
     if out is not None:
         require_writable(out)
-    matrices, betas = (parse_square(G, "G"), parse_square(V, "V")), parse_numbers(beta, "beta")
-    times = torch.tensor(parse_numbers(t, "t"), dtype=torch.float64)
+    matrices, times = (parse_square(G, "G"), parse_square(V, "V")), parse_numbers(t, "t")
     if len(times) == 1:
-        times = torch.linspace(0, float(times), TIMES, dtype=torch.float64)
+        require_positive(t=times[0])
+        times = torch.linspace(0, times[0], TIMES, dtype=torch.float64).tolist()
     direction = torch.arange(1, len(matrices[0]) + 1, dtype=torch.float64)
     mu = VonMisesFisher(direction / direction.norm(), kappa)
     runs, paths = [], []
-    for each in betas:
+    for each in parse_numbers(beta, "beta"):
         attention = Attention.from_matrices(*matrices, each)
         path = density_flow(attention, mu, times, diffusion=diffusion, bandwidth=bandwidth)
-        amplitudes = path.amplitudes()[:, 1 : DEGREES + 1].tolist()
-        run: dict[str, Any] = {"beta": each, "t": path.t.tolist(), "amplitudes": amplitudes, **path.about}
-        runs.append({**run, "mean": path.moments()[0].tolist(), "w2": _distances(path, attention)})
+        run: dict[str, Any] = {"beta": each, "t": path.t.tolist(), **path.about, "mean": path.moments()[0].tolist()}
+        run |= {"amplitudes": path.amplitudes()[:, 1 : DEGREES + 1].tolist(), "w2": _distances(path, attention)}
+        runs.append(run)
         paths.append(path)
     caption = f"von Mises-Fisher distribution, kappa = {kappa:g}, d = {len(direction)}; D = {diffusion:g}; "
     caption += f"bandwidth {runs[0]['bandwidth']}."
@@ -70,11 +71,9 @@ def density(
     rows = []
     for run in runs:
         modes = ", ".join(f"{a:.2g}" for a in run["amplitudes"][-1])
-        w2 = "not predicted" if run["w2"] is None else run["w2"][-1]
-        rows.append([run["beta"], run["t"][-1], w2, modes])
-    print_table(
-        f"{caption} At the end:", ["beta", "time", "W2 to the limit", "size of the modes of degree 1, 2, ..."], rows
-    )
+        rows.append([run["beta"], run["t"][-1], "not predicted" if run["w2"] is None else run["w2"][-1], modes])
+    columns = ["beta", "time", "W2 to the limit", "size of the modes of degree 1, 2, ..."]
+    print_table(f"{caption} At the end:", columns, rows)
     if out is not None:
         echo(f"Written to {out}.")
 

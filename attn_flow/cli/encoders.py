@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 DEMO_TEXTS = 32
 
-Model = Annotated[str, typer.Argument(help="Folder or name of an encoder; 'minilm' is the embedded one.")]
+Model = Annotated[str, typer.Argument(help="Folder or name of an encoder; 'minilm' is the packaged one.")]
 Texts = Annotated[
     str | None,
     typer.Option(
@@ -39,9 +39,10 @@ Texts = Annotated[
 ]
 Field = Annotated[str, typer.Option(help="The field or column that holds the text.")]
 Tokenizer = Annotated[str | None, typer.Option(help="Folder or name of another tokenizer for the texts.")]
+Again = Annotated[bool, typer.Option("--again", help="Start again, whatever the folder holds.")]
 Unknown = Annotated[float, typer.Option(help="Share of unknown tokens above which texts are refused.")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
-Pickle = Annotated[bool, typer.Option(help="Accept pickled weights (reading them may run code).")]
+Pickle = Annotated[bool, typer.Option("--pickle", help="Accept pickled weights (reading them may run code).")]
 
 
 def inspect(
@@ -67,13 +68,13 @@ def inspect(
     facts, checks = encoder_facts(loaded), []
     if tokenizer is not None:
         inputs = tokenizer(["Tokens move like particles on a sphere.", "They meet."], return_tensors="pt", padding=True)
-        checks = self_check(loaded, {name: value.to(device) for name, value in inputs.items()})
+        where = next(loaded.parameters()).device
+        checks = self_check(loaded, {name: value.to(where) for name, value in inputs.items()})
     if as_json:
         shown = [{"layer": c.layer, "error": c.error, "exact": c.exact, "omits": c.omits} for c in checks]
         print_json({**facts, "check": shown})
         return
-    rows = [[name.replace("_", " "), _fact(value)] for name, value in facts.items()]
-    print_table(f"{model}:", ["property", "value"], rows)
+    print_table(f"{model}:", ["property", "value"], [[n.replace("_", " "), _fact(v)] for n, v in facts.items()])
     if checks and all(c.exact for c in checks):
         error = max(c.error for c in checks)
         paragraph(
@@ -108,7 +109,7 @@ def record(
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens kept of each text; all by default.")] = None,
     tokenizer: Tokenizer = None,
     max_unknown: Unknown = 0.1,
-    again: Annotated[bool, typer.Option(help="Start again, whatever the folder holds.")] = False,
+    again: Again = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
@@ -189,7 +190,7 @@ def open_model(
     kinds = {"float32": torch.float32, "float64": torch.float64}
     if dtype not in kinds:
         raise ValueError(f"dtype = {dtype!r}, expected float32 or float64: half precision is too coarse to compare.")
-    require_device(device)
+    device = require_device(device)
     with without_bars() if quiet or not sys.stderr.isatty() else nullcontext():
         model, tokenizer = load_encoder(path, pickle=pickle)
     beta_factor = 1.0

@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from attn_flow.attention.attention import Attention
+
 WRITERS = {".npy": "numpy.save", ".pt": "torch.save", ".safetensors": "safetensors.torch.save_file"}
 DAMAGES = (ValueError, TypeError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError, SafetensorError)
 
@@ -45,6 +47,16 @@ def parse_square(text: str, name: str) -> Tensor:
     if matrix.shape[0] != matrix.shape[1]:
         raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected a square matrix (d, d).")
     return matrix
+
+
+def parse_heads(G: str, V: str, kind: str) -> Attention:
+    """The attention of matrices G and V, of which heads are separated by "|"."""
+    parts = {name: [parse_square(head, name) for head in text.split("|")] for name, text in (("G", G), ("V", V))}
+    shapes = {tuple(matrix.shape) for matrices in parts.values() for matrix in matrices}
+    if len(shapes) > 1 or len(parts["G"]) != len(parts["V"]):
+        counts = ", ".join(f"{name}: {len(each)} of {tuple(each[0].shape)}" for name, each in parts.items())
+        raise ValueError(f"heads of G and V differ ({counts}); expected as many, of one size.")
+    return Attention.from_matrices(torch.stack(parts["G"]), torch.stack(parts["V"]), kind=kind)  # type: ignore[arg-type]
 
 
 def _typed_matrix(text: str, name: str) -> Tensor:

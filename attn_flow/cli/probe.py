@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +11,7 @@ from urllib.parse import quote
 import typer
 
 from attn_flow.cli.console import (
+    Device,
     Json,
     Quiet,
     Seed,
@@ -20,19 +19,9 @@ from attn_flow.cli.console import (
     print_json,
     print_table,
     refuse_options,
-    require_device,
     require_writable,
 )
-from attn_flow.cli.encoders import (
-    Dtype,
-    Field,
-    Pickle,
-    Texts,
-    Tokenizer,
-    Unknown,
-    open_model,
-    read_texts,
-)
+from attn_flow.cli.encoders import Again, Dtype, Field, Pickle, Texts, Tokenizer, Unknown, open_model, read_texts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,14 +46,14 @@ def probe(
     texts: Texts = None,
     field: Field = "text",
     images: Annotated[Path | None, typer.Option(help="A folder of images, for vision models.")] = None,
-    demo: Annotated[bool, typer.Option(help="Probe the packaged MiniLM on Python's own help pages.")] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="Probe the packaged MiniLM on Python's own help pages.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the report; several models have one each in it.")] = PROBE_OUT,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each text.")] = 160,
     first: Annotated[int | None, typer.Option(min=1, help="Use the first so many texts only.")] = None,
-    again: Annotated[bool, typer.Option(help="Compute again, even if the folder has a finished run.")] = False,
+    again: Again = False,
     tokenizer: Tokenizer = None,
     max_unknown: Unknown = 0.1,
-    device: Annotated[str, typer.Option(help="auto (CUDA if it is there), cpu, cuda, cuda:1, ...")] = "auto",
+    device: Device = "auto",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
     seed: Seed = 0,
@@ -103,20 +92,16 @@ def probe(
         refuse_options(context, "--texts gives the texts", "demo")
     world = processes(timeout=timedelta(days=1))  # while the first process writes a report, the others wait
     shows, progress = world.is_first and not as_json, not (quiet or as_json)
-    place = _choose_device(device, world.count)
-    if shows and device == "auto":
-        remark = "nobody has reported a probe on CUDA yet" if place.startswith("cuda") else "torch sees no CUDA device"
-        echo(f"Device: {place} ({remark}).")
     has_own_inputs = texts is None and names[0].partition("@")[0] in WITHOUT_TEXTS
     source = read_texts(texts, field, demo, names[0])[:first] if images is None and not has_own_inputs else None
     for name in names[1:]:  # a model that cannot be opened is reported before the first one is probed
-        open_model(name, place, dtype, pickle, seed, quiet=True)
+        open_model(name, device, dtype, pickle, seed, quiet=True)
     limit = max_length if source else None
     options: dict[str, Any] = {"max_length": limit, "max_unknown": max_unknown, "seed": seed, "world": world}
     results = {}
     for name in names:
         folder = require_writable(out if len(names) == 1 else out / folder_name(name))
-        model, reader, beta_factor = open_model(name, place, dtype, pickle, seed, quiet=not progress)
+        model, reader, beta_factor = open_model(name, device, dtype, pickle, seed, quiet=not progress)
         inputs = _inputs(name, model, reader, tokenizer, source, images, first or DEMO_INPUTS, max_length)
         run = prepare(model, *inputs, beta_factor=beta_factor, **options)
         results[name] = _run_or_load(run, name, folder, again, shows, progress)
@@ -172,7 +157,11 @@ def _run_or_load(run: ProbeRun, name: str, folder: Path, again: bool, shows: boo
     from attn_flow.probe import ProbeResult
 
     world = run.world
-    if not again and world.gather_objects(has_finished(folder, run.about.key))[0]:
+    try:
+        is_finished = not again and ProbeResult.load(folder).about.key == run.about.key
+    except (OSError, ValueError):  # missing, damaged, or of another version
+        is_finished = False
+    if world.gather_objects(is_finished)[0]:
         if shows:
             echo(f"{name}: finished before (--again computes it again).")
         return ProbeResult.load(folder)
@@ -183,17 +172,6 @@ def _run_or_load(run: ProbeRun, name: str, folder: Path, again: bool, shows: boo
     return result
 
 
-def _choose_device(name: str, processes: int) -> str:
-    """The device of --device; "auto" is CUDA if it is there."""
-    import torch
-
-    if name != "auto":
-        return require_device(name)
-    if not torch.cuda.is_available():
-        return "cpu"
-    return "cuda" if processes == 1 else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-
-
 def folder_name(model: str) -> str:
     """The name of a folder for a model: different for every model, and never outside its parent.
 
@@ -201,12 +179,3 @@ def folder_name(model: str) -> str:
     ('c%2Fx', 'c_x', '%2E%2E')
     """
     return quote(model, safe=" @=+,") if model.strip(".") else "%2E" * len(model)
-
-
-def has_finished(folder: Path, key: str) -> bool:
-    """Whether a folder holds a finished run with this key, which probe.json, written last, names."""
-    marker = folder / "probe.json"
-    try:
-        return json.loads(marker.read_text())["about"]["key"] == key
-    except (OSError, ValueError, KeyError, TypeError):  # missing, damaged, or of another version
-        return False

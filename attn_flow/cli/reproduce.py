@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, print_json, print_table, require_writable
+
+CLAIM_WIDTH = 46  # characters of a claim in the table, so that a row is one line of a terminal
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -19,9 +22,9 @@ def _complete(incomplete: str) -> list[str]:
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="An experiment, or 'all'.", autocompletion=_complete)] = None,
     list_them: Annotated[bool, typer.Option("--list", help="List the experiments and their results.")] = False,
-    quick: Annotated[bool, typer.Option(help="Small sizes: seconds instead of minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds instead of minutes.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for NAME.json and NAME.png.")] = Path("runs/reproduce"),
-    strict: Annotated[bool, typer.Option(help="Exit code 1 if a claim does not hold.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 if a claim does not hold.")] = False,
     seed: Seed = 0,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -54,8 +57,9 @@ def reproduce(
             numbers = run_experiment(each, out, quick=quick, seed=seed, progress=not (quiet or as_json))
         results[each] = numbers
         if not as_json:
-            _print_claims(each, numbers)
-            echo(f"Written to {out / each}.json and {out / each}.png.")
+            columns = ["holds", "claim", "measured", "expected"]
+            print_table(f"{each}: {title(each)}", columns, list(map(_row, numbers["claims"])))
+            echo(f"{numbers['run']['seconds']} seconds. Written to {out / each}.json and {out / each}.png.")
     if as_json:
         print_json(results if name == "all" else results[name])
     count = sum(not claim["holds"] for numbers in results.values() for claim in numbers["claims"])
@@ -65,16 +69,14 @@ def reproduce(
         raise typer.Exit(1)
 
 
-def _print_claims(name: str, numbers: dict[str, Any]) -> None:
-    rows = [["yes" if c["holds"] else "NO", c["claim"], c["value"], _expected(c)] for c in numbers["claims"]]
-    print_table(f"{name}, in {numbers['run']['seconds']} seconds:", ["holds", "claim", "measured", "expected"], rows)
-
-
-def _expected(claim: dict[str, Any]) -> str:
-    """The expected number with its tolerance, and the chance to pass by accident if that is more than 5%."""
+def _row(claim: dict[str, Any]) -> list[Any]:
+    """A claim with its expected number, and the chance to pass by accident if that is more than 5%."""
     from attn_flow.experiments.claims import chance
 
-    if claim["expected"] is None:
-        return ""
-    accident = chance(claim) or 0.0
-    return f"{claim['expected']:.4g} +- {claim['tolerance']:.2g}" + f" (chance {accident:.0%})" * (accident > 0.05)
+    expected = ""
+    if claim["expected"] is not None:
+        accident = chance(claim) or 0.0
+        expected = f"{claim['expected']:.4g} +- {claim['tolerance']:.2g}"
+        expected += f" ({accident:.0%})" * (accident > 0.05)
+    words = textwrap.shorten(claim["claim"], CLAIM_WIDTH, placeholder=" ...")
+    return ["yes" if claim["holds"] else "NO", words, claim["value"], expected]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,14 +20,8 @@ from attn_flow.cli.console import (
     require_writable,
 )
 
-if TYPE_CHECKING:
-    from attn_flow.attention.attention import Attention
-    from attn_flow.measures.cloud import Cloud
-
 Matrix = Annotated[str, typer.Option(help='"3,0;0,1" (rows ; entries ,) or a .npy, .pt or .safetensors file.')]
-Heads = Annotated[
-    str | None, typer.Option(help='"3,0;0,1", several heads as "3,0;0,1 | 1,0;0,1", or a .npy, .pt, .safetensors file.')
-]
+Heads = Annotated[str, typer.Option(help='A matrix such as "3,0;0,1" or a file; several heads: "3,0;0,1 | 1,0;0,1".')]
 Beta = Annotated[str, typer.Option(help="Inverse temperatures, such as 10,100,inf.")]
 
 
@@ -63,16 +57,12 @@ def limit(
         entries = "; ".join(", ".join(f"{entry:.4g}" for entry in row) for row in numbers["projector"])
         paragraph(f"A token x goes to Pi x / |Pi x| with the projector Pi = [{entries}].")
     if "times" in numbers:
-        rows = [["not predicted" if v is None else v for v in row.values()] for row in numbers["times"]]
         columns = ["beta", "terms of the bound are equal (t_beta)", "W2 is least (t_min)"]
+        rows = [["not predicted" if v is None else v for v in row.values()] for row in numbers["times"]]
         print_table("Predicted times, in units of t:", columns, rows)
         if any(row["t_min"] is None for row in numbers["times"]):
             paragraph(f"No t_min is predicted: {why_no_t_min(numbers)}.")
-    _print_assumptions(numbers["requires"])
-
-
-def _print_assumptions(needs: list[dict[str, Any]]) -> None:
-    """Assumptions that are not met in full, and the names of the others."""
+    needs = numbers["requires"]
     names = {met: ", ".join(need["name"] for need in needs if need["met"] is met) for met in (True, None)}
     if names[True]:
         paragraph(f"Assumptions that G and V meet: {names[True]}.")
@@ -85,23 +75,19 @@ def _print_assumptions(needs: list[dict[str, Any]]) -> None:
 
 def simulate(
     context: typer.Context,
-    G: Heads = None,
-    V: Heads = None,
+    G: Heads,
+    V: Heads,
     beta: Beta = "10,100",
-    tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens, or nodes of the quadrature.")] = 1000,
-    dim: Annotated[int | None, typer.Option(help="Dimension; by default that of G.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Random heads in dimension --dim, without --G, --V.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens, or nodes of the quadrature.")] = 1000,
     kind: Annotated[str, typer.Option(help="softmax, unnormalised or sinkhorn.")] = "softmax",
-    noise: Annotated[float, typer.Option(min=0.0, help="Noise of every token, per unit of time.")] = 0.0,
+    noise: Annotated[float, typer.Option(help="Noise of every token, per unit of time.")] = 0.0,
     x0: Annotated[str | None, typer.Option(help="Your own tokens (n, d), a matrix or a file.")] = None,
     random: Annotated[bool, typer.Option("--random", help="Random tokens also in d = 2, 3.")] = False,
-    density: Annotated[float | None, typer.Option(hidden=True)] = None,
-    t: Annotated[str, typer.Option(help="The end T (W2 is then measured at up to 200 times), or the times.")] = "20",
+    t: Annotated[str, typer.Option(help="The end T, or at least three times at which W2 is measured.")] = "20",
     h: Annotated[float, typer.Option(help="The step in time.")] = 0.1,
     step: Annotated[str, typer.Option(help="euler, rk4 or dopri5.")] = "rk4",
     seed: Seed = 0,
     sweep: Annotated[str | None, typer.Option(help='A grid: "beta=10,100 n=500,1000 noise=0,.1 seed=0,1".')] = None,
-    figure: Annotated[Path | None, typer.Option(help="A .svg, .pdf or .png of the distances, transparent.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for a page, figures and paths; clears an earlier run.")
     ] = None,
@@ -110,95 +96,48 @@ def simulate(
 ) -> None:
     """Run the flow of G and V and compare it with its limit.
 
-    Every beta is a run of its own. Tokens start with the density exp(<x, m>) up to a factor, m = (1, ..., d) of length
-    one. In d = 2 and 3 they are weighted nodes of it, so that no random sample adds to the effect of temperature.
+    Every beta is a run of its own. In d = 2 and 3 tokens are the weighted nodes of a tilted distribution, so that no
+    random sample adds to the effect of temperature.
 
-    Examples:
-
-      attn-flow simulate --G "3,0;0,1" --V "1,0;0,2" --beta 10,100,1000 --out runs/simulate
-
-      attn-flow simulate --G "3,0;0,1" --V "1,0;0,2" --sweep "beta=10,100 noise=0,.1 seed=0,1,2" --out runs/sweep
+    Example: attn-flow simulate --G "3,0;0,1" --V "1,0;0,2" --out runs/simulate
     """
-    from attn_flow.base.figures import save_figure
     from attn_flow.base.files import lock_for_writing
-    from attn_flow.cli.matrices import parse_numbers
-    from attn_flow.cli.sweep import parse_axes, print_sweep
-    from attn_flow.pages.figures import simulation_figure
+    from attn_flow.cli.matrices import parse_heads, parse_matrix, parse_numbers
+    from attn_flow.measures.cloud import Cloud
     from attn_flow.pages.simulation import run_simulation
     from attn_flow.prediction import starting_cloud
 
-    if density is not None:
-        raise ValueError(f"`simulate --density {density:g}` is now `attn-flow density --kappa {density:g}`.")
-    attention = _attention(G, V, dim, heads, kind, seed)
+    attention = parse_heads(G, V, kind)
     if out is not None:
         require_writable(out)
     betas, times, progress = parse_numbers(beta, "beta"), parse_numbers(t, "t"), not (quiet or as_json)
     if sweep is not None:
         from attn_flow import sweep as run_sweep
+        from attn_flow.cli.sweep import parse_axes, print_sweep
 
         refuse_options(context, "--sweep names the values", "beta", "noise", "x0", "step")
         axes = parse_axes(sweep, betas=betas, n=[tokens], noise=[noise], seeds=[seed])
         clouds = lambda n, seed: starting_cloud(attention.dim, n, seed, random=random or None)
         end = times[0] if len(times) == 1 else times
-        result = run_sweep(attention, end, **axes, clouds=clouds, h=h, folder=out, progress=progress)
-        if figure is not None:
-            save_figure(result.plot(), figure, transparent=True)
-        print_sweep(result, out, as_json)
+        print_sweep(run_sweep(attention, end, **axes, clouds=clouds, h=h, folder=out, progress=progress), out, as_json)
         return
     if x0 is not None:
         refuse_options(context, "--x0 gives the tokens", "tokens", "random")
-        cloud = _own_tokens(x0, attention.dim)
+        cloud = Cloud(parse_matrix(x0, "x0"))
+        if cloud.x.shape[-1] != attention.dim:
+            raise ValueError(f"x0 has shape {tuple(cloud.x.shape)}, expected (n, {attention.dim}) to match G.")
     else:
         cloud = starting_cloud(attention.dim, tokens, seed, random=random or None)
     with nullcontext() if out is None else lock_for_writing(out / "simulate.json"):
         numbers = run_simulation(
             attention, betas, cloud, times, h, step, noise=noise, seed=seed, out=out, progress=progress
         )
-    if figure is not None:
-        save_figure(simulation_figure(numbers), figure, transparent=True)
     if as_json:
         print_json(numbers)
         return
     _print_simulation(numbers)
     if out is not None:
         echo(f"Written to {out}; open {out / 'simulate.html'} in a browser.")
-
-
-def _attention(G: str | None, V: str | None, dim: int | None, heads: int | None, kind: str, seed: int) -> Attention:
-    """The attention of the options: given matrices, or random heads."""
-    import torch
-
-    from attn_flow.attention.attention import Attention
-    from attn_flow.cli.matrices import parse_square
-
-    if G is None and V is None:
-        if dim is None or heads is None:
-            raise ValueError("give --G and --V, or --dim and --heads for random heads.")
-        generator = torch.Generator().manual_seed(seed)
-        return Attention.random(dim, heads, generator=generator, dtype=torch.float64, kind=kind)
-    if G is None or V is None:
-        raise ValueError('give both --G and --V; the identity in d = 2 is "1,0;0,1".')
-    parts = {name: [parse_square(head, name) for head in text.split("|")] for name, text in (("G", G), ("V", V))}
-    shapes = {tuple(matrix.shape) for matrices in parts.values() for matrix in matrices}
-    if len(shapes) > 1 or len(parts["G"]) != len(parts["V"]):
-        counts = ", ".join(f"{name}: {len(each)} of {tuple(each[0].shape)}" for name, each in parts.items())
-        raise ValueError(f"heads of G and V differ ({counts}); expected as many, of one size.")
-    attention = Attention.from_matrices(torch.stack(parts["G"]), torch.stack(parts["V"]), kind=kind)
-    if heads not in (None, attention.heads):
-        raise ValueError(f'--heads {heads} but G has {attention.heads}; separate heads by "|".')
-    if dim not in (None, attention.dim):
-        raise ValueError(f"--dim {dim} but G is {(attention.dim,) * 2}; leave --dim out or give a matrix to match.")
-    return attention
-
-
-def _own_tokens(text: str, dim: int) -> Cloud:
-    from attn_flow.cli.matrices import parse_matrix
-    from attn_flow.measures.cloud import Cloud
-
-    x = parse_matrix(text, "x0")
-    if x.shape[-1] != dim:
-        raise ValueError(f"x0 has shape {tuple(x.shape)}, expected (n, {dim}) to match G.")
-    return Cloud(x)
 
 
 def _print_simulation(numbers: dict[str, Any]) -> None:
@@ -214,7 +153,7 @@ def _print_simulation(numbers: dict[str, Any]) -> None:
     for run in runs:
         predicted = "none" if run["t_min_predicted"] is None else f"{run['t_min_predicted']:.4g}"
         rows.append([run["beta"], run["min_w2"], run["t_min"], predicted, run["w2"][-1], phase_words(run["phases"])])
-    columns = ["beta", "least W2", "at time", "predicted time", "W2 at the end", "its course"]
+    columns = ["beta", "least W2", "at time", "predicted", "W2 at the end", "its course"]
     print_table(f"Distance W2 to the predicted limit. {caption}", columns, rows)
     if any(run["t_min_predicted"] is None for run in runs) and not limit["exit_rate"]:
         paragraph(f"No time of least W2 is predicted: {why_no_t_min(limit)}.")

@@ -142,6 +142,6 @@ def test_a_simulation_that_is_refused_leaves_the_earlier_one(tmp_path):
     words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--tokens", "6", "--t", "1", "--quiet", "--out"]
     assert invoke(*words, str(tmp_path / "out"), "--beta", "5")[0] == 0
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
-    for wrong in (["--h", "nan"], ["--t", "-1"], ["--step", "rk5"], ["--beta", "5,-1"], ["--dim", "4"]):
+    for wrong in (["--h", "nan"], ["--t", "-1"], ["--step", "rk5"], ["--beta", "5,-1"]):
         assert invoke(*words, str(tmp_path / "out"), *wrong)[0] == 2
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before

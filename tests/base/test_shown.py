@@ -35,9 +35,9 @@ def test_a_file_gets_a_line_every_ten_seconds(clock: list[float], capsys: pytest
             clock[0] += 1
             advance(note="t = 1")
     expected = [
-        "flow: 25% done, 0:00:30 left t = 1",
-        "flow: 50% done, 0:00:20 left t = 1",
-        "flow: done in 0:00:25 t = 1",
+        "flow: 25% done, 0:00:30 left (t = 1)",
+        "flow: 50% done, 0:00:20 left (t = 1)",
+        "flow: done in 0:00:25",
     ]
     assert capsys.readouterr().err.splitlines() == expected
 
@@ -50,7 +50,7 @@ def test_a_terminal_gets_one_line_that_is_rewritten(clock: list[float], monkeypa
             clock[0] += 1
             advance(note="\x07")
     shown = terminal.getvalue().split("\r")[1:]
-    assert shown[0].rstrip() == r"[#####               ] a\x1b[2Jb: 25% done, 0:00:03 left \x07"
+    assert shown[0].rstrip() == r"[#####               ] a\x1b[2Jb: 25% done, 0:00:03 left (\x07)"
     assert len(shown) == 5
     assert "done in 0:00:04" in shown[-1]
     assert "".join(shown).count("\n") == 1
