@@ -21,7 +21,7 @@ from attn_flow.base.texts import visible
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
-Seed = Annotated[int, typer.Option(help="Seed of every random number.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of every random number.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto (CUDA if it is there).")]
 
 RESUMED = ("probe", "record", "train")  # commands that continue a run that was stopped

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attn_flow.attention.attention import Attention
+from attn_flow.base.checks import require_choice
 
 WRITERS = {".npy": "numpy.save", ".pt": "torch.save", ".safetensors": "safetensors.torch.save_file"}
 DAMAGES = (ValueError, TypeError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError, SafetensorError)
@@ -51,6 +52,7 @@ def parse_square(text: str, name: str) -> Tensor:
 
 def parse_heads(G: str, V: str, kind: str) -> Attention:
     """The attention of matrices G and V, of which heads are separated by "|"."""
+    require_choice("kind", kind, ("softmax", "unnormalised", "sinkhorn"))  # hardmax is beta = inf
     parts = {name: [parse_square(head, name) for head in text.split("|")] for name, text in (("G", G), ("V", V))}
     shapes = {tuple(matrix.shape) for matrices in parts.values() for matrix in matrices}
     if len(shapes) > 1 or len(parts["G"]) != len(parts["V"]):

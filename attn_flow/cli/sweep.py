@@ -34,7 +34,13 @@ def parse_axes(text: str, **defaults: list[Any]) -> dict[str, list[Any]]:
         if name not in AXES or not values:
             raise ValueError(f'--sweep {text!r}: expected {", ".join(AXES)}, such as "beta=10,100 seed=0,1".')
         numbers = parse_numbers(values, name)
-        axes[AXES[name]] = [int(number) for number in numbers] if name in ("n", "seed") else numbers
+        if name in ("n", "seed"):
+            least = 1 if name == "n" else 0
+            if not all(number.is_integer() and number >= least for number in numbers):
+                raise ValueError(f"--sweep {part!r}: expected integers of at least {least}.")
+            axes[AXES[name]] = [int(number) for number in numbers]
+        else:
+            axes[AXES[name]] = numbers
     return axes
 
 

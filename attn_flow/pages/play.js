@@ -132,7 +132,7 @@ function told() {
     jordan: "Tokens gather at the two red points, slowly, like a power of t (a Jordan block).",
   };
   words.push(limits[found.case]);
-  if (against && against.side) words[0] = words[0].replace(/\.$/, `: ${shown(100 * against.up / cloud.n)}% at the blue one.`);
+  if (against && against.side) words[0] = words[0].replace(/\.$/, `; ${shown(100 * against.up / cloud.n)}% are blue.`);
   else words.push(against && against.limits ? "Colour: where a token should go." : "Colour: where a token started.");
   if (tMin) over.push(`Nearest at about t = ${shown(tMin)}, then V pulls the clusters away at rate ${shown(found.exit)}.`);
   else if (found.case === "fixed" && found.exit === 0) over.push("The clusters stay: W2 has no least value to predict.");

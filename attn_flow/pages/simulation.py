@@ -63,6 +63,7 @@ def run_simulation(
         11
     """
     checks.require_choice("step", step, ("euler", "rk4", "dopri5"))
+    checks.require_nonnegative(noise=noise)
     times = _saved_times(t, h)
     target, sentences = _limit_for(attention, cloud)
     if noise and target is not None:

@@ -157,7 +157,7 @@ def _betas(recipe: Recipe, stack: DeepStack) -> dict[str, float]:
 def _require_convergence(numbers: dict[str, float], recipe: Recipe, task: Task, update: int) -> None:
     """FloatingPointError if the loss is far above that of a guess, or a number is not finite."""
     loss = numbers.get("loss", numbers.get("held_out_loss", 0.0))
-    if loss <= DIVERGED * math.log(max(2, task.outputs)) and all(map(math.isfinite, numbers.values())):
+    if loss <= DIVERGED * math.log(max(2, task.stack_options["outputs"])) and all(map(math.isfinite, numbers.values())):
         return
     reason = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items())
     raise FloatingPointError(

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from attn_flow.base.files import digest
 from attn_flow.geometry import Sphere
-from attn_flow.nn.stack import Readout
 
 IGNORE = -100  # the class of tokens that are not asked, as in torch's cross_entropy
 STREAMS = {"weights": 0, "training": 1, "held out": 2, "learned": 4}
@@ -60,28 +59,18 @@ class Task:
 
     Args:
         name: the name in logs.
-        inputs, outputs, readout, length, points: see `DeepStack`.
         draw, held_out: (size, generator) -> a batch to train on, and one that is never trained on.
         chance: the accuracy of the best answer that ignores the inputs.
+        stack_options: the arguments of `DeepStack` that the task decides: inputs, outputs, readout, length, points.
         digest: a digest of the data, empty for generated tasks.
     """
 
     name: str
-    inputs: int
-    outputs: int
     draw: Draw
     held_out: Draw
     chance: float
-    readout: Readout = "mean"
-    length: int | None = None
-    points: bool = False
+    stack_options: dict[str, Any]
     digest: str = ""
-
-    @property
-    def stack_options(self) -> dict[str, Any]:
-        """The arguments of `DeepStack` that the task decides."""
-        names = ("inputs", "outputs", "readout", "length", "points")
-        return {name: getattr(self, name) for name in names}
 
 
 def tensor_task(
@@ -120,18 +109,13 @@ def tensor_task(
         rows = torch.randint(examples - count, (size,), generator=generator)
         return whole.map(lambda z: z[rows])
 
-    return Task(
-        "own",
-        inputs=inputs,
-        outputs=outputs,
-        draw=draw,
-        held_out=lambda size, generator: whole.map(lambda z: z[-count:][:size]),
-        chance=float(classes.bincount().max() / classes.numel()),
-        readout="mean" if y.ndim == 1 else "token",
-        length=None if points else x.shape[1],
-        points=points,
-        digest=digest({"x": x, "y": y} | ({} if mask is None else {"mask": mask}))[:16],
-    )
+    def last(size: int, generator: torch.Generator) -> Batch:
+        return whole.map(lambda z: z[-count:][:size])
+
+    options = {"inputs": inputs, "outputs": outputs, "readout": "mean" if y.ndim == 1 else "token", "points": points}
+    options["length"] = None if points else x.shape[1]
+    data = {"x": x, "y": y} | ({} if mask is None else {"mask": mask})
+    return Task("own", draw, last, float(classes.bincount().max() / classes.numel()), options, digest(data)[:16])
 
 
 def _majority(n: int, classes: int = 4) -> Task:
@@ -149,7 +133,7 @@ def _majority(n: int, classes: int = 4) -> Task:
         x[is_tied, position[is_tied]] = y[is_tied]
         return Batch(x, y)
 
-    return Task("majority", classes, classes, draw, draw, chance=1 / classes)
+    return Task("majority", draw, draw, 1 / classes, {"inputs": classes, "outputs": classes})
 
 
 def _recall(n: int, keys: int = 16, values: int = 8) -> Task:
@@ -166,7 +150,8 @@ def _recall(n: int, keys: int = 16, values: int = 8) -> Task:
         y[:, -1:] = value.gather(1, question)
         return Batch(torch.stack([key, keys + torch.cat([value, blank], dim=1)], dim=-1), y)
 
-    return Task("recall", keys + values + 1, values, draw, draw, chance=1 / values, readout="token")
+    options = {"inputs": keys + values + 1, "outputs": values, "readout": "token"}
+    return Task("recall", draw, draw, 1 / values, options)
 
 
 PLANE_NORMAL = (2 / 3, -1 / 3, 2 / 3)  # of the task "side"
@@ -193,7 +178,7 @@ def _side(n: int) -> Task:
         x = ((2 * side - 1) * height)[..., None] * w + (1 - height**2).sqrt()[..., None] * across
         return Batch(x, y[:, 0])
 
-    return Task("side", 3, 2, draw, draw, chance=0.5, points=True)
+    return Task("side", draw, draw, 0.5, {"inputs": 3, "outputs": 2, "points": True})
 
 
 def _require_tokens(n: int, least: int, most: int = 10**9) -> None:
@@ -202,8 +187,4 @@ def _require_tokens(n: int, least: int, most: int = 10**9) -> None:
         raise ValueError(f"tokens = {n}, expected {limits}.")
 
 
-GENERATED: dict[str, Callable[[int], Task]] = {
-    "majority": _majority,
-    "recall": _recall,
-    "side": _side,
-}
+GENERATED: dict[str, Callable[[int], Task]] = {"majority": _majority, "recall": _recall, "side": _side}
