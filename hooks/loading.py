@@ -15,7 +15,7 @@ from attn_flow.hooks.demo import minilm
 from attn_flow.hooks.layer_flow import ENTRY
 from attn_flow.hooks.replacing import replace_attention
 from attn_flow.hooks.safe_loading import load_tokenizer, pretrained_model
-from attn_flow.hooks.saving import PREFIX
+from attn_flow.hooks.saving import LOAD_NOTE, PREFIX
 
 Loader = Callable[[bool], tuple[nn.Module, Any]]  # from `pickle` to the model and its tokenizer
 _loaders: dict[str, Loader] = {"minilm": lambda pickle: minilm()}
@@ -182,6 +182,9 @@ class FlowConfig:
             raise ValueError(f"{path}: its config has no entry {ENTRY!r}; it is a plain model, use from_pretrained.")
         if model_type not in CONFIG_MAPPING:
             raise ValueError(f"{path} holds a model of type {model_type!r}, which this transformers does not know.")
+        for name, value in entries.items():
+            if isinstance(value, str) and value.endswith(LOAD_NOTE):
+                entries[name] = int(value.removesuffix(LOAD_NOTE))
         return CONFIG_MAPPING[model_type].from_dict({**entries, "model_type": model_type}, **unused)
 
     @classmethod

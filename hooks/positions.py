@@ -111,15 +111,19 @@ def projections(block: Block) -> Projections:
         k = block.head_dim
         for name in "qkv":
             weight, bias = read_linear(block, getattr(arch, name))
-            split = lambda x: x.unflatten(0, (-1, k))  # grouped keys have fewer heads
-            repeat = lambda x: x if len(x) == heads else x.repeat_interleave(heads // len(x), 0)
-            weights[name] = (repeat(split(weight)), None if bias is None else repeat(split(bias)))
+            weights[name] = (_by_head(weight, heads, k), None if bias is None else _by_head(bias, heads, k))
     for name, path in (("q", arch.q_bias), ("v", arch.v_bias)):
         if path:
             weight, bias = weights[name]
             extra = rearrange(as_float(block.module.get_parameter(path)), "(h k) -> h k", h=heads)
             weights[name] = (weight, extra if bias is None else bias + extra)
     return weights
+
+
+def _by_head(x: Tensor, heads: int, k: int) -> Tensor:
+    """The rows of each head, (heads, k, ...); grouped keys have fewer heads and are repeated."""
+    x = x.unflatten(0, (-1, k))
+    return x if len(x) == heads else x.repeat_interleave(heads // len(x), 0)
 
 
 # --- positions ---

@@ -1,7 +1,8 @@
 """Save models with replaced attention so that they load anywhere.
 
 `save_pretrained` writes a model_type of its own ("attn_flow_bert"), the options of the flows, and the file
-modeling_attn_flow.py beside the weights. So a plain load refuses instead of running ordinary layers, and
+modeling_attn_flow.py beside the weights. The width in the config has a note on how to load it, so that it is no number.
+So a plain load refuses instead of running ordinary layers, also `BertModel.from_pretrained`, and
 
     AutoModel.from_pretrained(folder, trust_remote_code=True)
     pipeline("fill-mask", model=folder, trust_remote_code=True)
@@ -27,6 +28,7 @@ from attn_flow.hooks.layout import inside
 
 PREFIX = "attn_flow_"  # of the model_type of a saved model with flows
 CODE = Path(__file__).with_name("modeling_attn_flow.py")
+LOAD_NOTE = ", but attention is a flow: use attn_flow.hooks.load, or AutoModel with trust_remote_code=True"
 HEADING = "## Attention as a flow"
 
 
@@ -97,6 +99,9 @@ def _write_beside_weights(model: Any, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not config["model_type"].startswith(PREFIX):
         config["model_type"] = PREFIX + config["model_type"]
+    width = model.config.attribute_map.get("hidden_size", "hidden_size")
+    if width in config:
+        config[width] = f"{config[width]}{LOAD_NOTE}"
     names = ["AutoConfig", *_auto_classes(model.config)]
     classes = {"AutoConfig": "FlowConfig"}
     config["auto_map"] = {name: f"{CODE.stem}.{classes.get(name, name)}" for name in names}

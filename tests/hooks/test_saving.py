@@ -11,12 +11,14 @@ import pytest
 import torch
 import transformers
 from encoder_zoo import ZOO, every_architecture, inputs, mask, output, tiny, tokenizer
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from attn_flow.hooks import flows, load, load_encoder, register_attention, replace_attention, scale_beta
 from attn_flow.hooks.safe_loading import pretrained
 
 pytestmark = pytest.mark.filterwarnings("ignore:a layer evaluates its attention several times")
+V4 = transformers.__version__.startswith("4.")
 PER_HEAD = torch.tensor([0.5, 1.0, 2.0, 3.0])
 
 
@@ -54,6 +56,10 @@ def test_saved_and_loaded_to_the_bit_and_a_plain_load_refuses(name: str, tmp_pat
     assert again.config.attn_flow == model.config.attn_flow
     with pytest.raises(ValueError, match="trust_remote_code"):
         transformers.AutoModel.from_pretrained(tmp_path)
+    words = "'str' object" if V4 else r"attention is a flow: use attn_flow\.hooks\.load"
+    with pytest.raises(TypeError if V4 else StrictDataclassError, match=words):
+        type(model).from_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
     if name != "T5 encoder":  # for which AutoModel is the model with a decoder
         auto = transformers.AutoModel.from_pretrained(tmp_path, trust_remote_code=True).eval()
         torch.testing.assert_close(run(auto, name), expected, rtol=0, atol=1e-5)
@@ -231,7 +237,6 @@ def test_saved_code_is_only_run_when_asked(tmp_path: Path) -> None:
 
 # --- transformers' attention interface ---
 
-V4 = transformers.__version__.startswith("4.")
 needs_transformers_5 = pytest.mark.skipif(V4, reason="transformers 4 does not pass arguments to its attention")
 OWN_ATTENTION = {"DeBERTa", "DeBERTa-v2", "DeBERTa-v3", "MPNet", "torch", "torch pre-norm"}
 
