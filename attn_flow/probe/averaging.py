@@ -40,26 +40,18 @@ TEXTS, QUERIES, DRAWS = 16, 64, 16  # texts, queries of a text, and samples of e
 class Averaging:
     """Errors of attention over random keys, texts on the last axis.
 
-    Args:
-        tokens: (texts,), the number N of keys that are not special.
-        sizes: (sizes, texts), the numbers m of keys in a sample.
-        layer_errors: (layers, sizes, texts), squared error of what attention adds, over its variance over tokens.
-        head_errors: (layers, heads, sizes, texts), the same of the heads' outputs.
-        logits_errors: (layers, heads, sizes, texts), expected squared error with independent normal values.
-        logit_sd: (layers, heads, texts), standard deviation of a query's logits over the keys that are not special.
-        continuation: (layers, texts), explained variance of what attention adds to the first half of a text, if the
-            keys and values are those of the second half.
-        other_text: (layers, texts), the same with keys and values of another text.
+    `continuation` and `other_text` are the explained variance of what attention adds to the first half of a text, if
+    the keys and values are those of its second half, or of another text.
     """
 
-    tokens: Tensor
-    sizes: Tensor
-    layer_errors: Tensor
-    head_errors: Tensor
-    logits_errors: Tensor
-    logit_sd: Tensor
-    continuation: Tensor
-    other_text: Tensor
+    tokens: Tensor  # (texts,), the number N of keys that are not special
+    sizes: Tensor  # (sizes, texts), the numbers m of keys in a sample
+    layer_errors: Tensor  # (layers, sizes, texts), squared error of what attention adds over its variance over tokens
+    head_errors: Tensor  # (layers, heads, sizes, texts), the same of the heads' outputs
+    logits_errors: Tensor  # (layers, heads, sizes, texts), expected squared error with independent normal values
+    logit_sd: Tensor  # (layers, heads, texts), standard deviation of a query's logits over keys that are not special
+    continuation: Tensor  # (layers, texts)
+    other_text: Tensor  # (layers, texts)
 
     def exponents(self, squared_errors: Tensor) -> Tensor:
         """b (..., texts) of squared errors (..., sizes, texts)."""
@@ -137,26 +129,9 @@ def compare_predictions(columns: dict[str, Tensor], seed: int) -> dict[str, Any]
 
 
 def measure_averaging(
-    recording: Recording,
-    generator: torch.Generator,
-    *,
-    progress: Callable[[float], None] = lambda share: None,
+    recording: Recording, generator: torch.Generator, *, progress: Callable[[float], None] = lambda share: None
 ) -> Averaging:
-    """Measure the errors of attention over random keys.
-
-    Args:
-        recording: an encoder on texts, of which the first TEXTS are used.
-        generator: of samples and queries, on the CPU.
-        progress: is called with the share that is done.
-
-    Example:
-        >>> from attn_flow.hooks.demo import tiny_bert
-        >>> from attn_flow.probe.recording import record_encoder
-        >>> recording = record_encoder(*tiny_bert(), ["a b c d e f g h i j " * 3])
-        >>> averaging = measure_averaging(recording, torch.Generator().manual_seed(0))
-        >>> averaging.exponents(averaging.layer_errors).shape  # layers and texts
-        torch.Size([2, 1])
-    """
+    """Measure the errors of attention over random keys on the first TEXTS texts; `progress` gets the share done."""
     recording = recording.first(TEXTS)
     columns = []
     for text in range(recording.texts):

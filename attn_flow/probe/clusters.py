@@ -67,27 +67,20 @@ def replaced_averages(method: str, h: Heads, foreign: ForeignQueries, K: int, ge
 class Clusters:
     """What replacing attention by K clusters a head does, method by method in the order of METHODS.
 
-    Args:
-        sizes: (sizes,), the numbers K of clusters.
-        lengths: (texts,), numbers of tokens.
-        w2, embedding_cosine: (methods, sizes, texts), of the encoder's output with attention replaced in every layer;
-            W2 is in units of the distance between texts. NaN for sizes that a method was not run with.
-        explained: (methods, sizes, layers, first texts), R2 of what a layer's attention adds to the recorded tokens,
-            against the text's mean output.
-        short_lengths, short_sizes, short_w2: (cuts, texts), (cuts, sizes), (cuts, sizes, texts): the same for the first
-            tokens of the texts, by foreign queries only. There may be no cuts.
-        cost: (sizes,), multiplications that find and use the clusters, over those of exact attention.
+    W2 and the cosine of embeddings are those of the encoder's output with attention replaced in every layer, W2 in
+    units of the distance between texts. They are NaN for sizes that a method was not run with. The short ones are
+    those of the first tokens of the texts, by foreign queries only; there may be no cuts.
     """
 
-    sizes: Tensor
-    lengths: Tensor
-    w2: Tensor
-    embedding_cosine: Tensor
-    explained: Tensor
-    short_lengths: Tensor
-    short_sizes: Tensor
-    short_w2: Tensor
-    cost: Tensor
+    sizes: Tensor  # (sizes,), the numbers K of clusters
+    lengths: Tensor  # (texts,), numbers of tokens
+    w2: Tensor  # (methods, sizes, texts)
+    embedding_cosine: Tensor  # (methods, sizes, texts)
+    explained: Tensor  # (methods, sizes, layers, first texts), R2 of what attention adds to the recorded tokens
+    short_lengths: Tensor  # (cuts, texts)
+    short_sizes: Tensor  # (cuts, sizes)
+    short_w2: Tensor  # (cuts, sizes, texts)
+    cost: Tensor  # (sizes,), multiplications that find and use the clusters, over those of exact attention
 
     def finding(self, seed: int = 0) -> Finding:
         """The verdict: supported where foreign queries beat every baseline in last-level W2, with the same K and texts.
@@ -178,9 +171,8 @@ def measure_clusters(
     """Replace attention in every layer by every method and size.
 
     Args:
-        recording: at least two texts whose tokens see all of their text, recorded from a model; texts other than the
-            replaced one give the foreign queries.
-        generator: of random tokens, clusters and foreign queries.
+        recording: at least two texts whose tokens see all of their text, recorded from a model.
+        generator: of random tokens, clusters and foreign queries, which come from all texts but the replaced one.
         sizes: numbers of clusters; by default three powers of two up to half the median length.
         texts: how many texts are run through depth.
         progress: called with the share of the work that is done.
@@ -209,12 +201,7 @@ def measure_clusters(
 
 
 def default_sizes(n: int) -> list[int]:
-    """Three powers of two, up to half of n tokens.
-
-    Example:
-        >>> default_sizes(128), default_sizes(40)
-        ([16, 32, 64], [4, 8, 16])
-    """
+    """Three powers of two, up to half of n tokens."""
     largest = 2 ** max(1, int(math.log2(max(2, n // 2))))
     return sorted({max(1, largest // 4), max(1, largest // 2), largest})
 
@@ -223,10 +210,6 @@ def size_for_w2(sizes: Tensor, curves: Tensor, goal: float = W2_GOAL) -> Tensor:
     """The K at which curves of W2 (..., sizes) first fall to a goal, linear in log K.
 
     The first and last pieces are continued to half of the smallest and twice the largest size; NaN beyond.
-
-    Example:
-        >>> round(float(size_for_w2(torch.tensor([16, 64]), torch.tensor([0.4, 0.2]))), 3)
-        32.0
     """
     x, y = sizes.double().log(), curves.double()
     if len(x) < 2:

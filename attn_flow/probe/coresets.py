@@ -114,7 +114,7 @@ def fit(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor) -> Core
     coreset = _refit_values(coreset, queries, target)
     scale = 1 / _spread(target, torch.full_like(target[..., 0], 1 / target.shape[-2]))
     start = (coreset.keys, coreset.values, coreset.log_masses.clamp_min(-30))
-    units = (keys.std(-2, keepdim=True), values.std(-2, keepdim=True), 1.0)
+    units = keys.std(-2, keepdim=True), values.std(-2, keepdim=True), torch.ones(1).to(keys)
     moves = [torch.zeros_like(x, requires_grad=True) for x in start]
     moved = lambda: Coreset(*(x + unit * move for x, unit, move in zip(start, units, moves)))
     optimiser = torch.optim.Adam(moves)
@@ -236,17 +236,11 @@ def low_rank_averages(logits: Tensor, values: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ForeignQueries:
-    """Queries of other texts in one layer, from which the coreset of a text is found.
+    """Queries of other texts in one layer, from which the coreset of a text is found."""
 
-    Args:
-        queries: (heads, m, k).
-        residuals: (heads, m, k), the queries less what a linear map predicts from the key and value of their own token.
-        linear: (heads, k + v + 1, k), that map, learned on the other texts; None where positions enter the scores.
-    """
-
-    queries: Tensor
-    residuals: Tensor
-    linear: Tensor | None
+    queries: Tensor  # (heads, m, k)
+    residuals: Tensor  # (heads, m, k), the queries less what the linear map predicts from their tokens' keys and values
+    linear: Tensor | None  # (heads, k + v + 1, k), learned on the other texts; None where positions enter the scores
 
     def predicted(self, keys: Tensor, values: Tensor) -> Tensor:
         """Queries (heads, m, k) that this text's tokens may have: predicted from keys and values, plus residuals.

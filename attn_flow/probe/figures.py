@@ -33,7 +33,7 @@ Ends = list[tuple[float, float, str, str]]  # of lines: x, y, label, colour
 
 
 def draw(result: ProbeResult, name: str, width: int = 748, small: bool = False) -> Figure:
-    """The figure of a question, or of "evolution", at a width in pixels; small figures have no labels.
+    """The figure of a question at a width in pixels; small figures have no labels.
 
     Panels stand below each other if the width is less than 600.
     """
@@ -130,7 +130,8 @@ def descriptions_and_temperature(axes: Axes, result: ProbeResult) -> Ends:
 
 def agreement_by_layer(axes: Axes, result: ProbeResult) -> Ends:
     """How well the tokens follow the flow to the limit of their layer, and what rotated weights give."""
-    _layer_axis(axes, "layer", "agreement with the flow to the limit")
+    axes.set(xlabel="layer", ylabel="agreement with the flow to the limit")
+    axes.locator_params(axis="x", integer=True)
     if result.limit is None:
         return []
     own = result.limit.agreement.mean(-1).tolist()
@@ -142,22 +143,11 @@ def agreement_by_layer(axes: Axes, result: ProbeResult) -> Ends:
     return [(last, own[-1], "its own weights", TRUTH), (last, middle[-1], "rotated weights", BASELINE)]
 
 
-def cosines_by_level(axes: Axes, result: ProbeResult) -> Ends:
-    """Mean cosine of different tokens, plain and centred, through depth."""
-    _layer_axis(axes, "after so many layers", "mean cosine")
-    plain, centred = (z.mean(-1).tolist() for z in (result.evolution.cosine, result.evolution.centred_cosine))
-    axes.plot(plain, "o-", markersize=3, color=TRUTH)
-    axes.plot(centred, "o-", markersize=3, color=PREDICTION)
-    last = len(plain) - 1
-    return [(last, plain[-1], "two tokens", TRUTH), (last, centred[-1], "centred", PREDICTION)]
-
-
 PANELS: dict[str, tuple[Callable[[Any, Any], Ends], ...]] = {
     "averaging": (exponents_and_temperature, exponents_from_logits),
     "clusters": (distances_and_clusters,),
     "temperature": (descriptions_and_temperature,),
     "limit": (agreement_by_layer,),
-    "evolution": (cosines_by_level,),
 }
 
 
@@ -193,11 +183,6 @@ def _temperature_axis(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("standard deviation of a head's logits, s")
-
-
-def _layer_axis(axes: Axes, xlabel: str, ylabel: str) -> None:
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.locator_params(axis="x", integer=True)
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:

@@ -86,13 +86,7 @@ class Interval:
 
 
 def bootstrap(values: Tensor, seed: int = 0) -> Interval:
-    """The mean over the texts (last axis) whose value is known, and the percentile interval over resampled texts.
-
-    Example:
-        >>> interval = bootstrap(torch.tensor([1.0, 2.0, 3.0]))
-        >>> float(interval.mean), bool(interval.low < 2.0 < interval.high)
-        (2.0, True)
-    """
+    """The mean over the texts (last axis) whose value is known, and the percentile interval over resampled texts."""
     values = values.double().where(values.isfinite(), torch.nan)
     mean, texts = values.nanmean(-1), values.shape[-1]
     if texts < 2:
@@ -121,11 +115,7 @@ def rank_correlation(x: Tensor, y: Tensor) -> float | None:
 
 
 def span(values: Tensor) -> str:
-    """The smallest and the largest of some numbers, in words; those that are not finite are left out.
-
-    >>> span(torch.tensor([0.18, 0.29, 0.2]))
-    '0.18 to 0.29'
-    """
+    """The smallest and the largest of some numbers, in words; those that are not finite are left out."""
     finite = values[torch.isfinite(values)]
     if not len(finite):
         return "not defined"

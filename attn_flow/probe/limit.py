@@ -35,25 +35,14 @@ EXCEEDANCES = 20  # rotations that do as well as the weights, after which no mor
 
 @dataclass(frozen=True, eq=False)
 class LimitApproach:
-    """Progress of tokens towards the limits of their layers.
+    """Progress of tokens towards the limits of their layers."""
 
-    Args:
-        agreement: (layers, texts), cosine between the progress of tokens and the progress of the flow.
-        rotated: (layers, rotations), its mean over texts for rotated weights; NaN where a layer needed no more.
-        permuted_heads: (shifts,), its mean over texts and layers if G_h stands with the values of a later head.
-        other_layers: (shifts,), the same if every layer has the weights of a later one.
-        reduction: (layers, texts), 1 - W2(after, limit) / W2(before, limit) of the layer.
-        flow_reduction: (layers, texts), the same of the flow.
-        dimension: (layers,), of the leading subspace.
-    """
-
-    agreement: Tensor
-    rotated: Tensor
-    permuted_heads: Tensor
-    other_layers: Tensor
-    reduction: Tensor
-    flow_reduction: Tensor
-    dimension: Tensor
+    agreement: Tensor  # (layers, texts), cosine between the progress of tokens and the progress of the flow
+    rotated: Tensor  # (layers, rotations), its mean over texts for rotated weights; NaN where no more were needed
+    permuted_heads: Tensor  # (shifts,), its mean over texts and layers if G_h stands with the values of a later head
+    other_layers: Tensor  # (shifts,), the same if every layer has the weights of a later one
+    reduction: Tensor  # (layers, texts), 1 - W2(after, limit) / W2(before, limit) of the layer
+    flow_reduction: Tensor  # (layers, texts), the same of the flow
 
     @cached_property
     def global_p(self) -> float:
@@ -92,7 +81,6 @@ class LimitApproach:
             "rivals": {name: rivals.get(name) for name in shifted},
             "rivals_beaten": {name: beaten.get(name) for name in shifted},
             "rotations": (~self.rotated.isnan()).sum(-1),
-            "dimension": self.dimension,
         }
         unbeaten = " and ".join(name.replace("_", " ") for name, is_beaten in beaten.items() if not is_beaten)
         if self.global_p > LEVEL:
@@ -146,26 +134,17 @@ def holm(p_values: Sequence[float], level: float = LEVEL) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """The tokens that a layer is followed on, all texts one after the other.
+    """The tokens that a layer is followed on, all texts one after the other."""
 
-    Args:
-        start: (n, d), directions of the tokens whose limits are the targets.
-        before, after: (n, d), tokens before the layer, and their directions after it.
-        start_cov, cov: (d, d), covariance of the tokens of all texts at the start, and before the layer.
-        text: (n,), the text of every token.
-        max_shift: see `GaussianFlow`.
-        horizon, steps: the time h that the layer lasts, and the number of steps of the flow.
-    """
-
-    start: Tensor
-    before: Tensor
-    after: Tensor
-    start_cov: Tensor
-    cov: Tensor
-    text: Tensor
-    max_shift: float
-    horizon: float
-    steps: int
+    start: Tensor  # (n, d), directions of the tokens whose limits are the targets
+    before: Tensor  # (n, d), tokens before the layer
+    after: Tensor  # (n, d), their directions after it
+    start_cov: Tensor  # (d, d), covariance of the tokens of all texts at the start
+    cov: Tensor  # (d, d), the same before the layer
+    text: Tensor  # (n,), the text of every token
+    max_shift: float  # see `GaussianFlow`
+    horizon: float  # the time that the layer lasts
+    steps: int  # of the flow in that time
 
     def agreement(self, weights: Weights) -> Tensor:
         """The agreement of every text with the flow of these weights, (texts,)."""
@@ -202,14 +181,8 @@ def measure_limit(
     """Progress of the tokens of a recording towards the limits of its layers, beside rotated and shifted weights.
 
     Layers that follow each other with the same weights are one flow: their targets are the limits of the tokens before
-    the first of them.
-
-    Args:
-        recording: of at most a few dozen texts; the first 16 are followed.
-        generator: of rotations, on the CPU.
-        rotations: the largest number of joint rotations; by default 199, or 20 times the number of layers if that is
-            more, so that a single layer can pass Holm's correction.
-        progress: is called with the share of the work that is done.
+    the first of them. There are at most `rotations` joint rotations, by default 199, or 20 times the number of layers
+    if that is more, so that a single layer can pass Holm's correction.
     """
     A, L = recording.attentions, recording.layers
     dtype = torch.float64 if A[0].dim <= SMALL else torch.float32
@@ -222,11 +195,9 @@ def measure_limit(
         return torch.stack([p.agreement(w).mean() for p, w in zip(passages, shifted)]).mean()
 
     own = torch.stack([p.agreement(w) for p, w in zip(passages, weights)])
-    reductions, dimensions = [], []
+    reductions = []
     for l in range(L):
-        U, W = leading_subspace(GaussianFlow(weights[l], passages[l].start_cov, passages[l].max_shift).M)
-        dimensions.append(U.shape[1])
-        reductions.append(_reductions(recording, l, first[l], passages[l], weights[l], U @ W))
+        reductions.append(_reductions(recording, l, first[l], passages[l], weights[l]))
         progress(0.1 * (l + 1) / L)
     made, expected = torch.tensor(reductions, dtype=torch.float64).permute(2, 0, 1)
     shifts = range(1, L) if len(set(groups)) > 1 else ()
@@ -236,7 +207,7 @@ def measure_limit(
     progress(0.2)
     rotations = max(199, 20 * L - 1) if rotations is None else rotations
     rotated = _rotate(passages, weights, groups, own.mean(-1), rotations, generator, progress)
-    return LimitApproach(own, rotated, by_head, by_layer, made, expected, torch.tensor(dimensions))
+    return LimitApproach(own, rotated, by_head, by_layer, made, expected)
 
 
 def _rotate(
@@ -248,7 +219,7 @@ def _rotate(
     generator: torch.Generator,
     progress: Callable[[float], None],
 ) -> Tensor:
-    """Agreement (layers, draws) of jointly rotated weights; NaN where neither layer nor global test needs the draw."""
+    """Agreement (layers, draws) of rotated weights, equal ones rotated alike; NaN where no test needs the draw."""
     L, d = len(passages), passages[0].start.shape[1]
     drawn = torch.full((L, rotations), torch.nan, dtype=torch.float64)
     exceedances, joint_exceedances = torch.zeros(L), 0
@@ -299,14 +270,16 @@ def _evenly(n: int, count: int) -> Tensor:
 
 
 def _reductions(
-    recording: Recording, layer: int, first: int, passage: Passage, weights: Weights, Pi: Tensor
+    recording: Recording, layer: int, first: int, passage: Passage, weights: Weights
 ) -> list[tuple[float, float]]:
     """By how much W2 to the limit shrinks in every text, of itself: through the layer, and through its flow."""
-    rows, flow = [], GaussianFlow(weights, passage.cov, passage.max_shift)  # in the tokens as they are now
+    U, W = leading_subspace(GaussianFlow(weights, passage.start_cov, passage.max_shift).M)
+    flow = GaussianFlow(weights, passage.cov, passage.max_shift)  # in the tokens as they are now
+    rows = []
     for t in range(min(MAX_TEXTS, recording.texts)):
         keep = _evenly(len(recording.special[t]), MAX_TRANSPORT_TOKENS).to(recording.device)
         start, x, after = (recording.states[level][t][keep].double() for level in (first, layer, layer + 1))
-        target = directions(start @ Pi.mT)
+        target = directions(start @ (U @ W).mT)
         moved = passage.move(x.to(passage.start), flow)
         distance, *ends = (w2(directions(cloud), target) for cloud in (x, after, moved))
         rows.append((1 - ends[0] / distance, 1 - ends[1] / distance) if distance > 1e-9 else (0.0, 0.0))

@@ -69,13 +69,8 @@ def read_weights(attention: Attention, dtype: torch.dtype, device: torch.device)
 class GaussianFlow:
     """What the heads of a layer add to a token if the other tokens are Gaussian, without the constant part.
 
-    A head adds beta O V S g with g = G x, which in a cold head leaves the range of the tokens: the shift of their mean
-    is s standard deviations, s^2 = beta^2 <g, S g>. It is divided by sqrt(1 + s^2/max_shift^2).
-
-    Args:
-        weights: of the heads.
-        cov: S (d, d).
-        max_shift: the largest shift of the mean in standard deviations.
+    A head adds beta O V S g with g = G x and the covariance S, which in a cold head leaves the range of the tokens: the
+    shift of their mean is s standard deviations, s^2 = beta^2 <g, S g>. It is divided by sqrt(1 + s^2/max_shift^2).
     """
 
     def __init__(self, weights: Weights, cov: Tensor, max_shift: float) -> None:
@@ -98,18 +93,9 @@ class GaussianFlow:
 def leading_subspace(M: Tensor) -> tuple[Tensor, Tensor]:
     """An orthonormal basis U (d, k) of the leading subspace of M (d, d), and coordinates W (k, d) with Pi = U W.
 
-    The leading subspace E belongs to the eigenvalues with the largest real part, and Pi projects on it along the other
+    The leading subspace belongs to the eigenvalues with the largest real part, and Pi projects on it along the other
     invariant subspace, as in `attn_flow.prediction.spectrum`. Above dimension 64 one real eigenvalue or one complex
-    pair is found, which is the generic case: right and left eigenvectors by Arnoldi iteration.
-
-    Returns:
-        U and W, in float64 on the device of M.
-
-    Example:
-        >>> U, W = leading_subspace(torch.tensor([[2.0, 0.5], [0.0, 1.0]]))
-        >>> U @ W
-        tensor([[1.0000, 0.5000],
-                [0.0000, 0.0000]], dtype=torch.float64)
+    pair is found, which is the generic case, by Arnoldi iteration. U and W are in float64 on the device of M.
     """
     if len(M) > SMALL:
         matrix = M.detach().double().cpu().numpy()

@@ -49,7 +49,6 @@ def write_page(result: ProbeResult, folder: str | Path, title: str = "") -> Path
         "cards": "\n".join(_card(result, name) for name in QUESTIONS),
         "not_covered": html.escape(_not_covered(result)),
         "evolution_text": html.escape(result.evolution.finding(about.seed).text),
-        "evolution_figure": _figure(result, "evolution"),
         "described": _described(result),
     }
     for name, finding in result.findings.items():
@@ -93,8 +92,7 @@ def _tag(finding: Finding) -> str:
 
 def _figure(result: ProbeResult, name: str) -> str:
     """The figure for wide and for narrow screens, of which the style shows one."""
-    label = QUESTIONS.get(name, "The cloud through depth")
-    wide, narrow = (_svg(draw(result, name, width), f"{name}-{width}", label) for width in (WIDE, NARROW))
+    wide, narrow = (_svg(draw(result, name, width), f"{name}-{width}", QUESTIONS[name]) for width in (WIDE, NARROW))
     return f'<div class="on-wide">{wide}</div><div class="on-narrow">{narrow}</div>'
 
 

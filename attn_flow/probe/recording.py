@@ -75,22 +75,14 @@ Predict = Callable[[Heads, int, int], Tensor]  # (heads, layer, text) -> what at
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A model and what it was run on, so that it can be run again.
-
-    Args:
-        model: the encoder or `DeepStack`.
-        source, texts: the tokenizer and all texts, or the model's own inputs and None.
-        max_length: tokens kept of each text; None for as many as the model takes.
-        beta_factor: the multiple of the trained inverse temperature.
-        batch: texts in a forward pass.
-    """
+    """A model and what it was run on, so that it can be run again."""
 
     model: nn.Module
-    source: Any
+    source: Any  # the tokenizer, or the model's own inputs
     texts: Sequence[str] | None = None
-    max_length: int | None = None
-    beta_factor: float = 1.0
-    batch: int = 16
+    max_length: int | None = None  # tokens kept of each text; None for as many as the model takes
+    beta_factor: float = 1.0  # the multiple of the trained inverse temperature
+    batch: int = 16  # texts in a forward pass
 
     def scaled(self) -> Any:
         """A context in which the model runs at `beta_factor` times its trained inverse temperature."""

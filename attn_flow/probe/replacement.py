@@ -34,17 +34,11 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """An encoder on the texts of a recording, run once as it is; see `prepare_replacement`.
+    """An encoder on the texts of a recording, run once as it is; see `prepare_replacement`."""
 
-    Args:
-        recording: the texts; a `Predict` gets their indices in it.
-        true: the passes of the encoder itself.
-        between: the mean W2 between the outputs of different texts, the unit of distances; NaN if there is none.
-    """
-
-    recording: Recording
-    true: Passes
-    between: float
+    recording: Recording  # a `Predict` gets the indices of its texts
+    true: Passes  # the passes of the encoder itself
+    between: float  # the mean W2 between the outputs of different texts, the unit of distances; NaN if there is none
 
     def compare(self, predict: Predict) -> tuple[Tensor, Tensor]:
         """W2 to the encoder's own output in units of `between`, and the cosine of the embeddings, (texts,) each."""
@@ -54,16 +48,7 @@ class Replacement:
 
 
 def prepare_replacement(recording: Recording) -> Replacement:
-    """Run a recorded encoder as it is, and measure the distances between different texts.
-
-    Example:
-        >>> from attn_flow.hooks.demo import minilm, topics
-        >>> from attn_flow.probe.recording import exact, record_encoder
-        >>> recording = record_encoder(*minilm(), [text[:300] for text in topics() if len(text) > 900][:2])
-        >>> distances, cosines = prepare_replacement(recording).compare(exact)
-        >>> bool(distances.max() < 1e-3), bool(cosines.min() > 0.9999)
-        (True, True)
-    """
+    """Run a recorded encoder as it is, and measure the distances between different texts."""
     true = run(recording, None)
     pairs = zip(true.outputs, true.outputs[1:] + true.outputs[:1])
     between = sum(w2(a, b) for a, b in pairs) / len(true.outputs) or torch.nan  # one text, or equal texts

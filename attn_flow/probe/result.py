@@ -42,39 +42,25 @@ NOT_MEASURED = {
 
 @dataclass(frozen=True)
 class About:
-    """What was probed.
+    """What was probed."""
 
-    Args:
-        encoder: the facts of `hooks.encoder_facts`.
-        weights, inputs: digests.
-        texts, tokens: how many were probed.
-        skipped: the texts that were too short, by their numbers.
-        truncated: how many texts were cut to `max_length`.
-        unknown_share: share of tokens that the tokenizer does not know.
-        max_length, batch, beta_factor, seed: the options.
-        dtype, device: of the computation.
-        versions: of the packages.
-        key: a digest of all of the above. Equal keys, equal results.
-        unexplained: by layer, the share of what attention adds that its weights and positions as read do not explain.
-    """
-
-    encoder: dict[str, Any]
-    weights: str
-    inputs: str
+    encoder: dict[str, Any]  # the facts of `hooks.encoder_facts`
+    weights: str  # digest
+    inputs: str  # digest
     texts: int
     tokens: int
-    skipped: list[int]
-    truncated: int
-    unknown_share: float
+    skipped: list[int]  # the numbers of the texts that were too short
+    truncated: int  # how many texts were cut to `max_length`
+    unknown_share: float  # share of tokens that the tokenizer does not know
     max_length: int | None
     batch: int
     beta_factor: float
     seed: int
-    dtype: str
+    dtype: str  # of the computation
     device: str
-    versions: dict[str, str]
-    key: str = ""
-    unexplained: list[float] = field(default_factory=list)
+    versions: dict[str, str]  # of the packages
+    key: str = ""  # a digest of all of the above: equal keys, equal results
+    unexplained: list[float] = field(default_factory=list)  # by layer, share of attention that the weights do not give
 
 
 @dataclass(frozen=True, eq=False)

@@ -168,7 +168,7 @@ def prepare(
 
     Args:
         model, source, texts, max_length, beta_factor, max_unknown, batch, seed: see `probe`.
-        world: `attn_flow.base.processes.processes()`, the processes that share the work.
+        world: `attn_flow.base.processes.processes()`, which share the work.
 
     Returns:
         A `ProbeRun`. Texts that are too short are left out with a warning that names them. Weights that do not give

@@ -25,12 +25,7 @@ LOGIT_SDS = np.concatenate([np.arange(0.0, 4.0, 0.25), np.arange(4.0, 8.0, 0.5),
 
 
 def sample_sizes(n: int) -> Tensor:
-    """Sample sizes (SIZES,) on a geometric grid from 8, or n/4 if that is less, to n/2.
-
-    Example:
-        >>> sample_sizes(512).tolist()
-        [8, 19, 45, 108, 256]
-    """
+    """Sample sizes (SIZES,) on a geometric grid from 8, or n/4 if that is less, to n/2."""
     low, high = max(1, min(SMALLEST_SAMPLE, n // 4)), max(2, n // 2)
     return torch.from_numpy(np.geomspace(low, high, SIZES).round().astype(np.int64))
 
@@ -109,10 +104,6 @@ def gaussian_exponent(sd: Tensor, n: int) -> Tensor:
     """The exponent b of n independent Gaussian logits with standard deviation `sd` (...) and independent values.
 
     Simulated at powers of two with fixed random numbers, and interpolated in log n and in sd.
-
-    Example:
-        >>> gaussian_exponent(torch.tensor([0.5, 1.0, 2.0, 3.3, 5.0]), 512).round(decimals=2)
-        tensor([0.4900, 0.4500, 0.2600, 0.1300, 0.0800], dtype=torch.float64)
     """
     power = max(3.0, math.log2(n))
     low = math.floor(power)

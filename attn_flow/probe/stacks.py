@@ -17,13 +17,7 @@ from attn_flow.probe.recording import MIN_TOKENS, Recording
 
 @torch.no_grad()
 def record_stack(stack: DeepStack, ids: Any, beta_factor: float = 1.0) -> Recording:
-    """Record a stack that runs at `beta_factor` times its trained inverse temperature.
-
-    Args:
-        stack: the stack.
-        ids: ids (texts, n) or vectors (texts, n, inputs).
-        beta_factor: see `probe`.
-    """
+    """Record a stack on ids (texts, n) or vectors (texts, n, inputs), at `beta_factor` times its trained beta."""
     if not isinstance(ids, Tensor) or ids.ndim < 2:
         raise ValueError("a DeepStack is probed with its inputs: probe(stack, ids), ids (texts, n), or vectors.")
     texts, n = ids.shape[:2]

@@ -25,26 +25,17 @@ DESCRIPTIONS = {"two_moments": "two moments", "four_keys": "the four largest log
 class Temperature:
     """How sharply every head attends, and the variance of its output that three descriptions explain.
 
-    Args:
-        tokens: (texts,), the mean number of keys that are not special and that a query sees.
-        logit_sd: (layers, heads, texts), standard deviation of a query's logits over those keys.
-        entropy: (layers, heads, texts), of the attention weights over the logarithm of the number of visible keys.
-        largest_weight: (layers, heads, texts), mean over queries.
-        logit_bound: (layers, heads, texts), the largest |query| times the largest |key - mean key|.
-        two_moments: (layers, heads, texts), explained variance of a head's output by mean and covariance of its keys
-            and values, special tokens apart; NaN if tokens see only a part of their text.
-        four_keys, argmax: (layers, heads, texts), the same by attention to the keys with the four largest logits and
-            to the key with the largest.
+    All are (layers, heads, texts) but `tokens`. Keys that a query does not see do not count.
     """
 
-    tokens: Tensor
-    logit_sd: Tensor
-    entropy: Tensor
-    largest_weight: Tensor
-    logit_bound: Tensor
-    two_moments: Tensor
-    four_keys: Tensor
-    argmax: Tensor
+    tokens: Tensor  # (texts,), the mean number of keys that are not special and that a query sees
+    logit_sd: Tensor  # standard deviation of a query's logits over those keys
+    entropy: Tensor  # of the attention weights over the logarithm of the number of keys
+    largest_weight: Tensor  # mean over queries
+    logit_bound: Tensor  # the largest |query| times the largest |key - mean key|
+    two_moments: Tensor  # R2 of mean and covariance of keys and values, special tokens apart; NaN if keys are hidden
+    four_keys: Tensor  # R2 of attention to the keys with the four largest logits
+    argmax: Tensor  # R2 of the key with the largest logit
 
     def finding(self, seed: int = 0) -> Finding:
         """How many heads are warm, middle and frozen, and which description does best in each; there is no verdict."""
@@ -78,15 +69,7 @@ class Temperature:
 
 @torch.no_grad()
 def measure_temperature(recording: Recording) -> Temperature:
-    """Measure the temperature of every head and the descriptions of its output on the first texts.
-
-    Example:
-        >>> from attn_flow.hooks.demo import tiny_bert
-        >>> from attn_flow.probe.recording import record_encoder
-        >>> recording = record_encoder(*tiny_bert(), ["a b c d e f g h i j " * 3])
-        >>> measure_temperature(recording).finding().numbers["phases"]
-        {'warm': 4, 'middle': 0, 'frozen': 0}
-    """
+    """Measure the temperature of every head and the descriptions of its output on the first texts."""
     recording = recording.first(TEXTS)
     columns, tokens = [], []
     for text in range(recording.texts):

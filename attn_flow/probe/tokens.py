@@ -21,17 +21,11 @@ WEIGHTS = 600_000  # attention weights kept, all of the first text
 
 @dataclass(frozen=True, eq=False)
 class Evolution:
-    """Clouds of directions x/|x| level by level, (levels, texts) each.
+    """Clouds of directions x/|x| level by level, (levels, texts) each."""
 
-    Args:
-        cosine: mean cosine of different tokens of a text.
-        centred_cosine: the same after the mean of the text is taken away.
-        effective_rank: exp of the entropy of the eigenvalues of the second-moment matrix of a text's directions.
-    """
-
-    cosine: Tensor
-    centred_cosine: Tensor
-    effective_rank: Tensor
+    cosine: Tensor  # mean cosine of different tokens of a text
+    centred_cosine: Tensor  # the same after the mean of the text is taken away
+    effective_rank: Tensor  # exp of the entropy of the eigenvalues of the second-moment matrix of a text's directions
 
     def finding(self, seed: int = 0) -> Finding:
         """Whether tokens gather, or only gain a direction that all of them share."""
@@ -71,19 +65,12 @@ def _mean_cosine(x: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The first few texts, one after another on the axis of tokens.
+    """The first few texts, one after another on the axis of tokens."""
 
-    Args:
-        lengths: their numbers of tokens.
-        keys: (layers, heads, tokens), exp(entropy) of a query's attention: over how many keys it is spread.
-        received: (layers, tokens), attention that a token receives over its fair share 1, mean over heads and queries.
-        weights: (layers, heads, m, m), attention among the first m tokens of the first of these texts.
-    """
-
-    lengths: Tensor
-    keys: Tensor
-    received: Tensor
-    weights: Tensor
+    lengths: Tensor  # their numbers of tokens
+    keys: Tensor  # (layers, heads, tokens), exp(entropy) of a query's attention: over how many keys it is spread
+    received: Tensor  # (layers, tokens), attention that a token receives over its fair share, mean over heads
+    weights: Tensor  # (layers, heads, m, m), attention among the first m tokens of the first of these texts
 
 
 def read_tokens(recording: Recording) -> Reading:

@@ -164,6 +164,31 @@ def test_a_reversed_flow_is_not_supported():
     assert finding.numbers["global_p"] > 0.3
 
 
+@pytest.mark.parametrize(
+    ("own", "rival", "verdict", "words"),
+    [
+        ([0.5, 0.5, 0.5], 0.1, "supported", "every layer"),
+        ([0.5, 0.0, 0.0], 0.1, "partly", "layer 0"),
+        ([0.0, 0.0, 0.0], -0.1, "not supported", "no more than of rotated weights"),
+        ([0.5, 0.5, 0.5], 0.6, "not supported", "The limit of permuted heads"),
+    ],
+)
+def test_the_rule_of_the_verdict(generator, own, rival, verdict, words):
+    """Agreements made by hand, 199 rotations around 0: the global p, then the rivals, then the number of layers."""
+    agreement = torch.tensor(own, dtype=torch.float64)[:, None].expand(3, 8)
+    rotated = 0.05 * torch.randn(3, 199, generator=generator, dtype=torch.float64)
+    shrinks = torch.full((3, 8), 0.01, dtype=torch.float64)
+    rivals = torch.tensor([rival], dtype=torch.float64)
+    finding = LimitApproach(agreement, rotated, rivals, torch.zeros(0), shrinks, 2 * shrinks).finding()
+    assert finding.verdict == verdict
+    assert words in finding.text
+    assert "shrinks by 1.0% a layer" in finding.text
+    assert f"p = {finding.numbers['global_p']:.2g} against rotated weights" in finding.text
+    assert finding.numbers["fraction"] == pytest.approx([0.5] * 3)
+    few = LimitApproach(agreement[:, :7], rotated, rivals, torch.zeros(0), shrinks[:, :7], shrinks[:, :7]).finding()
+    assert few.verdict is None
+
+
 def test_few_texts_have_no_verdict(generator):
     recording = small_recording(generator)
     finding = measure(recording, rotations=19).finding()
@@ -177,7 +202,7 @@ def test_numbers_are_plain_and_records_can_be_kept(generator, tmp_path):
     again = LimitApproach(**read_tensors(tmp_path / "limit.safetensors")[0])
     numbers = again.finding().numbers
     assert json.dumps(numbers, allow_nan=False) == json.dumps(measured.finding().numbers, allow_nan=False)
-    for name in ("p_value", "fraction", "percent_of_distance", "dimension"):
+    for name in ("p_value", "fraction", "percent_of_distance"):
         assert len(numbers[name]) == 2, name
 
 

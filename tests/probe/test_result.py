@@ -102,6 +102,19 @@ def test_the_table_has_values_with_intervals_and_the_best_baseline(result) -> No
     assert baseline["limit"] == f"{rival}: {others[rival]:.2f}"
 
 
+def test_sentences_follow_the_numbers(result) -> None:
+    averaging, clusters, temperature, limit = result.findings.values()
+    b = averaging.numbers["exponent"]
+    assert f"b = {min(b):.2f} to {max(b):.2f} by layer" in averaging.text
+    assert f"{averaging.numbers['share_of_heads']:.0%} of heads" in averaging.text
+    needed = clusters.numbers["clusters_for_w2_goal"]["foreign_queries"]
+    assert f"{needed:.0f} clusters a head ({needed / 32:.0%} of 32 tokens)" in clusters.text
+    for phase, count in temperature.numbers["phases"].items():
+        assert (f"{count} are {phase}" in temperature.text) or (f"{count} is {phase}" in temperature.text) or not count
+    percent = sum(limit.numbers["percent_of_distance"]) / 6
+    assert f"{'shrinks' if percent >= 0 else 'grows'} by {abs(percent):.1f}% a layer" in limit.text
+
+
 def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
     """500 samples of 30 normal numbers: the 95% interval covers 0 in 90% to 99% of them."""
     values = torch.randn(500, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
