@@ -113,13 +113,11 @@ class Clusters:
             "cost_over_attention": dict(zip(sizes, self.cost.tolist())),
         }
         verdict = "supported" if len(better) == len(sizes) else "partly" if better else "not supported"
-        words = {
-            "supported": "Clusters found by other texts' queries beat every baseline of equal size",
-            "partly": "Clusters found by other texts' queries beat every baseline of equal size for K = "
-            f"{', '.join(map(str, better))} only",
-            "not supported": "Clusters found by other texts' queries do not beat every baseline of equal size "
-            f"({best.replace('_', ' ')})",
-        }[verdict]
+        words = "Clusters found by other texts' queries beat every baseline of equal size"
+        if verdict == "partly":
+            words += f" for K = {', '.join(map(str, better))} only"
+        elif not better:
+            words = "Clusters found by other texts' queries do not beat every baseline of equal size"
         if math.isnan(size):  # the goal is far from the measured curve
             s = 0 if float(own[0].mean()) <= W2_GOAL else -1
             goal, needs = float(own[s].mean()), f"{sizes[s]} clusters a head"

@@ -60,9 +60,8 @@ def comparison_figure(results: Mapping[str, ProbeResult]) -> Figure:
     with style() as pyplot:
         figure, axes = pyplot.subplots(figsize=(10, 5))
         for (name, result), colour in zip(results.items(), COLOURS * 3):
-            axes.plot(
-                *_columns(result, "averaging", "logit_sd", "b"), "o", markersize=4, color=colour, alpha=0.7, label=name
-            )
+            points = _columns(result, "averaging", "logit_sd", "b")
+            axes.plot(*points, "o", markersize=4, color=colour, alpha=0.7, label=name)
         _finish_exponents(axes, next(iter(results.values())))
         axes.legend()
     return figure
