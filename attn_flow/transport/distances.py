@@ -141,8 +141,8 @@ def solve(
         "auto": the fastest exact method. It and "shortlist" merge coincident tokens (1e-10 of the size of the clouds)
             first, and count how far they moved as an error.
 
-    "shortlist", and "simplex" beyond 300 x 300 tokens, need the optional package POT; without it "auto" takes
-    "assignment" for all clouds of equal weights. All methods but "sinkhorn" copy tokens of a CUDA device to the CPU.
+    "simplex" and "shortlist" need the optional package POT; without it "auto" takes "assignment" for all clouds of
+    equal weights. All methods but "sinkhorn" copy tokens of a CUDA device to the CPU.
 
     Args:
         a, b, p, cost, rtol: as in `wasserstein`. A distance below 1e-6 of the size of the clouds is rounding, and is
@@ -161,7 +161,7 @@ def solve(
         raise ValueError(f"p = {p}, expected a number from 1 to {MAX_P}.")
     checks.require_choice("cost", cost, ("euclidean", "geodesic"))
     checks.require_positive(rtol=rtol)
-    if isinstance(method, str):
+    if not isinstance(method, Sinkhorn | Sliced):
         checks.require_choice("method", method, METHODS)
         method = Sinkhorn() if method == "sinkhorn" else Sliced() if method == "sliced" else method
     first, second = as_cloud(a, "a"), as_cloud(b, "b")
@@ -169,6 +169,10 @@ def solve(
     if x.shape[-1] != y.shape[-1]:
         raise ValueError(f"tokens have shapes {tuple(x.shape)} and {tuple(y.shape)}, expected the same dimension d.")
     checks.require_same_device("b", y, "a", x)
+    if not torch.compiler.is_compiling() and not checks.can_read(x, y):
+        raise ValueError(
+            "distances need values, which meta tensors and torch.func transforms do not have; use autograd."
+        )
     shapes = [cloud.probabilities.shape[:-1] for cloud in (first, second)]
     try:
         batch = torch.broadcast_shapes(*shapes)
@@ -227,8 +231,8 @@ def _solve_pair(pair: Pair, method: str | Sinkhorn | Sliced, rtol: float, with_p
     if error > max(rtol * value, max(RESOLUTION, ROUNDING ** (1 / p)) * pair.size()):
         raise CertificateError(
             f"method {solution.method!r} proves W_{p:g} = {value:.6g} of {name} only up to {error:.3g}, more than "
-            f"rtol = {rtol:g} of it. Use a larger rtol, an exact method ('auto', 'simplex') instead of 'sinkhorn', or "
-            "remove points far from all others."
+            f"rtol = {rtol:g} of it. Use a larger rtol, a smaller p, an exact method ('auto', 'simplex') instead of "
+            "'sinkhorn', or remove points far from all others."
         )
     return solution
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attn_flow.transport.assignment import assignment, dual_potential, is_uniform
 from attn_flow.transport.ground_cost import MAX_ENTRIES, GroundCost, c_transform
-from attn_flow.transport.network_simplex import MAX_LINPROG_ENTRIES, has_pot, simplex
+from attn_flow.transport.network_simplex import has_pot, simplex
 from attn_flow.transport.one_dimension import circle, line
 from attn_flow.transport.pair import Pair, Solution
 from attn_flow.transport.plan import Array, Index, Plan, refine
@@ -76,7 +76,7 @@ def _solve_merged(pair: Pair, method: str, with_potentials: bool) -> tuple[str, 
         group_x, group_y = _grid_cells(x, cell), _grid_cells(y, cell)
     moved = 0.0
     pairs = (1 + int(group_x.max())) * (1 + int(group_y.max()))
-    if pairs <= MERGED_PART * len(x) * len(y) and (pairs <= MAX_LINPROG_ENTRIES or has_pot()):
+    if pairs <= MERGED_PART * len(x) * len(y) and has_pot():  # merged points have unequal masses
         first_x, first_y = (np.unique(group, return_index=True)[1] for group in (group_x, group_y))
         masses_x: Array = np.bincount(group_x, a).astype(np.float64)
         masses_y: Array = np.bincount(group_y, b).astype(np.float64)

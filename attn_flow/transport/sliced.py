@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,7 +31,7 @@ class Sliced:
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        if not self.n_projections >= 2:
+        if operator.index(self.n_projections) < 2:
             raise ValueError(f"n_projections = {self.n_projections}, expected at least 2 for a standard error.")
 
 

@@ -29,6 +29,9 @@ SPHERE = X / X.norm(dim=-1, keepdim=True)
     (lambda: solve(X, X, method="magic"), "method = 'magic', expected one of 'auto'"),
     (lambda: solve(X, X, method="simplx"), "Did you mean 'simplex'"),
     (lambda: solve(X, X, rtol=0), "rtol = 0, expected a positive"),
+    (lambda: solve(X, X, method=Sinkhorn), r"method = <class .*Sinkhorn'>, expected one of 'auto'"),
+    (lambda: solve(X.to("meta"), X.to("meta")), "distances need values, which meta tensors"),
+    (lambda: torch.func.grad(lambda x: wasserstein(x, X))(X), "torch.func transforms do not have; use autograd"),
     (lambda: Sinkhorn(scaling=1.5), "scaling = 1.5, expected a number between 0 and 1"),
     (lambda: Sinkhorn(blur=-1.0), "blur = -1.0, expected a positive"),
     (lambda: Sliced(n_projections=1), "n_projections = 1, expected at least 2"),
@@ -75,26 +78,21 @@ def without_pot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_pot")
 def test_what_works_without_pot() -> None:
-    """One dimension, circle, equal masses, small clouds of any masses, merged points, Sinkhorn, sliced."""
+    """One dimension, circle, equal masses, Sinkhorn, sliced."""
     x, y = (torch.randn(1100, 2, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k in (1, 2))
     angles = lambda z: z / z.norm(dim=-1, keepdim=True)
     with pytest.MonkeyPatch.context() as again:
         again.delitem(sys.modules, "ot")
         expected = [
             float(wasserstein(x[:900], y[:900])),
-            float(wasserstein(x[:200], y[:150])),
             float(wasserstein(x[:30], 3 + y[:30])),
         ]
     assert solve(x[:, :1], y[:, :1]).method == "line"
     assert solve(angles(x), angles(y), cost="geodesic").method == "circle"
     assert solve(x, y).method == "assignment"
     assert float(wasserstein(x[:900], y[:900])) == pytest.approx(expected[0], rel=1e-12)
-    small = solve(x[:200], y[:150])
-    assert (small.method, float(small.value)) == ("simplex", pytest.approx(expected[1], rel=1e-9))
-    assert float(small.error) < 1e-6
-    merged = solve(x[:2].repeat(600, 1), y[:3].repeat(500, 1))
-    assert merged.method == "merged simplex"
-    assert solve(x[:30], 3 + y[:30], method="sinkhorn", rtol=0.1).value.item() == pytest.approx(expected[2], rel=0.1)
+    assert solve(x[:2].repeat(30, 1), y[:3].repeat(20, 1)).method == "assignment"
+    assert solve(x[:30], 3 + y[:30], method="sinkhorn", rtol=0.1).value.item() == pytest.approx(expected[1], rel=0.1)
     assert solve(x, y, method=Sliced(5)).method == "sliced"
 
 
@@ -102,6 +100,7 @@ def test_what_works_without_pot() -> None:
 def test_what_needs_pot_says_so() -> None:
     x, y = torch.randn(2, 1100, 3, generator=torch.Generator().manual_seed(0))
     for call in (
+        lambda: wasserstein(x[:20], y[:10]),
         lambda: wasserstein(x, y[:1000]),
         lambda: wasserstein(x, y, method="shortlist"),
         lambda: wasserstein(Cloud(x, torch.rand(1100)), y),
