@@ -89,7 +89,13 @@ class Attention(Field):
         vars(self).update(named, dim=dim)
         if self.kind == "hardmax":
             vars(self).update(kind="softmax", beta=math.inf)
-        vars(self)["beta"] = weights.as_beta(self.beta, self.heads)
+        vars(self)["beta"] = weights.as_beta(self.beta, named)
+        if self.tolerance is not None:
+            checks.require_positive(tolerance=self.tolerance)
+        self._check_options()
+
+    def _check_options(self) -> torch.Size:
+        """The batch axes; an error if options contradict each other or the axes do not broadcast."""
         if self.is_hardmax and self.kind != "softmax":
             raise ValueError(f"beta = inf with kind = {self.kind!r}; only softmax attention has a limit (hardmax).")
         has_mask = self.causal or not self.self_attention
@@ -100,6 +106,9 @@ class Attention(Field):
             )
         if self.context is not None and (has_mask or self.kind == "sinkhorn"):
             raise ValueError("causal, self_attention=False and 'sinkhorn' compare tokens of one cloud; drop context.")
+        if self.context is not None and not hasattr(self.context, "tilted_mean"):
+            raise TypeError(f"context is a {type(self.context).__name__}, expected a measure, such as Cloud(tokens).")
+        return self.batch_shape
 
     @classmethod
     def from_matrices(cls, G: Tensor, V: Tensor, beta: float | Tensor = 1.0, **options: Any) -> Attention:
@@ -115,7 +124,8 @@ class Attention(Field):
         """
         for name, matrix in (("G", G), ("V", V)):
             checks.require_floating(name, matrix)
-            checks.require_shape(name, matrix, matrix.shape[-1:] * 2)
+            if matrix.ndim < 2 or matrix.shape[-2] != matrix.shape[-1]:
+                raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected square matrices (..., d, d).")
         if G.shape[-1] != V.shape[-1]:
             raise ValueError(f"G has shape {tuple(G.shape)} and V {tuple(V.shape)}, expected the same dimension d.")
         return cls(Q=G, V=V, beta=beta, **options)
@@ -243,26 +253,26 @@ class Attention(Field):
     def _average_of_measure(self, queries: Tensor, mu: Measure) -> Tensor:
         """V_h m_beta[mu](K_h^T q), times e^{beta L_beta[mu]} if unnormalised, (..., heads, n, v)."""
         g = queries if self.K is None else queries @ self.K  # (..., heads or 1, n, d)
-        means = []
-        for h in range(self.heads):
-            g_h, beta = g[..., min(h, g.shape[-3] - 1), :, :], self.beta
-            if isinstance(beta, Tensor):
-                beta = beta[..., min(h, beta.shape[-1] - 1), None]
-            mean = mu.tilted_mean(g_h, beta)
-            if self.kind == "unnormalised":
-                mean = mean * (beta * mu.log_partition(g_h, beta)).exp()[..., None]
-            means.append(mean)
-        average = torch.stack(means, dim=-3)
+        g, beta, n = g.expand(*g.shape[:-3], self.heads, -1, -1), self.beta, g.shape[-2]
+        if isinstance(beta, Tensor):
+            beta = beta[..., None].expand(*beta.shape[:-1], self.heads, n).flatten(-2)
+        g = g.flatten(-3, -2)  # a measure takes the queries of all heads one after the other
+        mean = mu.tilted_mean(g, beta)
+        if self.kind == "unnormalised":
+            mean = mean * (beta * mu.log_partition(g, beta)).exp()[..., None]
+        average = mean.unflatten(-2, (self.heads, n))
         return average if self.V is None else average @ self.V.mT
 
     def matrix(self, cloud: Tensor | Cloud) -> Tensor:
-        """The attention matrix A (..., heads, n, n). `drift` never forms it.
+        """The attention matrix A (..., heads, n, n) of a cloud that attends to itself. `drift` never forms it.
 
         Example:
             >>> Attention.identity(2, beta=0.0).matrix(torch.eye(2))
             tensor([[[0.5000, 0.5000],
                      [0.5000, 0.5000]]])
         """
+        if self.context is not None:
+            raise ValueError("attention to a context has no matrix of one cloud; use with_context(None).matrix(x).")
         cloud = as_cloud(cloud)
         batch, n = self.check_cloud(cloud), cloud.x.shape[-2]
         if math.prod(batch) * self.heads * n**2 > MAX_MATRIX_ENTRIES:
@@ -292,7 +302,7 @@ class Attention(Field):
     @property
     def batch_shape(self) -> torch.Size:
         """The leading axes of the weights and of beta, broadcast."""
-        return torch.broadcast_shapes(*(z.shape[: -weights.AXES[name]] for name, z in self.tensors.items()))
+        return weights.broadcast_batches(**{name: z.shape[: -weights.AXES[name]] for name, z in self.tensors.items()})
 
     @property
     def is_hardmax(self) -> bool:
@@ -333,11 +343,15 @@ class Attention(Field):
 
     def with_beta(self, beta: float | Tensor) -> Attention:
         """The same attention at another inverse temperature."""
-        return self.copy_with(beta=weights.as_beta(beta, self.heads))
+        attention = self.copy_with(beta=weights.as_beta(beta, self.tensors))
+        attention._check_options()
+        return attention
 
     def with_context(self, context: Measure | Tensor | None) -> Attention:
         """The same attention to a fixed measure, or to tokens (..., m, d), instead of the cloud itself."""
-        return self.copy_with(context=Cloud(context) if isinstance(context, Tensor) else context)
+        attention = self.copy_with(context=as_cloud(context, "context") if isinstance(context, Tensor) else context)
+        attention._check_options()
+        return attention
 
     def to(self, *args: Any, **kwargs: Any) -> Attention:
         """The same attention with its tensors moved or cast, as `Tensor.to`."""
@@ -358,14 +372,14 @@ class Attention(Field):
 
     def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
         weights.check_tokens("x", cloud.x, self.dim, self.tensors)
-        shapes = [cloud.x.shape[:-2], self.batch_shape]
+        shapes = {"x": cloud.x.shape[:-2], "the weights": self.batch_shape}
         if isinstance(self.context, Cloud):
             weights.check_tokens("context", self.context.x, self.dim, self.tensors)
-            shapes.append(self.context.x.shape[:-2])
+            shapes["context"] = self.context.x.shape[:-2]
         if not self.self_attention:
             count = (cloud.probabilities > 0).sum(-1)
             checks.require(count >= 2, "self_attention=False requires at least two unmasked tokens per cloud.")
-        return weights.broadcast_batches(*shapes)
+        return weights.broadcast_batches(**shapes)
 
     @torch.no_grad()
     def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:

@@ -114,7 +114,10 @@ class Drift(Field):
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
         tokens = x.float() if self.is_float64 else x
         drift = self.f(t, tokens)
-        if drift.dtype != tokens.dtype or drift.ndim > x.ndim:
+        if not isinstance(drift, Tensor):
+            raise TypeError(f"{self} returned a {type(drift).__name__} at t = {t:.4g}, expected a tensor.")
+        is_broadcastable = all(k in (1, size) for k, size in zip(drift.shape[::-1], x.shape[::-1]))
+        if drift.dtype != tokens.dtype or drift.ndim > x.ndim or not is_broadcastable:
             raise ValueError(
                 f"{self} returned {drift.dtype} {tuple(drift.shape)} at t = {t:.4g}, expected {tokens.dtype} "
                 f"{tuple(x.shape)}, as the tokens that it received."

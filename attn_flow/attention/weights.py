@@ -25,6 +25,9 @@ def check_weights(weights: Mapping[str, Tensor | None], dim: int) -> tuple[dict[
     present = {name: z for name, z in weights.items() if z is not None}
     for name, weight in present.items():
         checks.require_floating(name, weight)
+        if weight.ndim < AXES[name] - 1 or 0 in weight.shape:
+            axes = "(..., heads, rows, columns)" if AXES[name] == 3 else "(..., heads, k)"
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}, expected {axes} without empty axes.")
         checks.require_finite(name, weight)
         present[name] = weight[None] if weight.ndim == AXES[name] - 1 else weight  # one head
     if len({weight.dtype for weight in present.values()}) > 1:
@@ -56,23 +59,25 @@ def check_tokens(name: str, x: Tensor, d: int, weights: Mapping[str, Tensor]) ->
         raise ValueError(f"{name} has dtype {x.dtype}, the attention {weight.dtype}; use attention.to({x.dtype}).")
 
 
-def broadcast_batches(tokens: torch.Size, *others: torch.Size) -> torch.Size:
-    """The common batch axes of tokens, weights and context; ValueError if there are none."""
+def broadcast_batches(**shapes: torch.Size) -> torch.Size:
+    """The common batch axes of tensors with these names; ValueError if there are none."""
     try:
-        return torch.broadcast_shapes(tokens, *others)
+        return torch.broadcast_shapes(*shapes.values())
     except RuntimeError:
+        named = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ValueError(
-            f"the batch {tuple(tokens)} of the tokens and {tuple(others[0])} of the weights do not broadcast; for one "
-            "beta per batch element pass beta[:, None]."
+            f"the batch axes do not broadcast ({named}); for one beta per batch element pass beta[:, None]."
         ) from None
 
 
-def as_beta(beta: float | Tensor, heads: int) -> float | Tensor:
+def as_beta(beta: float | Tensor, weights: Mapping[str, Tensor | None]) -> float | Tensor:
     """beta as a float if it is one number that has no gradient, otherwise as a tensor (..., heads or 1)."""
     checks.require_beta(beta)
     if not isinstance(beta, Tensor):
         return float(beta)
-    if heads > 1 and beta.ndim > 0 and beta.shape[-1] not in (1, heads):
+    heads = max((z.shape[-AXES[name]] for name, z in weights.items() if z is not None and AXES[name] > 1), default=1)
+    is_of_heads = heads == 1 or beta.ndim == 0 or beta.shape[-1] in (1, heads)
+    if not is_of_heads or beta.numel() == 0:
         raise ValueError(
             f"beta has shape {tuple(beta.shape)}, expected () or (..., heads) = (..., {heads}); for one beta per batch "
             "element pass beta[:, None]."

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.measures.cloud import Cloud
-from attn_flow.measures.measure import as_tensor, direction, is_infinite, largest_entry, sqrt_or_zero
+from attn_flow.measures.measure import as_tensor, direction, is_infinite, largest_entry, require_queries, sqrt_or_zero
 from attn_flow.measures.sphere import UniformSphere
 
 
@@ -170,6 +170,7 @@ def _moved(measure: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _project_moments(g: Tensor, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """<g,m> (..., m), S g (..., m, d) and sqrt(g^T S g) (..., m)."""
+    require_queries(g, mean.shape[-1], mean.dtype)
     size = largest_entry(g)
     Sg = (g / size) @ cov.mT
     return (g * mean[..., None, :]).sum(-1), size * Sg, size[..., 0] * sqrt_or_zero((g / size * Sg).sum(-1))
@@ -185,6 +186,8 @@ def _require_moments(mean: Tensor, cov: Tensor) -> None:
     for name, z in (("mean", mean), ("cov", cov)):
         checks.require_floating(name, z)
         checks.require_finite(name, z)
+    if mean.ndim == 0:
+        raise ValueError("mean has shape (), expected (..., d).")
     checks.require_shape("cov", cov, (mean.shape[-1], mean.shape[-1]))
     checks.require_same_device("cov", cov, "mean", mean)
     if cov.dtype != mean.dtype:

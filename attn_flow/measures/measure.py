@@ -33,6 +33,14 @@ class Measure(Protocol):
         ...
 
 
+def require_queries(g: Tensor, d: int, dtype: torch.dtype | None = None) -> None:
+    """Raise ValueError unless queries g (..., m, d) have the dimension and the dtype of a measure."""
+    if g.shape[-1] != d:
+        raise ValueError(f"queries have shape {tuple(g.shape)}, expected (..., m, {d}) for this measure.")
+    if dtype not in (None, g.dtype):
+        raise ValueError(f"queries have {g.dtype} and the measure {dtype}; use measure.to({g.dtype}).")
+
+
 def is_infinite(beta: float | Tensor) -> bool:
     """Whether beta is the number infinity."""
     return not isinstance(beta, Tensor) and beta == math.inf  # math.isinf cannot be compiled

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.kernels import bessel
-from attn_flow.measures.measure import as_tensor, direction, is_infinite, length, over_beta
+from attn_flow.measures.measure import as_tensor, direction, is_infinite, length, over_beta, require_queries
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,12 @@ class UniformSphere:
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""
+        require_queries(g, self.d)
         return self.radial_log_partition(length(g), beta)
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g), (..., m, d); zero at g = 0, where there is no direction."""
+        require_queries(g, self.d)
         size = length(g)
         return self.radial_mean(size, beta)[..., None] * direction(g, size)
 

@@ -123,6 +123,22 @@ def test_a_context_replaces_the_cloud(generator):
     torch.testing.assert_close(cold, (g / g.norm(dim=-1, keepdim=True)) @ A.OV[0].T)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "unnormalised"])
+def test_every_head_attends_to_a_measure_by_itself(generator, kind):
+    A = random_attention(generator, kind=kind)
+    mu, x = Gaussian(draw(generator, 4), torch.eye(4, dtype=f64) / 9), draw(generator, 2, 5, 4) / 2
+    expected = A.value_bias.expand(2, 5, 4)
+    for O, V, G, bias, beta in zip(A.O, A.V, A.G, A.G_bias, A.beta):
+        g = x @ G.T + bias
+        mean = mu.tilted_mean(g, float(beta))
+        if kind == "unnormalised":
+            mean = mean * (beta * mu.log_partition(g, float(beta))).exp()[..., None]
+        expected = expected + mean @ (O @ V).T
+    torch.testing.assert_close(A.drift(x, mu), expected)
+    alone = A.copy_with(beta=A.beta.expand(2, 3))  # one beta per element of the batch and head
+    torch.testing.assert_close(alone.drift(x, mu), expected)
+
+
 def test_every_kernel_has_the_same_drift(generator):
     x = Sphere().uniform(2500, 2, generator=generator, dtype=f64)
     drifts = [Attention.identity(2, 60.0, kernel=kernel).drift(x) for kernel in ("dense", "near", "series", "auto")]
@@ -185,6 +201,8 @@ def test_fields_add_up_and_change(generator):
     torch.testing.assert_close(layers(0.5, x), A.drift(x))
     torch.testing.assert_close(layers(1.0, x), B.drift(x))
     assert layers.jumps == (1.0,)
+    with pytest.raises(ValueError, match="no field from t = 4"):
+        layers(4.0, x)
     torch.testing.assert_close(Scheduled(lambda t: A.with_beta(1 + t))(3.0, x), B.drift(x))
     unit = x / x.norm(dim=-1, keepdim=True)
     drift = A.drift(unit)
@@ -208,7 +226,30 @@ def test_random_weights(generator, ensemble):
         torch.testing.assert_close(A.G, A.OV)
 
 
+def test_fields_print_what_they_are():
+    A = Attention.identity(3, beta=torch.tensor([1.0, 2.0]), causal=True, self_attention=False)
+    assert repr(A) == "Attention(heads=2, dim=3, beta=tensor (2,), softmax, causal, no self-attention)"
+    assert A.summary()["beta"] == [1.0, 2.0]
+    B = Attention.identity(3, kind="hardmax").with_context(UniformSphere(3))
+    assert repr(B) == "Attention(heads=1, dim=3, beta=inf, softmax, context=UniformSphere)"
+    assert B.summary()["beta"] == "inf"
+    assert repr(pre_norm(B + Drift(math.sin))) == f"pre_norm of {B} + Drift(sin)"
+    assert repr(Scheduled(math.sin)) == "Scheduled(sin)"
+    assert (B + A).summary() == {"name": f"{B} + {A}"}
+    assert "batch=(2,)" in repr(Attention(Q=torch.zeros(2, 1, 3, 3)))
+
+
+def test_the_logits_of_every_field_are_bounded():
+    A = Attention.identity(3, beta=5.0)
+    bounds = [A, A + Drift(math.sin), pre_norm(A), A.with_beta(math.inf), Scheduled(A.with_beta)]
+    bounds = [float(field.logit_bound(2.0, (0.0, 3.0))) for field in bounds]
+    assert bounds == [20.0, 20.0, 5.0, 0.0, 12.0]
+    assert (A + Drift(math.sin)).not_exchangeable_because == ("Drift(sin), which is not tokenwise",)
+    assert Scheduled(A.with_beta).not_exchangeable_because == ("a schedule",)
+
+
 EYE = torch.eye(3)
+ONE = Attention.identity(3)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +280,33 @@ EYE = torch.eye(3)
         ),
         (lambda: Layers([Attention.identity(3)], times=[0.0]), ValueError, "one more"),
         (lambda: Layers([Attention.identity(3)], times=[1.0, 0.0]), ValueError, "increasing"),
+        (lambda: Layers("a", times=[0.0, 1.0]), TypeError, "field 0 is a str"),
+        (lambda: ONE + "a", TypeError, "unsupported operand"),
+        (lambda: Scheduled(lambda t: None)(0.0, EYE), TypeError, "returned a NoneType at t = 0"),
         (lambda: Drift(lambda t, x: x.double())(0.0, EYE), ValueError, "expected torch.float32"),
+        (lambda: Drift(lambda t, x: x[:, :2])(0.0, EYE), ValueError, r"\(3, 2\) at t = 0, expected .*\(3, 3\)"),
+        (lambda: Drift(lambda t, x: None)(0.0, EYE), TypeError, "returned a NoneType"),
+        (lambda: Attention(Q=torch.tensor(1.0)), ValueError, r"Q has shape \(\)"),
+        (lambda: Attention(Q=torch.zeros(0, 3, 3)), ValueError, "without empty axes"),
+        (lambda: Attention(Q=torch.zeros(2, 3, 3), K=torch.zeros(4, 3, 3)), ValueError, "numbers of heads"),
+        (lambda: Attention(Q=torch.zeros(2, 1, 3, 3), K=torch.zeros(4, 1, 3, 3)), ValueError, "do not broadcast"),
+        (lambda: Attention(Q=torch.zeros(2, 3, 3), beta=torch.ones(3)), ValueError, r"beta has shape \(3,\)"),
+        (lambda: Attention(Q=torch.zeros(2, 3, 3)).with_beta(torch.ones(3)), ValueError, r"beta has shape \(3,\)"),
+        (lambda: Attention.identity(3, beta=torch.ones(0)), ValueError, r"beta has shape \(0,\)"),
+        (lambda: Attention.identity(3, kernel="near", tolerance=math.nan), ValueError, "tolerance = nan"),
+        (lambda: Attention.identity(3, kind="sinkhorn").with_beta(math.inf), ValueError, "hardmax"),
+        (lambda: Attention.identity(3, causal=True).drift(EYE, EYE), ValueError, "drop context"),
+        (lambda: Attention.identity(3, context="tokens"), TypeError, "context is a str, expected a measure"),
+        (lambda: ONE.drift(EYE, [1.0]), TypeError, "context is a list, expected a measure"),
+        (lambda: ONE.drift(EYE, EYE[:, :2]), ValueError, r"context has shape \(3, 2\)"),
+        (lambda: ONE.drift(EYE, UniformSphere(4)), ValueError, r"expected \(\.\.\., m, 4\) for this measure"),
+        (lambda: ONE.drift(EYE, Gaussian(EYE[0].double(), EYE.double())), ValueError, "use measure.to"),
+        (lambda: ONE.with_context(EYE).matrix(EYE), ValueError, r"use with_context\(None\)"),
+        (lambda: ONE.matrix(torch.zeros(40_000, 3)), ValueError, "over 2\\^30 entries"),
+        (lambda: Attention.identity(3, 1e4, kind="unnormalised").drift(EYE), FloatingPointError, "not finite"),
+        (lambda: Attention.from_matrices(EYE, EYE[0]), ValueError, "expected square matrices"),
+        (lambda: Attention.from_matrices(EYE, EYE[:2, :2]), ValueError, "same dimension d"),
+        (lambda: Gaussian(torch.tensor(0.0), EYE), ValueError, r"mean has shape \(\)"),
     ],
 )
 def test_errors_name_what_is_wrong(call, error, words):
