@@ -219,13 +219,9 @@ class _Spectral:
         below = float(-rho.min() / rho.max())
         if share <= self.tail and below <= max(NEGATIVE, self.tail):
             return
-        middle = float(size[L // 2 - 1 : L // 2 + 2].norm() / size.norm())
-        rate = math.log(middle / share) / (first - L // 2) if middle > share > 0 else 0.0
-        extrapolated = first + math.log(max(share / self.tail, 1.0)) / rate if rate > 0 else 0.0
-        needed = max(2 * L, min(16 * L, math.ceil(extrapolated)))  # it will need more later
         when = "at the start" if t is None else f"at t = {t:.4g}"
         raise ValueError(
             f"the density is not resolved {when}: degrees {first} to {L} hold {share:.2g} of it (tail = {self.tail:g}) "
-            f"and its lowest value is {-below:.2g} of the highest. Use bandwidth = {needed} or more, an earlier end, "
+            f"and its lowest value is {-below:.2g} of the highest. Use bandwidth = {2 * L} or more, an earlier end, "
             "or diffusion > 0; a density that becomes an atom needs a cloud."
         )

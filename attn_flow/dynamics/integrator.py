@@ -57,9 +57,8 @@ class Run:
         """Intervals without a jump of the field, the field in each, and whether its end is one of the times."""
         saved = set(times)
         stops = sorted(saved | {t for t in self.field.jumps if times[0] < t < times[-1]})
-        pieces = [(start, end, self.field.piece(start, end)) for start, end in itertools.pairwise(stops)]
-        for start, end, piece in pieces:
-            yield start, end, piece, end in saved
+        for start, end in itertools.pairwise(stops):
+            yield start, end, self.field.piece(start, end), end in saved
 
     def add_noise(self, x: Tensor, h: float) -> Tensor:
         """The tokens after the noise of a step of size h."""

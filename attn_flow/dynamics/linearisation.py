@@ -204,26 +204,20 @@ def lyapunov(
         u = torch.randn(k, *x.shape, generator=generator, dtype=x.dtype, device=x.device)
         u, _ = _orthonormal(geometry.tangent(x, u) * is_token[..., None])
         # The window from `start` to t has two halves, which are compared.
-        windows = ((0.0, start), (start, (start + t) / 2), ((start + t) / 2, t))
-        ends = [end for a, b in windows for end in _cut(a, b, 10 * h)]
-        clock, growth = [0.0], [x.new_zeros(*x.shape[:-2], k)]
-        for end in ends:
-            begin = clock[-1]
-            moved, u = _derivative(lambda y, a=begin, b=end: advance(y, a, b), x.expand(u.shape), u)  # type: ignore[misc]
-            x = moved[0]
-            u, size = _orthonormal(u * is_token[..., None])
-            clock.append(end)
-            growth.append(growth[-1] + size)
-    path, times = torch.stack(growth), torch.tensor(clock, dtype=torch.float64)
-    index = [int((times - moment).abs().argmin()) for moment in (start, (start + t) / 2, t)]
-    first, second = (2 * (path[b] - path[a]) / (t - start) for a, b in itertools.pairwise(index))
-    return Lyapunov((first + second) / 2, (second - first).abs() / 2, times, path, x)
-
-
-def _cut(a: float, b: float, every: float) -> list[float]:
-    """The ends of equal parts of at most `every` between a and b."""
-    parts = math.ceil((b - a) / every - 1e-9) if b > a else 0
-    return [a + (b - a) * (i + 1) / parts for i in range(parts - 1)] + [b] * (parts > 0)
+        middle, clock, growth = (start + t) / 2, [0.0], [x.new_zeros(*x.shape[:-2], k)]
+        for first, last in ((0.0, start), (start, middle), (middle, t)):
+            parts = math.ceil((last - first) / (10 * h) - 1e-9)
+            for a, b in itertools.pairwise(torch.linspace(first, last, parts + 1, dtype=torch.float64).tolist()):
+                moved, u = _derivative(lambda y, a=a, b=b: advance(y, a, b), x.expand(u.shape), u)  # type: ignore[misc]
+                x = moved[0]
+                u, size = _orthonormal(u * is_token[..., None])
+                clock.append(b)
+                growth.append(growth[-1] + size)
+    path = torch.stack(growth)
+    before, between, after = (path[clock.index(moment)] for moment in (start, middle, t))
+    early, late = (2 * (b - a) / (t - start) for a, b in ((before, between), (between, after)))
+    times = torch.tensor(clock, dtype=torch.float64)
+    return Lyapunov((early + late) / 2, (late - early).abs() / 2, times, path, x)
 
 
 def _orthonormal(u: Tensor) -> tuple[Tensor, Tensor]:

@@ -205,8 +205,8 @@ def _phases_of_path(path: Trajectory, limit: LimitMap, curve: Tensor, warn: bool
     }
     for i, phase in enumerate(intervals):
         if phase.name in fits:
-            *data, predicted = fits[phase.name]
-            rate, error = _fit_exponential(*data)
+            times, values, sign, predicted = fits[phase.name]
+            rate, error = _fit_exponential(times, values, sign)
             intervals[i] = replace(phase, rate=rate, error=error, predicted=predicted)
     moments = torch.from_numpy(t)
     return Phases(moments, curve, moments[m], curve[m], tuple(intervals), note, needs, tuple(doubts))
