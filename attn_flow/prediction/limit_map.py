@@ -260,9 +260,9 @@ def limit(attention: Attention, support: Measure | None = None, tol: float = 1e-
     Args:
         attention: softmax attention without a causal mask; its beta is not used. Leading axes of the weights are a
             batch. A linear flow x' = P_x M x of your own is `Attention.from_matrices(I, M)`.
-        support: what tokens attend to, by default the context of the attention. None: they fill the sphere, and
-            M = V G. A centred EllipsoidSupport (or capped Gaussian) with covariance S: M = V S G. Any other measure, or
-            a fixed Cloud: the limit is not linear.
+        support: what tokens attend to, by default the context of the attention. None: they fill their
+            sphere, and M = V G. A centred EllipsoidSupport (or capped Gaussian) with covariance S: M = V S G. Any other
+            measure, or a fixed Cloud: the limit is not linear.
         tol: gaps below tol |M|, parts of M below it, and singular values of G below tol |G| count as zero.
 
     Returns:
@@ -295,7 +295,8 @@ def limit(attention: Attention, support: Measure | None = None, tol: float = 1e-
 
 def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMap:
     """The limit map of one attention."""
-    linear = linear_part(attention, support, tol)
+    fills_sphere = support is None or isinstance(support, UniformSphere)  # of any radius: directions move alike
+    linear = linear_part(attention, None if fills_sphere else support, tol)
     values = attention.to(torch.float64).OV.detach().sum(-3)
     top = spectrum(values, tol)
     phase, width = TerminalPhase(top.basis, top.gap), None
@@ -314,7 +315,7 @@ def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMa
     _, singular, rows = torch.linalg.svd(N)
     is_zero = singular <= tol * singular[0]
     kernel = rows[is_zero].mT if bool(is_zero.any()) else None
-    if support is None or isinstance(support, UniformSphere):
+    if fills_sphere:
         phase, width = exit_of_clusters(phase, main, values, N, tol)
     case, reason = (main.case, _reason(main)) if kernel is None else _outside_kernel(main, W @ N, N, tol)
     power = None

@@ -39,8 +39,9 @@ def zero_temperature_flow(
         attention: one `Attention`, without a batch; its beta is not used.
         x0: tokens (..., n, d) or a `Cloud` at time t[0]; tokens keep their norms.
         t: increasing times, or a number T > 0 for 101 times from 0 to T.
-        support: what tokens attend to. None: the full sphere; or a measure with a tilted mean at beta = infinity (an
-            ellipsoid, a mixture, a fixed `Cloud`). For hardmax attention to the moving tokens use `flow`.
+        support: what tokens attend to. None: the context of the attention, or else the whole sphere on which they lie;
+            or a measure with a tilted mean at beta = infinity (an ellipsoid, a mixture, a fixed `Cloud`). For hardmax
+            attention to the moving tokens use `flow`.
 
     Returns:
         A `Trajectory`. Where the flow is linear it is exact, and differentiable in x0 and the weights; otherwise it is
@@ -67,7 +68,10 @@ def zero_temperature_flow(
         return Trajectory(path.t, path.x, cloud.weights, cloud.mask, path.about)
     about = {"field": attention.with_beta(math.inf).summary(), "geometry": "Sphere", "step": "exact time change"}
     grid = torch.tensor(times, dtype=torch.float64)
-    return Trajectory(grid, linear_flow(*linear, x, grid - grid[0]), cloud.weights, cloud.mask, about)
+    # Directions on a sphere of any radius that sees itself move as on the unit sphere.
+    radius = x.double().norm(dim=-1, keepdim=True) if support is None else 1.0
+    path = (radius * linear_flow(*linear, x.double() / radius, grid - grid[0])).to(x.dtype)
+    return Trajectory(grid, path, cloud.weights, cloud.mask, about)
 
 
 def integrate(
@@ -78,10 +82,12 @@ def integrate(
     least, most = float(norms.min()), float(norms.max())
     if most - least > 1e-4 * most:
         raise ValueError(f"tokens have norms from {least:.4g} to {most:.4g}, expected one sphere; normalise them.")
-    cold = attention.with_beta(math.inf).with_context(UniformSphere(attention.dim) if support is None else support)
+    radius = float(norms.double().mean())
+    context = UniformSphere(attention.dim, radius) if support is None else support
     # A hardmax over points jumps: error control would only shrink the steps at every jump.
     method = rk4 if isinstance(support, Cloud) else step or Adaptive(tol=1e-9)
-    return flow(cold, x, times, geometry=Sphere(float(norms.double().mean())), step=method, h=0.05)
+    cold = attention.with_beta(math.inf).with_context(context)
+    return flow(cold, x, times, geometry=Sphere(radius), step=method, h=0.05)
 
 
 def linear_part(
@@ -164,15 +170,16 @@ def settle(
     check_support(attention, support)
     checks.require_tokens("x0", x0)
     checks.require_positive(horizon=horizon)
-    context = UniformSphere(attention.dim) if support is None else support
+    x = x0.detach().double().flatten(0, -2)
+    geometry = Sphere(float(x.norm(dim=-1).mean()))
+    context = UniformSphere(attention.dim, geometry.radius) if support is None else support
     cold = attention.with_beta(math.inf).with_context(context).to(torch.float64)
     # Of rank 1: the direction of G x + b has two values only.
     columns = [cold.G.detach()] + ([] if cold.G_bias is None else [cold.G_bias.detach()[..., None]])
     ranks = torch.linalg.matrix_rank(torch.cat(columns, dim=-1))
     if not isinstance(context, Cloud) and cold.dim > 1 and bool((ranks == 1).any()):
         raise ValueError(f"a head has G of rank 1: at beta = inf its drift jumps where G x = 0. {REMEDY}")
-    x = x0.detach().double().flatten(0, -2)
-    geometry, size = Sphere(float(x.norm(dim=-1).mean())), float(torch.linalg.matrix_norm(cold.OV, 2).sum())
+    size = float(torch.linalg.matrix_norm(cold.OV, 2).sum())
     now, span, certified = 0.0, min(5.0, horizon), torch.zeros(len(x), dtype=torch.bool)
     while span > 0 and not bool(certified.all()):
         # Newton's iteration decides the digits. A smooth drift turns by O(1) in times of 1/|V|: many more steps mean

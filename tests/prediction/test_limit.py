@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn_flow import Attention, Cloud, EllipsoidSupport, Gaussian, Sphere, UniformSphere, flow, limit
+from attn_flow.measures import quadrature
 from attn_flow.prediction import settle, spectrum, zero_temperature_flow
 
 F64 = torch.float64
@@ -523,10 +524,26 @@ def test_exact_flow_laws(generator: torch.Generator) -> None:
     run = lambda x, t, G=G, V=V: zero_temperature_flow(attention(G, V), x, [0.0, t]).x[-1]
     torch.testing.assert_close(run(run(x, 1.3), 2.2), run(x, 3.5), rtol=0, atol=1e-10)  # semigroup
     torch.testing.assert_close(run(x, 2.0)[1], run(x[1], 2.0))  # batch = loop
-    torch.testing.assert_close(run(3 * x, 6.0), 3 * run(x, 2.0), rtol=0, atol=1e-10)  # radius r: time t/r
+    torch.testing.assert_close(run(3 * x, 2.0), 3 * run(x, 2.0), rtol=0, atol=1e-10)  # a larger sphere sees itself
+    small = zero_temperature_flow(attention(G, V), 3 * x, [0.0, 6.0], UniformSphere(3)).x[-1]
+    torch.testing.assert_close(small, 3 * run(x, 2.0), rtol=0, atol=1e-10)  # and takes longer to see a smaller one
     R = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=F64))[0]
     torch.testing.assert_close(run(x @ R.mT, 2.0, R @ G @ R.mT, R @ V @ R.mT), run(x, 2.0) @ R.mT, rtol=0, atol=1e-9)
     torch.testing.assert_close(run(x, 2.0, 5 * G), run(x, 2.0), rtol=0, atol=1e-10)  # only the direction of G x
+
+
+@pytest.mark.parametrize("radius", [1.0, 3.0])
+def test_cold_flow_on_a_sphere_of_any_radius(radius: float) -> None:
+    """Tokens that fill a sphere move as the exact flow and the integrated one (a value bias) say, and at its rates."""
+    nodes = quadrature.circle(1000)
+    x = Cloud(radius * nodes.x, nodes.weights)
+    for bias in (None, torch.tensor([0.3, 0.4], dtype=F64)):
+        A = Attention.from_matrices(diag(3, 1), diag(1, 2), beta=3000.0, value_bias=bias)
+        warm = flow(A, x, [0.0, 1.0], h=0.02, geometry=Sphere(radius)).x[-1]
+        cold = zero_temperature_flow(A, x, [0.0, 1.0]).x[-1]
+        assert float((warm - cold).norm(dim=-1).mean()) < 2e-3 * radius
+    rates = limit(attention(diag(3, 1), diag(1, 2)), UniformSphere(2, radius)).rates
+    assert (rates.g, rates.kappa) == pytest.approx((1 / 3, 1))
 
 
 def test_exact_flow_of_tiny_components_and_long_times() -> None:
@@ -544,7 +561,7 @@ def test_exact_flow_keeps_weights_and_says_when_tokens_leave_its_domain() -> Non
     assert path.mask is not None
     assert path.weights is not None
     x = Sphere(2.0).retract(matrix([0.5, 0.4, 0.3]))
-    arrival = 2 * math.asinh(math.hypot(0.5, 0.4) / 0.3)  # the angle to the pole has phi' = -cos(phi)
+    arrival = math.asinh(math.hypot(0.5, 0.4) / 0.3)  # the angle to the pole has phi' = -cos(phi)
     with pytest.raises(ValueError, match=f"1 tokens run into ker G before t = 50.* at t = {arrival:.2f}"):
         zero_temperature_flow(A, x, [0.0, 50.0])
     with pytest.raises(ValueError, match="lies in ker G"):

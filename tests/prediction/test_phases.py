@@ -109,6 +109,19 @@ def test_phases_of_the_mean_field_flow() -> None:
     json.dumps(result.as_dict())
 
 
+def test_warm_and_lukewarm_mean_field_flows() -> None:
+    """beta = 1 never concentrates; beta = 10 comes to W2 = 0.51 at t = 3.6; both end at e_2."""
+    for beta, least, t_min, first in ((1.0, 0.874, 0.0, "spreading"), (10.0, 0.510, 3.6, "concentrating")):
+        A = attention(beta)
+        result = phases(flow(A, skewed(400), torch.linspace(0, 30, 151), h=0.1), limit(A))
+        assert (float(result.min_w2), float(result.t_min)) == (
+            pytest.approx(least, abs=3e-3),
+            pytest.approx(t_min, abs=0.2),
+        )
+        assert result.intervals[0].name == first
+        assert float(result.w2[-1]) == pytest.approx(math.sqrt(2), abs=1e-6)
+
+
 @pytest.mark.parametrize(("beta", "least", "t_min"), [(10.0, 0.617, 4.0), (100.0, 0.228, 9.0)])
 def test_comparable_rates_leave_no_metastable_phase(beta: float, least: float, t_min: float) -> None:
     A = attention(beta, diag(2.2, 1), diag(1, 1.7))

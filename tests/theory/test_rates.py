@@ -54,7 +54,13 @@ def fourier_coefficient(x, k):
 
 @pytest.mark.parametrize(
     ("kind", "beta", "rate"),
-    [("softmax", 2.0, 1.0), ("sinkhorn", 2.0, 1.0), ("unnormalised", 1.0, 2.7181), ("unnormalised", 2.0, 7.3883)],
+    [
+        ("softmax", 2.0, 1.0),
+        ("sinkhorn", 2.0, 1.0),
+        ("unnormalised", 0.5, 1.6487),
+        ("unnormalised", 1.0, 2.7181),
+        ("unnormalised", 2.0, 7.3883),
+    ],
 )
 def test_consensus_rate(kind, beta, rate):
     x = np.eye(4)[0] + 1e-2 * RNG.standard_normal((12, 4))

@@ -46,7 +46,9 @@ def test_sign_split_jacobian(p, n_plus, n_minus, beta):
     np.testing.assert_allclose(tangent_spectrum(x, torch.diag(torch.tensor(lam)), beta), formula, atol=1e-8)
 
 
-@pytest.mark.parametrize(("n", "beta", "splits"), [(2, 1.0, True), (8, 1.0, True), (3, 2.0, True), (3, 0.03, False)])
+@pytest.mark.parametrize(
+    ("n", "beta", "splits"), [(2, 1.0, True), (4, 1.0, True), (8, 1.0, True), (3, 2.0, True), (3, 0.03, False)]
+)
 def test_negative_definite_values_split_by_sign(n, beta, splits):
     lam = [-0.4, -1.0, -4.0]
     V = torch.diag(torch.tensor(lam, dtype=torch.float64))
