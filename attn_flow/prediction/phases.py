@@ -197,17 +197,16 @@ def _phases_of_path(path: Trajectory, limit: LimitMap, curve: Tensor, warn: bool
         warnings.warn("; ".join(doubts), PredictionWarning, stacklevel=4)
     floor = limit.width.w2(beta) if limit.width is not None and beta is not None else 0.0
     intervals, note = _split(t, w, floor)
-    # W2 saturates before its growth is exponential, unlike the offset of the clusters.
-    growth = w if limit.exit_rate is None or limit.basis is None else _offset(path, limit.basis[:, 0], m)
-    fits = {
-        "concentrating": (t[: m + 1], w[: m + 1], -1.0, None if limit.rates is None else limit.rates.decay()),
-        "terminal": (t[m:], growth[m:], 1.0, limit.exit_rate),
-    }
     for i, phase in enumerate(intervals):
-        if phase.name in fits:
-            times, values, sign, predicted = fits[phase.name]
-            rate, error = _fit_exponential(times, values, sign)
+        if phase.name == "concentrating":
+            rate, error = _fit_exponential(t[: m + 1], w[: m + 1], -1.0)
+            predicted = None if limit.rates is None else limit.rates.decay()
             intervals[i] = replace(phase, rate=rate, error=error, predicted=predicted)
+        elif phase.name == "terminal":
+            # W2 saturates before its growth is exponential, unlike the offset of the clusters.
+            growth = w if limit.exit_rate is None or limit.basis is None else _offset(path, limit.basis[:, 0], m)
+            rate, error = _fit_exponential(t[m:], growth[m:], 1.0)
+            intervals[i] = replace(phase, rate=rate, error=error, predicted=limit.exit_rate)
     moments = torch.from_numpy(t)
     return Phases(moments, curve, moments[m], curve[m], tuple(intervals), note, needs, tuple(doubts))
 
@@ -271,13 +270,13 @@ def _fit_exponential(t: Array, w: Array, sign: float) -> tuple[float | None, flo
 
 
 def _offset(path: Trajectory, e: Tensor, m: int) -> Array:
-    """The tangent of the angle between +-e and the larger of the clusters there at the time t[m], (T,).
+    """The tangent of the angle between +-e and the larger of the clusters there (+e of two equal ones) at t[m], (T,).
 
     The centre of the cluster is the median of its tokens, which ignores those that linger elsewhere.
     """
     x, p, e = path.x.detach(), path.cloud(0).probabilities.detach(), e.to(path.x)
     side = (x[m] @ e).sign()
-    chosen = (side == (p * side).sum().sign()) & (p > 0)
+    chosen = (side == (1 if float((p * side).sum()) >= 0 else -1)) & (p > 0)
     x, p = x[:, chosen], p[chosen] / p[chosen].sum()
     across = torch.linalg.svd(e[None])[2][1:].mT
     tangents, order = (x @ across / (x @ e)[..., None]).sort(dim=1)  # (T, n, d - 1)

@@ -193,6 +193,16 @@ def test_only_rounding_breaks_a_symmetric_distribution() -> None:
     assert any("only rounding breaks the symmetry" in doubt for doubt in result.as_dict()["doubts"])
 
 
+def test_two_equal_clusters_leave_together() -> None:
+    """Masses that are equal to the last bit on both sides of E, and an offset that grows at 0.3."""
+    t = torch.linspace(0, 20, 101, dtype=F64)
+    offset = 1e-3 * torch.exp(0.3 * t)
+    sides = [torch.stack([torch.full_like(t, side), offset], dim=-1) for side in (1.0, -1.0)]
+    path = Trajectory(t, Sphere().retract(torch.stack(sides, dim=1)))
+    end = phases(path, limit(attention(10.0)), w2=torch.exp(-t) + offset, warn=False).intervals[-1]
+    assert (end.name, end.rate) == ("terminal", pytest.approx(0.3))
+
+
 @pytest.mark.slow
 def test_exponents_of_the_least_distance() -> None:
     """min W2 ~ beta^{-1/2} for kappa >= 3 g, a "fast tail" of `requires`; less near kappa = 2 g."""
