@@ -180,7 +180,8 @@ def settle(
     if not isinstance(context, Cloud) and cold.dim > 1 and bool((ranks == 1).any()):
         raise ValueError(f"a head has G of rank 1: at beta = inf its drift jumps where G x = 0. {REMEDY}")
     size = float(torch.linalg.matrix_norm(cold.OV, 2).sum())
-    now, span, certified = 0.0, min(5.0, horizon), torch.zeros(len(x), dtype=torch.bool)
+    now, span = 0.0, min(5.0, horizon)
+    y, certified = x, torch.full((len(x),), cold.dim == 1)  # two points are a sphere on which nothing moves
     while span > 0 and not bool(certified.all()):
         # Newton's iteration decides the digits. A smooth drift turns by O(1) in times of 1/|V|: many more steps mean
         # that it jumps.

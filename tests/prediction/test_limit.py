@@ -446,6 +446,8 @@ def test_what_is_certified() -> None:
     torch.testing.assert_close(end, matrix([1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]))
     torch.testing.assert_close(settle(A, 2.5 * torch.stack([x, x]))[0][1], 2.5 * end)
     assert settle(A, matrix([0.0, 1.0]), horizon=12.0)[1].tolist() == [False]  # at rest, and not stable
+    line = Attention(value_bias=torch.tensor([0.5], dtype=F64))
+    torch.testing.assert_close(limit(line).push_forward(matrix([1.0], [-1.0])), matrix([1.0], [-1.0]))
     biased = limit(attention(diag(3, 1), diag(1, 2), query_bias=torch.tensor([0.0, 1e-3], dtype=F64)))
     with pytest.raises(ValueError, match="1 of 1 tokens have no certified limit"):
         biased.push_forward(matrix([0.0, 1.0]))
