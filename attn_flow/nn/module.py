@@ -102,11 +102,12 @@ class FlowModule(nn.Module):
             is_empty: whether a mask hides all tokens of a cloud, (...).
         """
         (name, x), *_ = clouds.items()
-        image = self.geometry.retract(x)
+        image, no = self.geometry.retract(x), torch.zeros_like(logit_bound)
         # On a sphere a token whose square overflows is retracted to zero.
-        is_lost = (image == 0).all(-1).any() & isinstance(self.geometry, Sphere)
-        has_empty = torch.zeros_like(is_lost) if is_empty is None else is_empty.any()
-        numbers = [z.to(x.device, torch.float64) for z in (image.sum(), logit_bound, is_lost, has_empty)]
+        is_lost = (image == 0).all(-1).any() if isinstance(self.geometry, Sphere) else no
+        has_empty = no if is_empty is None else is_empty.any()
+        total = image.sum(dtype=torch.promote_types(x.dtype, torch.float32))  # which float16 could not hold
+        numbers = [z.to(x.device, torch.float64) for z in (total, logit_bound, is_lost, has_empty)]
         size, bound, is_lost_token, has_empty_cloud = torch.stack(numbers).tolist()
         if is_lost_token or not math.isfinite(size) or not math.isfinite(bound):
             for each, z in clouds.items():

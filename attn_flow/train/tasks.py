@@ -112,8 +112,8 @@ def tensor_task(
     def last(size: int, generator: torch.Generator) -> Batch:
         return whole.map(lambda z: z[-count:][:size])
 
-    options = {"inputs": inputs, "outputs": outputs, "readout": "mean" if y.ndim == 1 else "token", "points": points}
-    options["length"] = None if points else x.shape[1]
+    options: dict[str, Any] = {"inputs": inputs, "outputs": outputs, "readout": "mean" if y.ndim == 1 else "token"}
+    options |= {"points": points, "length": None if points else x.shape[1]}
     data = {"x": x, "y": y} | ({} if mask is None else {"mask": mask})
     return Task("own", draw, last, float(classes.bincount().max() / classes.numel()), options, digest(data)[:16])
 

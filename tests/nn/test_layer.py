@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attn_flow import Attention, Cloud, Ellipsoid, Euclidean, Sphere, dopri5, euler, flow
 from attn_flow.hooks import replace_attention
 from attn_flow.nn import ContinuousAttentionLayer as Layer
+from attn_flow.nn import ContinuousMultiheadAttention as Multihead
 from attn_flow.nn import FlowOptions, parameter_groups
 
 F64 = torch.float64
@@ -333,6 +334,14 @@ def test_dtypes_and_autocast(dtype: torch.dtype, error: float, geometry: Sphere)
         mixed = single(x.float(), MASK)
     assert mixed.dtype == torch.float32
     torch.testing.assert_close(mixed.double()[0], exact[0], rtol=0, atol=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_many_tokens_whose_sum_half_precision_cannot_hold(dtype: torch.dtype) -> None:
+    x = torch.full((64, 128, 16), 0.6, dtype=dtype)
+    for module in (Layer(16, 2, geometry=Euclidean(), dtype=dtype), Multihead(16, 2, batch_first=True, dtype=dtype)):
+        out = module(x) if isinstance(module, Layer) else module(x, x, x)[0]
+        assert bool(out.isfinite().all())
 
 
 def test_logits_that_float32_cannot_resolve_are_computed_in_float64() -> None:
