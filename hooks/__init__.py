@@ -14,7 +14,7 @@ from attn_flow.hooks.replacing import replace_attention, restore_attention
 from attn_flow.hooks.self_check import Check, self_check
 from attn_flow.hooks.statistics import Statistics, merge_shards
 from attn_flow.hooks.texts import load_texts
-from attn_flow.hooks.weights import Norm, attentions, encoder_facts, geometries, norms
+from attn_flow.hooks.weights import attentions, encoder_facts, geometries
 from attn_flow.hooks.wrapping import scale_beta, wrap
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Block",
     "Check",
     "LayerFlow",
-    "Norm",
     "Statistics",
     "attentions",
     "blocks",
@@ -35,7 +34,6 @@ __all__ = [
     "load_encoder",
     "load_texts",
     "merge_shards",
-    "norms",
     "record",
     "record_corpus",
     "recording",

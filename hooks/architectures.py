@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NormPlacement = str  # "post": norm(x + A x), "pre": x + A norm(x), "parallel": x + A norm(x) + FFN norm'(x)
-
 
 @dataclass(frozen=True)
 class Architecture:
@@ -33,7 +31,7 @@ class Architecture:
         o: the output projection.
         norm1, norm2: the norms of attention and of the feed-forward part.
         ffn: the last module of the feed-forward part before its residual sum.
-        norm_placement: "post", "pre" or "parallel".
+        norm_placement: "post" is norm(x + A x), "pre" x + A norm(x), "parallel" x + A norm(x) + FFN norm'(x).
 
     Other arguments:
         fused: order of the rows of a fused projection: "(c h k)" or "(h c k)" with c: query, key or value, h: head.
@@ -43,10 +41,9 @@ class Architecture:
         layer_scale: the module that scales what attention adds.
         embed_norm, unless: the norm that feeds the first block, unless the encoder has the second module.
         after_norm: a module between the blocks 0 and 1, and its norm.
-        beta: function of the Block, if beta is not the `scaling` of its attention module or 1/sqrt(head_dim).
+        beta: the inverse temperature, if it is not the `scaling` of the attention module or 1/sqrt(head_dim).
         positions: how positions enter the scores, in words; empty if they do not.
-        angles: function of the Block and n that gives cos and sin (n, r) of rotary positions.
-        score_table: function of the Block and n that gives a position bias (heads, n, n) of the scores.
+        angles, score_table: functions of the Block and n: cos and sin (n, r) of rotary positions; a bias (heads, n, n).
         score_terms: function of the Block, queries and keys (heads, n, k) that gives terms of both.
         causal: whether a token attends only to itself and earlier ones.
         shared: whether one block is run several times.
@@ -68,7 +65,7 @@ class Architecture:
     norm1: str
     norm2: str
     ffn: str = "mlp"
-    norm_placement: NormPlacement | Callable[[Any], NormPlacement] = "pre"
+    norm_placement: str | Callable[[Any], str] = "pre"
     fused: str = ""
     emit: str = ""
     q_bias: str = ""
@@ -78,7 +75,7 @@ class Architecture:
     embed_norm: str = ""
     unless: str = ""
     after_norm: tuple[str, str] = ("", "")
-    beta: Callable[[Any], float] | None = None
+    beta: float | Callable[[Any], float] | None = None
     positions: str | Callable[[Any], str] = ""
     angles: Callable[[Any, int], tuple[Tensor, Tensor]] | None = None
     score_table: Callable[[Any, int], Tensor] | None = None
@@ -98,26 +95,18 @@ class Architecture:
         return prefix + names.split(",")[index] + suffix if brace else self.qkv
 
 
-def at(module: nn.Module, path: str) -> nn.Module | None:
-    """The submodule at a path, or None."""
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-def has(module: nn.Module, path: str) -> bool:
-    return at(module, path) is not None
-
-
 def _albert_blocks(root: Any) -> list[tuple[str, nn.Module]]:
     """ALBERT runs L layers through a few groups of blocks: layer i uses group floor(i groups / L)."""
-    path = "encoder.albert_layer_groups"
-    if not has(root, path):
+    groups = getattr(getattr(root, "encoder", None), "albert_layer_groups", None)
+    if groups is None:
         return []
-    groups, depth = root.get_submodule(path), root.config.num_hidden_layers
+    depth = root.config.num_hidden_layers
     chosen = [int(i / (depth / len(groups))) for i in range(depth)]
-    return [(f"{path}.{g}.albert_layers.{j}", m) for g in chosen for j, m in enumerate(groups[g].albert_layers)]
+    return [
+        (f"encoder.albert_layer_groups.{g}.albert_layers.{j}", m)
+        for g in chosen
+        for j, m in enumerate(groups[g].albert_layers)
+    ]
 
 
 # The functions below take a `Block`. They have names, since a wrapped model is pickled with its architecture.
@@ -140,10 +129,6 @@ def _gpt2_beta(block: Any) -> float:
     return beta / (core.layer_idx + 1) if core.scale_attn_by_inverse_layer_idx else beta
 
 
-def _unscaled(block: Any) -> float:
-    return 1.0
-
-
 def _bert_positions(block: Any) -> str:
     kind = getattr(block.core, "position_embedding_type", None) or "absolute"
     return "" if kind == "absolute" else f"relative positions ({kind})"
@@ -161,9 +146,8 @@ def _rotary_angles(block: Any, n: int) -> tuple[Tensor, Tensor]:
     """cos and sin (n, r) of RoPE, from the module that makes them for all layers, or for this one."""
     rotary = block.root.rotary_emb if hasattr(block.root, "rotary_emb") else block.core.rotary_emb
     like = next(p for p in block.module.parameters() if p.is_floating_point())
-    options = {}
-    if "layer_type" in inspect.signature(rotary.forward).parameters:
-        options["layer_type"] = block.module.attention_type
+    has_types = "layer_type" in inspect.signature(rotary.forward).parameters
+    options = {"layer_type": block.module.attention_type} if has_types else {}
     cos, sin = rotary(like.new_zeros(1, n, 1), position_ids=torch.arange(n, device=like.device)[None], **options)
     return cos[0], sin[0]
 
@@ -180,12 +164,10 @@ def _deberta_v2_terms(block: Any, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _mpnet_table(block: Any, n: int) -> Tensor:
-    like = next(block.root.parameters())
-    return block.root.encoder.compute_position_bias(like.new_zeros(1, n, 1))[0]
+    return block.root.encoder.compute_position_bias(next(block.root.parameters()).new_zeros(1, n, 1))[0]
 
 
 def _t5_table(block: Any, n: int) -> Tensor:
-    """The first layer holds it for all."""
     first = next(m for m in block.root.modules() if getattr(m, "has_relative_attention_bias", False))
     return first.compute_bias(n, n)[0]
 
@@ -198,12 +180,10 @@ def _is_clip_text(block: Any) -> bool:
     return "text" in getattr(getattr(block.attn, "config", None), "model_type", "")
 
 
-def _neox_norm_placement(block: Any) -> NormPlacement:
-    return "parallel" if block.module.use_parallel_residual else "pre"
-
-
-def _torch_norm_placement(block: Any) -> NormPlacement:
-    return "pre" if block.module.norm_first else "post"
+def _norm_placement(block: Any) -> str:
+    if getattr(block.module, "use_parallel_residual", False):
+        return "parallel"
+    return "pre" if getattr(block.module, "norm_first", True) else "post"
 
 
 _BERT = Architecture(
@@ -238,16 +218,31 @@ _VIT4 = replace(
     o="attention.output.dense",
     ffn="output.dense",
 )
-_DINO = {
-    "name": "DINOv2",
-    "blocks": "encoder.layer",
-    "norm1": "norm1",
-    "norm2": "norm2",
-    "emit": "layer_scale1",
-    "ffn": "layer_scale2",
-    "layer_scale": "layer_scale1",
-}
+_DINO = replace(
+    _VIT,
+    name="DINOv2",
+    blocks="encoder.layer",
+    norm1="norm1",
+    norm2="norm2",
+    emit="layer_scale1",
+    ffn="layer_scale2",
+    layer_scale="layer_scale1",
+)
 
+_NEOX = Architecture(
+    name="GPT-NeoX",
+    blocks="layers",
+    attn="attention",
+    qkv="attention.query_key_value",
+    o="attention.dense",
+    fused="(h c k)",
+    norm1="input_layernorm",
+    norm2="post_attention_layernorm",
+    norm_placement=_norm_placement,
+    positions=_rotary_positions,
+    angles=_rotary_angles,
+    causal=True,
+)
 _T5 = Architecture(
     name="T5 encoder",
     blocks="encoder.block",
@@ -257,7 +252,7 @@ _T5 = Architecture(
     norm1="layer.0.layer_norm",
     norm2="layer.1.layer_norm",
     ffn="layer.1.DenseReluDense",
-    beta=_unscaled,
+    beta=1.0,
     positions="relative position bias, shared by all layers and not scaled by beta",
     score_table=_t5_table,
 )
@@ -338,8 +333,8 @@ ARCHITECTURES: list[Architecture] = [
     ),
     _VIT,
     _VIT4,
-    replace(_VIT, **_DINO),  # type: ignore[arg-type]
-    replace(_VIT4, **_DINO),  # type: ignore[arg-type]
+    _DINO,
+    replace(_DINO, qkv=_VIT4.qkv, o=_VIT4.o),
     Architecture(
         name="CLIP",
         blocks="encoder.layers",
@@ -362,31 +357,15 @@ ARCHITECTURES: list[Architecture] = [
         beta=_gpt2_beta,
         causal=True,
     ),
-    Architecture(
-        name="GPT-NeoX",
-        blocks="layers",
-        attn="attention",
-        qkv="attention.query_key_value",
-        o="attention.dense",
-        fused="(h c k)",
-        norm1="input_layernorm",
-        norm2="post_attention_layernorm",
-        norm_placement=_neox_norm_placement,
-        positions=_rotary_positions,
-        angles=_rotary_angles,
-        causal=True,
-    ),
-    Architecture(
+    _NEOX,
+    replace(
+        _NEOX,
         name="Llama",
-        blocks="layers",
         attn="self_attn",
         qkv="self_attn.{q_proj,k_proj,v_proj}",
         o="self_attn.o_proj",
-        norm1="input_layernorm",
-        norm2="post_attention_layernorm",
-        positions=_rotary_positions,
-        angles=_rotary_angles,
-        causal=True,
+        fused="",
+        norm_placement="pre",
         refuse=("self_attn.q_norm", "pre_feedforward_layernorm"),
     ),
     _T5,
@@ -401,7 +380,7 @@ ARCHITECTURES: list[Architecture] = [
         norm1="norm1",
         norm2="norm2",
         ffn="linear2",
-        norm_placement=_torch_norm_placement,
+        norm_placement=_norm_placement,
     ),
 ]
 

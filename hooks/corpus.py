@@ -91,7 +91,7 @@ def record_corpus(
         world = processes() if own_shard is None else ALONE
         about = {
             **cache.about(),
-            "model": fingerprint(model),
+            "weights": fingerprint(model),
             "changes": list_changes(model),
             "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             "special": special,

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from attn_flow.hooks.architectures import at
-from attn_flow.hooks.layout import Block, LayerClock, blocks, hidden_states, input_states, with_hidden_states
+from attn_flow.hooks.layout import Block, LayerClock, at, blocks, hidden_states, input_states, with_hidden_states
 from attn_flow.nn.options import FlowOptions
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")

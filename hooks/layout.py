@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.hooks.architectures import ARCHITECTURES, Architecture, NormPlacement, at, has
+from attn_flow.hooks.architectures import ARCHITECTURES, Architecture
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 HEAD_DIMS = ("head_dim", "attention_head_size", "attention_head_dim", "head_size", "key_value_proj_dim")
@@ -66,7 +66,7 @@ class Block:
         return self[self.architecture.q if is_own else self.architecture.q.rpartition(".")[0]]
 
     @property
-    def norm_placement(self) -> NormPlacement:
+    def norm_placement(self) -> str:
         """ "post", "pre" or "parallel"."""
         return str(self._resolve(self.architecture.norm_placement))
 
@@ -120,8 +120,9 @@ class Block:
     @property
     def beta(self) -> float:
         """The trained inverse temperature of the scores <q, k>."""
-        if self.architecture.beta is not None:
-            return self.architecture.beta(self)
+        beta = self.architecture.beta
+        if beta is not None:
+            return beta(self) if callable(beta) else beta
         scale = getattr(self.core, "scaling", getattr(self.core, "scale", None))
         return scale if isinstance(scale, float) else 1 / math.sqrt(self.head_dim)
 
@@ -290,6 +291,18 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 # --- recognising a model ---
+
+
+def at(module: nn.Module, path: str) -> nn.Module | None:
+    """The submodule at a path, or None."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def has(module: nn.Module, path: str) -> bool:
+    return at(module, path) is not None
 
 
 def _layers(root: nn.Module, arch: Architecture) -> list[tuple[str, nn.Module]]:

@@ -183,7 +183,9 @@ class ActivationCache(Mapping[str, Tensor]):
             for b, row in enumerate(batch.special):
                 marks[b, : len(row)] = torch.tensor(row, device=mask.device)
         elif "pixel_values" in self._call:
-            marks[:, : mask.shape[1] - self._patch_grid(mask.shape[1])[0]] = True
+            config: Any = self.blocks[0].root.config
+            rows, columns = (size // config.patch_size for size in self._call["pixel_values"].shape[-2:])
+            marks[:, : mask.shape[1] - rows * columns] = True  # class and register tokens come before the patches
         elif not special:
             raise ValueError("special=False needs to know the special tokens; pass special_tokens_mask in the inputs.")
         is_kept = mask if special else mask & ~marks
@@ -193,24 +195,13 @@ class ActivationCache(Mapping[str, Tensor]):
         return is_kept, marks
 
     def strings(self, batch: TokenBatch | None = None, tokenizer: Any = None) -> list[list[str]]:
-        """A name for every position of the last pass: the token, its id, the place of a patch, or the position."""
+        """A name for every position of the last pass: the token, its id, or the position."""
         if batch is not None and batch.tokens is not None:
             return batch.tokens
         (texts, n), ids = self.mask.shape, self._call.get("input_ids")
-        if "pixel_values" in self._call:
-            patches, columns = self._patch_grid(n)
-            names = ["[CLS]", *(f"[REG{i}]" for i in range(1, n - patches))][: n - patches]
-            return [names + [f"patch {i // columns},{i % columns}" for i in range(patches)]] * texts
         if isinstance(ids, Tensor):
             return [tokenizer.convert_ids_to_tokens(r) if tokenizer else [str(i) for i in r] for r in ids.tolist()]
         return [[str(i) for i in range(n)]] * texts
-
-    def _patch_grid(self, n: int) -> tuple[int, int]:
-        """Number of patches and of their columns, of n tokens of an image. Class and register tokens come first."""
-        config: Any = self.blocks[0].root.config
-        height, width = self._call["pixel_values"].shape[-2:]
-        rows, columns = height // config.patch_size, width // config.patch_size
-        return rows * columns, columns
 
     def trajectory(self, batch: TokenBatch | None = None, *, special: bool = True) -> Trajectory:
         """The last pass as clouds x (points, texts, n, d): without padding, tokens to the left, then zeros."""

@@ -23,16 +23,6 @@ from attn_flow.hooks.points import depth_of
 FORMAT = "attn_flow.Statistics 0.3"
 AT_ONCE = 1024  # tokens whose products are summed in float32 before they are added in float64
 TENSORS = ("first", "second", "x", "key", "text", "position")
-# What two runs must share to be parts of one, with a name for people.
-SHARED = {
-    "model": "the weights",
-    "dtype": "the dtype",
-    "changes": "what is wrapped or scaled",
-    "tokenizer": "the tokenizer",
-    "limit": "the length limit",
-    "versions": "the versions of packages or of this one's source",
-    **{name: name for name in ("points", "special", "batch", "max_length", "reservoir", "seed")},
-}
 
 
 def random_keys(seed: int, text: Tensor, position: Tensor) -> Tensor:
@@ -189,14 +179,14 @@ class Statistics:
 
 
 def list_differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What two runs do not share, in words."""
+    """What two runs do not share, in words, but for the shard and the name of the model, whose weights count."""
     differences = []
-    for name, words in SHARED.items():
+    for name in sorted({*before, *now} - {"shard", "model"}):
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             old, new = ({key: z[key] for key in z if old.get(key) != new.get(key)} for z in (old, new))
         if old != new:
-            differences.append(f"{words} ({old!r} there, {new!r} now)")
+            differences.append(f"{name} ({old!r} there, {new!r} now)")
     return differences
 
 

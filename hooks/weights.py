@@ -1,4 +1,4 @@
-"""The weights of a live encoder as `Attention` objects, with the norm and the geometry of every layer.
+"""The weights of a live encoder as `Attention` objects, with the geometry of every layer.
 
 With z = x, or z = norm(x) in a pre-norm block, a layer adds
 
@@ -9,7 +9,6 @@ which is Attention(Q, K, V, O, beta, b, value_bias = sum_h O_h c_h + o). A bias 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,52 +17,8 @@ from torch import Tensor, nn
 
 from attn_flow.attention import Attention
 from attn_flow.geometry import Ellipsoid, Euclidean, Geometry
-from attn_flow.hooks.architectures import has
-from attn_flow.hooks.layout import Block, blocks
+from attn_flow.hooks.layout import Block, blocks, has
 from attn_flow.hooks.positions import Projections, as_float, projections, read_linear
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A LayerNorm gain * (x - mean) / sqrt(var + eps) + bias, or an RMSNorm gain * x / sqrt(mean x^2 + eps).
-
-    Args:
-        gain, bias: (d,); no bias is None.
-        eps: the small number under the root.
-        centred: True for LayerNorm, False for RMSNorm.
-
-    Example:
-        >>> Norm(torch.ones(2), None, eps=0.0, centred=True)(torch.tensor([1.0, 3.0]))
-        tensor([-1.,  1.])
-    """
-
-    gain: Tensor
-    bias: Tensor | None
-    eps: float
-    centred: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = x - x.mean(-1, keepdim=True) if self.centred else x
-        z = self.gain * x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt()
-        return z if self.bias is None else z + self.bias
-
-
-def read_norm(module: nn.Module) -> Norm:
-    """The Norm of a LayerNorm or RMSNorm of any make; ValueError if the module computes something else."""
-    gain = getattr(module, "weight", None)
-    eps = next((getattr(module, n) for n in ("eps", "variance_epsilon") if getattr(module, n, None) is not None), None)
-    name = type(module).__name__
-    if not isinstance(gain, Tensor) or gain.ndim != 1 or eps is None:
-        raise ValueError(f"{name} has no gain `weight` of shape (d,) and no `eps`; expected a LayerNorm or RMSNorm.")
-    bias = getattr(module, "bias", None)
-    norm = Norm(as_float(gain), None if bias is None else as_float(bias), float(eps), centred=hasattr(module, "bias"))
-    x = torch.linspace(-1, 2, gain.shape[0], dtype=gain.dtype, device=gain.device)
-    with torch.no_grad():
-        output, expected = as_float(module(x)), norm(as_float(x))
-    rounding = max(torch.finfo(dtype).eps for dtype in (gain.dtype, torch.float32))  # many norms work in float32
-    if float((output - expected).abs().max()) > 16 * rounding * float(1 + expected.abs().max()):
-        raise ValueError(f"{name} does not compute gain * normalised + bias; expected a LayerNorm or RMSNorm.")
-    return norm
 
 
 def read_attention(block: Block, weights: Projections | None = None) -> Attention:
@@ -105,24 +60,6 @@ def attentions(model: nn.Module) -> list[Attention]:
     return [read_attention(block) for block in blocks(model)]
 
 
-def norms(model: nn.Module) -> list[Norm | None]:
-    """The norm that feeds the attention of each layer.
-
-    Args:
-        model: a known encoder, or something that holds one.
-
-    Returns:
-        A Norm per layer; None where nothing normalises (ALBERT's first layer).
-
-    Example:
-        >>> from attn_flow.hooks.demo import tiny_bert
-        >>> [norm.gain.shape[0] for norm in norms(tiny_bert()[0])]
-        [16, 16]
-    """
-    modules = [block.norm_in for block in blocks(model)]
-    return [None if module is None else read_norm(module) for module in modules]
-
-
 def geometries(model: nn.Module) -> list[Geometry]:
     """The set that the tokens of each layer live on.
 
@@ -130,17 +67,35 @@ def geometries(model: nn.Module) -> list[Geometry]:
         model: a known encoder, or something that holds one.
 
     Returns:
-        A geometry per layer: the ellipsoid of its norm, and flat space where nothing normalises.
+        A geometry per layer: the ellipsoid of the LayerNorm or RMSNorm that feeds its attention, and flat space where
+        nothing normalises (ALBERT's first layer). ValueError for a norm that computes something else.
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
         >>> [type(geometry).__name__ for geometry in geometries(tiny_bert()[0])]
         ['Ellipsoid', 'Ellipsoid']
     """
-    return [
-        Euclidean() if norm is None else Ellipsoid.from_layer_norm(norm.gain, norm.bias, centred=norm.centred)
-        for norm in norms(model)
-    ]
+    modules = [block.norm_in for block in blocks(model)]
+    return [Euclidean() if module is None else _ellipsoid(module) for module in modules]
+
+
+def _ellipsoid(module: nn.Module) -> Ellipsoid:
+    """The image of a norm gain * x / sqrt(mean x^2 + eps) + bias, where a LayerNorm takes the mean from x first."""
+    gain, bias, name = getattr(module, "weight", None), getattr(module, "bias", None), type(module).__name__
+    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    if not isinstance(gain, Tensor) or gain.ndim != 1 or eps is None:
+        raise ValueError(f"{name} has no gain `weight` of shape (d,) and no `eps`; expected a LayerNorm or RMSNorm.")
+    is_centred, read = hasattr(module, "bias"), as_float(gain)
+    read_bias = None if bias is None else as_float(bias)
+    x = torch.linspace(-1, 2, gain.shape[0], dtype=gain.dtype, device=gain.device)
+    with torch.no_grad():
+        output, z = as_float(module(x)), as_float(x)
+    z = z - z.mean() if is_centred else z
+    expected = read * z / (z.square().mean() + eps).sqrt() + (0 if read_bias is None else read_bias)
+    rounding = max(torch.finfo(dtype).eps for dtype in (gain.dtype, torch.float32))  # many norms work in float32
+    if float((output - expected).abs().max()) > 16 * rounding * float(1 + expected.abs().max()):
+        raise ValueError(f"{name} does not compute gain * normalised + bias; expected a LayerNorm or RMSNorm.")
+    return Ellipsoid.from_layer_norm(read, read_bias, centred=is_centred)
 
 
 def encoder_facts(model: nn.Module) -> dict[str, Any]:

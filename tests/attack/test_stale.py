@@ -49,7 +49,7 @@ def test_record_over_other_texts_or_by_other_code_is_refused(change, tmp_path, m
             there = corpus.versions()
             changed.setattr(corpus, "versions", lambda: there | {"source": "another"})
             code, words = recorded(tmp_path, "first")
-    expected = "of this one's source ({'source'" if change == "source" else "holds a run over other texts ("
+    expected = "versions ({'source'" if change == "source" else "holds a run over other texts ("
     assert (code, expected in words) == (2, True), words
     assert "--again" in words
     assert file.read_bytes() == before
@@ -68,9 +68,9 @@ def encoder(tmp_path_factory) -> Path:
 RECORDS = {
     "--max-length=5": "max_length (None there, 5 now)",
     "--batch=3": "batch (2 there, 3 now)",
-    "--dtype=float64": "the dtype ('float32' there",
-    "@beta_factor=2": "what is wrapped or scaled",
-    "@random": "the weights",
+    "--dtype=float64": "dtype ('float32' there",
+    "@beta_factor=2": "changes ([] there",
+    "@random": "weights ('BertModel",
 }
 
 
