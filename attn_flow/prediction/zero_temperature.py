@@ -70,8 +70,8 @@ def zero_temperature_flow(
     grid = torch.tensor(times, dtype=torch.float64)
     # Directions on a sphere of any radius that sees itself move as on the unit sphere.
     radius = x.double().norm(dim=-1, keepdim=True) if support is None else 1.0
-    path = (radius * linear_flow(*linear, x.double() / radius, grid - grid[0])).to(x.dtype)
-    return Trajectory(grid, path, cloud.weights, cloud.mask, about)
+    points = (radius * linear_flow(*linear, x.double() / radius, grid - grid[0])).to(x.dtype)
+    return Trajectory(grid, points, cloud.weights, cloud.mask, about)
 
 
 def integrate(
