@@ -93,13 +93,15 @@ def k_means(points: Tensor, weights: Tensor, size: int) -> Tensor:
     It starts at the point of largest weight a and continues with the one of largest a d^2 (farthest first).
     """
     size = min(size, points.shape[-2])
-    distance_to = lambda index: (points - _take(points, index[:, None])).square().sum(-1)
+    squares = points.square().sum(-1)
     nearest = lambda centres: (centres.square().sum(-1)[:, None] - 2 * points @ centres.mT).argmin(-1)
     chosen = [weights.argmax(-1)]
-    distances = distance_to(chosen[0])
+    distances = torch.full_like(squares, torch.inf)
     for _ in range(size - 1):
+        start = _take(points, chosen[-1][:, None])
+        to_start = squares + start.square().sum(-1) - 2 * (points @ start.mT)[..., 0]
+        distances = torch.minimum(distances, to_start.clamp_min(0))
         chosen.append((weights * distances).argmax(-1))
-        distances = torch.minimum(distances, distance_to(chosen[-1]))
     centres = _take(points, torch.stack(chosen, -1))
     for _ in range(ROUNDS):
         member = one_hot(nearest(centres), size).to(points) * weights[..., None]
