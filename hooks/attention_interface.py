@@ -68,17 +68,9 @@ def flow_attention(
     surrogate: Surrogate | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention at another temperature, or a surrogate of it, as transformers calls it.
+    """The averages (batch, n, heads, d) of values (batch, heads, n, d), and no weights, as transformers calls it.
 
-    Args:
-        module: the attention module.
-        query, key, value: (batch, heads, n, d); keys and values may have fewer heads.
-        attention_mask: (batch, 1, n, n) or None.
-        scaling: the trained inverse temperature, 1/sqrt(d) by default.
-        beta_factor, surrogate: see `register_attention`.
-
-    Returns:
-        The averages (batch, n, heads, d) and no weights.
+    Keys and values may have fewer heads. `scaling` is the trained inverse temperature, 1/sqrt(d) by default.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -86,10 +86,6 @@ def row_texts(rows: Iterable[Any]) -> Iterator[str]:
     """The texts of an iterable of strings, or of rows with an entry "text" as a datasets.Dataset gives them.
 
     Nothing is read ahead, so that streams work.
-
-    Example:
-        >>> list(row_texts([{"text": "a b", "label": 0}, "c"]))
-        ['a b', 'c']
     """
     if isinstance(rows, str | Mapping) or hasattr(rows, "columns"):  # a table would give the names of its columns
         raise ValueError(f"texts is one {type(rows).__name__}, expected several strings: [text], or table['text'].")

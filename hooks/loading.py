@@ -68,7 +68,7 @@ def load_encoder(
         >>> type(model).__name__, tokenizer("a b").input_ids
         ('BertModel', [2, 5, 6, 3])
     """
-    from transformers import MODEL_MAPPING, AutoModel
+    from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig
 
     name, folder = str(path), Path(path)
     if name in _loaders:
@@ -84,7 +84,8 @@ def load_encoder(
             )
     try:
         # from_pretrained renamed torch_dtype to dtype in 4.56; a cast after loading means the same in every version.
-        if has_flows(path):
+        entries, _ = PretrainedConfig.get_config_dict(path)
+        if str(entries.get("model_type", "")).startswith(PREFIX):
             config = FlowConfig.from_pretrained(path)
             model = _load_flows(MODEL_MAPPING[type(config)], config, path).to(dtype)
         else:
@@ -190,14 +191,6 @@ class FlowConfig:
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Called by transformers; the saved file needs no registration."""
-
-
-def has_flows(path: str | os.PathLike[str], **options: Any) -> bool:
-    """Whether a folder, or a name of the hub, holds a saved model with flows."""
-    from transformers import PretrainedConfig
-
-    entries, _ = PretrainedConfig.get_config_dict(path, **options)
-    return str(entries.get("model_type", "")).startswith(PREFIX)
 
 
 def flow_auto_class(name: str) -> type:

@@ -154,13 +154,8 @@ class Positions:
     table: Tensor | None = None
     terms: Callable[[Tensor, Tensor], Tensor] | None = None
 
-    @property
-    def width(self) -> int:
-        """Number of coordinates that positions add to queries and keys."""
-        return self.count * ((self.table is not None) + 2 * (self.terms is not None))
-
     def queries(self, q: Tensor, beta: Tensor) -> Tensor:
-        """Queries (heads, n, k + width) with their positions, for scores that are multiplied by beta (heads, 1)."""
+        """Queries (heads, n, k + more) with their positions, for scores that are multiplied by beta (heads, 1)."""
         n, parts = q.shape[-2], [self._rotate(q)]
         if self.table is not None:
             parts.append(self.table[:, :n] / beta[..., None])
@@ -170,7 +165,7 @@ class Positions:
         return torch.cat(parts, dim=-1)
 
     def keys(self, k: Tensor) -> Tensor:
-        """Keys (heads, n, k + width) with their positions, from keys (heads, n, k) without bias."""
+        """Keys (heads, n, k + more) with their positions, from keys (heads, n, k) without bias."""
         k = k if self.key_bias is None else k + self.key_bias[:, None]
         n, parts = k.shape[-2], [self._rotate(k)]
         if self.table is not None:
@@ -197,12 +192,6 @@ def read_positions(layers: Sequence[Block], n: int) -> list[Positions | None]:
     """The positions of n tokens, layer by layer; None where they do not enter the scores or it is not known how.
 
     Layers that add the same table share it in memory.
-
-    Example:
-        >>> from attn_flow.hooks import blocks
-        >>> from attn_flow.hooks.demo import tiny_bert
-        >>> read_positions(blocks(tiny_bert()[0]), 8)  # positions are in the tokens
-        [None, None]
     """
     tables: dict[Any, Tensor] = {}
     return [_read_layer(block, n, tables) if block.knows_positions else None for block in layers]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from attn_flow.hooks.caching import restore_cache, stop_caching
 from attn_flow.hooks.evaluation import ChangedAttention, Settings, changes_of
 from attn_flow.hooks.layer_flow import ENTRY, LayerFlow, StepName
-from attn_flow.hooks.layout import Block, blocks, blocks_to_change, choose_layers, distinct
+from attn_flow.hooks.layout import blocks, blocks_to_change, choose_layers, distinct
 from attn_flow.hooks.saving import update_config
 from attn_flow.hooks.wrapping import resolve_factor
 
@@ -85,7 +85,9 @@ def replace_attention(
             raise ValueError(f"layer {block.index} is a flow already; undo that by restore_attention(model) first.")
     new_flows = []
     for block in distinct(all_blocks[i] for i in chosen):
-        like = _floating_tensor(block)
+        # Quantised weights are integers, but a new parameter is not.
+        tensors = chain(block.attn.parameters(), block.module.parameters(), block.module.buffers())
+        like = next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
         flow = LayerFlow(block.heads, horizon, steps, step, learn_beta, device=like.device, dtype=like.dtype)
         factor = resolve_factor(block, beta, beta_factor)
         if factor is not None:
@@ -100,12 +102,6 @@ def replace_attention(
         stack.pop_all()  # `restore_attention` undoes it, also in a copy of the model
     update_config(model)
     return model
-
-
-def _floating_tensor(block: Block) -> Tensor:
-    """A tensor whose dtype and device a new parameter of the block should have. Quantised weights are integers."""
-    tensors = chain(block.attn.parameters(), block.module.parameters(), block.module.buffers())
-    return next((t for t in tensors if t.is_floating_point()), torch.zeros(()))
 
 
 def restore_attention(model: Model) -> Model:

@@ -115,6 +115,7 @@ def encoder_facts(model: nn.Module) -> dict[str, Any]:
     """
     layers = blocks(model)
     first = layers[0]
+    gain = getattr(first[first.architecture.norm2], "weight", None)  # never quantised, unlike the projections
     omits = [f"{block.positions} (layer {block.index})" for block in layers if block.positions]
     if len({block.positions for block in layers}) == 1 and omits:
         omits = [first.positions]
@@ -128,16 +129,10 @@ def encoder_facts(model: nn.Module) -> dict[str, Any]:
         "shared": first.architecture.shared,
         "heads": first.heads,
         "head_dim": first.head_dim,
-        "dim": _token_width(first),
+        "dim": read_attention(first).dim if gain is None else gain.shape[0],
         "beta": [block.beta for block in layers],
         "norm": first.norm_placement,
         "causal": first.causal,
         "layer_scale": "absorbed in O" if first.architecture.layer_scale else "none",
         "omits": omits,
     }
-
-
-def _token_width(block: Block) -> int:
-    """d, from a norm of the block, which is never quantised, or from the block itself."""
-    gain = getattr(block[block.architecture.norm2], "weight", None)
-    return gain.shape[0] if isinstance(gain, Tensor) else read_attention(block).dim
