@@ -297,7 +297,7 @@ class Attention(Field):
     def heads(self) -> int:
         """The number of heads."""
         tensors = {name: z for name, z in self.tensors.items() if name != "value_bias"}
-        return max((z.shape[-weights.AXES[name]] for name, z in tensors.items() if z.ndim), default=1)
+        return max([1] + [z.shape[-weights.AXES[name]] for name, z in tensors.items() if z.ndim])
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -381,13 +381,13 @@ class Attention(Field):
             checks.require(count >= 2, "self_attention=False requires at least two unmasked tokens per cloud.")
         return weights.broadcast_batches(**shapes)
 
-    @torch.no_grad()
     def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
         if self.is_hardmax:  # scores are compared and not exponentiated
             return torch.zeros(())
         key_radius = self.context.max_norm if isinstance(self.context, Cloud) else radius
-        queries = weights.bound_projection(radius, self.Q, self.query_bias)  # (..., heads)
-        return torch.as_tensor(self.beta * queries * weights.bound_projection(key_radius, self.K)).amax()
+        with torch.no_grad():
+            queries = weights.bound_projection(radius, self.Q, self.query_bias)  # (..., heads)
+            return torch.as_tensor(self.beta * queries * weights.bound_projection(key_radius, self.K)).amax()
 
     @property
     def not_exchangeable_because(self) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def as_beta(beta: float | Tensor, weights: Mapping[str, Tensor | None]) -> float
     checks.require_beta(beta)
     if not isinstance(beta, Tensor):
         return float(beta)
-    heads = max((z.shape[-AXES[name]] for name, z in weights.items() if z is not None and AXES[name] > 1), default=1)
+    heads = max([1] + [z.shape[-AXES[name]] for name, z in weights.items() if z is not None and AXES[name] > 1])
     is_of_heads = heads == 1 or beta.ndim == 0 or beta.shape[-1] in (1, heads)
     if not is_of_heads or beta.numel() == 0:
         raise ValueError(

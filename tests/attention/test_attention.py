@@ -184,6 +184,13 @@ def test_derivatives_and_transforms(generator):
         torch.testing.assert_close(compiled(A.with_beta(beta), batch), A.with_beta(beta).drift(batch))
 
 
+def test_a_drift_towards_a_context_is_compiled(generator):
+    A, x = random_attention(generator), draw(generator, 2, 5, 4)
+    for context in (UniformSphere(4), Cloud(x[0]), x[1]):
+        compiled = torch.compile(lambda y, context=context: A.drift(y, context), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), A.drift(x, context))
+
+
 def test_gradients_reach_weights_and_beta(generator):
     G, V, beta = (
         z.requires_grad_() for z in (draw(generator, 2, 2), draw(generator, 2, 2), torch.tensor([1.5], dtype=f64))
