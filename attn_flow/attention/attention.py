@@ -92,10 +92,10 @@ class Attention(Field):
         vars(self)["beta"] = weights.as_beta(self.beta, named)
         if self.tolerance is not None:
             checks.require_positive(tolerance=self.tolerance)
-        self._check_options()
+        self._checked()
 
-    def _check_options(self) -> torch.Size:
-        """The batch axes; an error if options contradict each other or the axes do not broadcast."""
+    def _checked(self) -> Attention:
+        """Itself; an error if options contradict each other or batch axes do not broadcast."""
         if self.is_hardmax and self.kind != "softmax":
             raise ValueError(f"beta = inf with kind = {self.kind!r}; only softmax attention has a limit (hardmax).")
         has_mask = self.causal or not self.self_attention
@@ -108,7 +108,8 @@ class Attention(Field):
             raise ValueError("causal, self_attention=False and 'sinkhorn' compare tokens of one cloud; drop context.")
         if self.context is not None and not hasattr(self.context, "tilted_mean"):
             raise TypeError(f"context is a {type(self.context).__name__}, expected a measure, such as Cloud(tokens).")
-        return self.batch_shape
+        _ = self.batch_shape
+        return self
 
     @classmethod
     def from_matrices(cls, G: Tensor, V: Tensor, beta: float | Tensor = 1.0, **options: Any) -> Attention:
@@ -174,8 +175,6 @@ class Attention(Field):
         """
         factory: dict[str, Any] = {"generator": generator, "dtype": dtype, "device": device}
         return cls(**weights.random_weights(d, heads, head_dim, ensemble, **factory), beta=beta, **options)
-
-    # --- the drift ------------------------------------------------------------------------------------------------
 
     def drift(self, cloud: Tensor | Cloud, context: Measure | Tensor | None = None) -> Tensor:
         """The drift of every token of a cloud, before any projection to a geometry.
@@ -286,8 +285,6 @@ class Attention(Field):
         A = attention.copy_with(kernel="dense")._average(queries, keys, eye, log_weights)
         return A.expand(*A.shape[:-3], self.heads, n, n).to(cloud.x.dtype)
 
-    # --- weights and their products -------------------------------------------------------------------------------
-
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Its weights and beta by name, those that are tensors."""
@@ -339,19 +336,14 @@ class Attention(Field):
         eye = torch.eye(self.dim, dtype=like.dtype, device=like.device).expand(self.heads, -1, -1)
         return A if A is not None else B if B is not None else eye
 
-    # --- copies ---------------------------------------------------------------------------------------------------
-
     def with_beta(self, beta: float | Tensor) -> Attention:
         """The same attention at another inverse temperature."""
-        attention = self.copy_with(beta=weights.as_beta(beta, self.tensors))
-        attention._check_options()
-        return attention
+        return self.copy_with(beta=weights.as_beta(beta, self.tensors))._checked()
 
     def with_context(self, context: Measure | Tensor | None) -> Attention:
         """The same attention to a fixed measure, or to tokens (..., m, d), instead of the cloud itself."""
-        attention = self.copy_with(context=as_cloud(context, "context") if isinstance(context, Tensor) else context)
-        attention._check_options()
-        return attention
+        context = as_cloud(context, "context") if isinstance(context, Tensor) else context
+        return self.copy_with(context=context)._checked()
 
     def to(self, *args: Any, **kwargs: Any) -> Attention:
         """The same attention with its tensors moved or cast, as `Tensor.to`."""
@@ -367,8 +359,6 @@ class Attention(Field):
         attention = object.__new__(type(self))
         vars(attention).update(vars(self) | fields)
         return attention
-
-    # --- what a flow asks of a field ------------------------------------------------------------------------------
 
     def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
         weights.check_tokens("x", cloud.x, self.dim, self.tensors)
