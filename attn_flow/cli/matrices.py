@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_flow.attention.attention import Attention
 from attn_flow.base.checks import require_choice
 
+KINDS = ("softmax", "unnormalised", "sinkhorn")  # hardmax is beta = inf
 WRITERS = {".npy": "numpy.save", ".pt": "torch.save", ".safetensors": "safetensors.torch.save_file"}
 DAMAGES = (ValueError, TypeError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError, SafetensorError)
 
@@ -50,9 +51,18 @@ def parse_square(text: str, name: str) -> Tensor:
     return matrix
 
 
+def random_heads(heads: int | None, dim: int | None, kind: str, seed: int) -> Attention:
+    """Attention with random heads, in place of matrices that are given."""
+    if heads is None or dim is None:
+        raise ValueError("give --G and --V, or --heads and --dim for random heads.")
+    require_choice("kind", kind, KINDS)
+    generator = torch.Generator().manual_seed(seed)
+    return Attention.random(dim, heads, generator=generator, dtype=torch.float64, kind=kind)
+
+
 def parse_heads(G: str, V: str, kind: str) -> Attention:
     """The attention of matrices G and V, of which heads are separated by "|"."""
-    require_choice("kind", kind, ("softmax", "unnormalised", "sinkhorn"))  # hardmax is beta = inf
+    require_choice("kind", kind, KINDS)
     parts = {name: [parse_square(head, name) for head in text.split("|")] for name, text in (("G", G), ("V", V))}
     shapes = {tuple(matrix.shape) for matrices in parts.values() for matrix in matrices}
     if len(shapes) > 1 or len(parts["G"]) != len(parts["V"]):

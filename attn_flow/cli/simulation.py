@@ -21,7 +21,9 @@ from attn_flow.cli.console import (
 )
 
 Matrix = Annotated[str, typer.Option(help='"3,0;0,1" (rows ; entries ,) or a .npy, .pt or .safetensors file.')]
-Heads = Annotated[str, typer.Option(help='A matrix such as "3,0;0,1" or a file; several heads: "3,0;0,1 | 1,0;0,1".')]
+Heads = Annotated[
+    str | None, typer.Option(help='A matrix such as "3,0;0,1" or a file; several heads: "3,0;0,1 | 1,0;0,1".')
+]
 Beta = Annotated[str, typer.Option(help="Inverse temperatures, such as 10,100,inf.")]
 
 
@@ -75,8 +77,10 @@ def limit(
 
 def simulate(
     context: typer.Context,
-    G: Heads,
-    V: Heads,
+    G: Heads = None,
+    V: Heads = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Random heads, without --G and --V; with --dim.")] = None,
+    dim: Annotated[int | None, typer.Option(min=1, help="Dimension of the tokens of random heads.")] = None,
     beta: Beta = "10,100",
     tokens: Annotated[int, typer.Option(help="Tokens, or nodes of the quadrature.")] = 1000,
     kind: Annotated[str, typer.Option(help="softmax, unnormalised or sinkhorn.")] = "softmax",
@@ -88,6 +92,7 @@ def simulate(
     step: Annotated[str, typer.Option(help="euler, rk4 or dopri5.")] = "rk4",
     seed: Seed = 0,
     sweep: Annotated[str | None, typer.Option(help='A grid: "beta=10,100 n=500,1000 noise=0,.1 seed=0,1".')] = None,
+    figure: Annotated[Path | None, typer.Option(help="A .svg, .pdf or .png of the distances, transparent.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for a page, figures and paths; clears an earlier run.")
     ] = None,
@@ -101,13 +106,20 @@ def simulate(
 
     Example: attn-flow simulate --G "3,0;0,1" --V "1,0;0,2" --out runs/simulate
     """
+    from attn_flow.base.figures import save_figure
     from attn_flow.base.files import lock_for_writing
-    from attn_flow.cli.matrices import parse_heads, parse_matrix, parse_numbers
+    from attn_flow.cli.matrices import parse_heads, parse_matrix, parse_numbers, random_heads
     from attn_flow.measures.cloud import Cloud
+    from attn_flow.pages.figures import simulation_figure
     from attn_flow.pages.simulation import run_simulation
     from attn_flow.prediction import starting_cloud
 
-    attention = parse_heads(G, V, kind)
+    if G is not None and V is not None:
+        refuse_options(context, "--G and --V give the heads", "heads", "dim")
+        attention = parse_heads(G, V, kind)
+    else:
+        refuse_options(context, 'both are needed (the identity in d = 2 is "1,0;0,1")', "G", "V")
+        attention = random_heads(heads, dim, kind, seed)
     if out is not None:
         require_writable(out)
     betas, times, progress = parse_numbers(beta, "beta"), parse_numbers(t, "t"), not (quiet or as_json)
@@ -119,7 +131,10 @@ def simulate(
         axes = parse_axes(sweep, betas=betas, n=[tokens], noise=[noise], seeds=[seed])
         clouds = lambda n, seed: starting_cloud(attention.dim, n, seed, random=random or None)
         end = times[0] if len(times) == 1 else times
-        print_sweep(run_sweep(attention, end, **axes, clouds=clouds, h=h, folder=out, progress=progress), out, as_json)
+        result = run_sweep(attention, end, **axes, clouds=clouds, h=h, folder=out, progress=progress)
+        if figure is not None:
+            save_figure(result.plot(), figure, transparent=True)
+        print_sweep(result, out, as_json)
         return
     if x0 is not None:
         refuse_options(context, "--x0 gives the tokens", "tokens", "random")
@@ -132,6 +147,8 @@ def simulate(
         numbers = run_simulation(
             attention, betas, cloud, times, h, step, noise=noise, seed=seed, out=out, progress=progress
         )
+    if figure is not None:
+        save_figure(simulation_figure(numbers), figure, transparent=True)
     if as_json:
         print_json(numbers)
         return

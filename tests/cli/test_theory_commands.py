@@ -136,10 +136,19 @@ def test_heads_and_noise() -> None:
     two = json.loads(run(*words, "--G", "3,0;0,1 | 2,0;0,1", "--V", "1,0;0,1|1,0;0,1"))
     assert two["limit"]["case"] == "nonlinear"
     assert two["runs"][0]["w2"][-1] < two["runs"][0]["w2"][0]
+    assert json.loads(run(*words, "--heads", "2", "--dim", "4"))["d"] == 4
     one = [*words, "--G", "3,0;0,1", "--V", "1,0;0,1"]
     calm, first, second = (json.loads(run(*one, *more)) for more in ((), ("--noise", ".2"), ("--noise", ".2")))
     assert first == second
     assert first["runs"][0]["w2"][-1] != calm["runs"][0]["w2"][-1]
+
+
+def test_a_figure_for_papers(tmp_path) -> None:
+    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--tokens", "30", "--t", "2", "--quiet"]
+    for name in ("w2.svg", "w2.pdf"):
+        run(*words, "--figure", str(tmp_path / name))
+        assert (tmp_path / name).stat().st_size > 1000
+    assert "ends in .png, .svg, .pdf" in run(*words, "--figure", "w2.jpg", code=2)
 
 
 def test_a_sweep_writes_its_table_and_continues(tmp_path) -> None:
@@ -214,6 +223,9 @@ def test_the_example_of_the_help_runs(command) -> None:
         (["limit", "--G", "nowhere.npy", "--V", "1,0;0,1"], "no file nowhere.npy"),
         (["simulate", "--G", "1,0;0,1|1,0;0,1", "--V", "1,0;0,1"], "heads of G and V differ"),
         (["density", *SYMMETRIC, "--t", "0"], "t = 0.0, expected a positive, finite number"),
+        (["simulate"], "give --G and --V, or --heads and --dim"),
+        (["simulate", "--G", "1,0;0,1"], "both are needed"),
+        (["simulate", *SYMMETRIC, "--heads", "2"], "--G and --V give the heads; leave out --heads"),
         (["simulate", *SYMMETRIC, "--beta", "x"], "expected numbers separated by commas"),
         (["simulate", *SYMMETRIC, "--step", "rk5"], "rk4"),
         (["simulate", *SYMMETRIC, "--noise", "-1"], "noise = -1.0, expected a nonnegative"),
