@@ -1,12 +1,15 @@
-"""Trained tokens end at the points predicted from their own weights if G = I; otherwise that depends on the seed.
+"""Trained tokens end at the points predicted from their own weights if G = I, and mostly far from them otherwise.
 
 A cold stack with one head (arXiv 2605.10931) learns the task `side`: on which side of an unknown plane do most of 200
 tokens on the sphere lie? The distance W2 of its last cloud to the limit P_# mu_0 predicted from the learned Q, K, V
 (the start distribution moved by the eigenprojection P of the weights) is compared with that of the untrained stack, and
 with the limit of the same weights turned by a random rotation (a). Then every stack is run longer than it was trained
-(b, c); the dotted line is the accuracy of the sign of the mean token. G = I became the first parametrisation after
-stacks with a symmetric and with a positive G had missed their limits at seed 0. Exit rates and directions of the
-clusters of trained stacks are not measured here.
+(b, c); the dotted line is the accuracy of the sign of the mean token. Five seeds for each parametrisation.
+
+With G = I and beta = 60 all five stacks learn the task (accuracy 1.00), end at 0.08 to 0.22 of their distance to the
+limit, and keep it when they are run eight times longer. At beta = 20 two of five do not learn the task, so the first
+claim fails. With a general G trained stacks stop far from the limit, and lose accuracy when they are run longer. G = I
+became the first parametrisation after stacks with a symmetric and with a positive G had missed their limits at seed 0.
 """
 
 from __future__ import annotations
@@ -174,7 +177,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
         for i, row in enumerate(table):
             place = [i + 0.2 * (j - 1)] * len(row[key])
             a.plot(place, row[key], "o", markersize=5, color=COLOURS[(6, 4, 0)[j]], label=None if i else words)
-    a.set_xticks(range(len(table)), [row["variant"].replace("= I, ", "= I,\n") for row in table])
+    a.set_xticks(range(len(table)), [row["variant"].replace(", ", ",\n") for row in table])
     a.axhline(1.0, color="0.8", linewidth=0.8, zorder=0)
     a.set_ylim(0, None)
     label(a, "every dot a seed", "parametrisation", r"$W_2$ to the limit / at the start")
