@@ -80,7 +80,7 @@ def draw() -> None:
                 label, rings[0, :2], (-1.72, -0.93), color=INK, path_effects=outline, va="center",
                 arrowprops={"arrowstyle": "-", "color": INK, "alpha": 0.6, "shrinkB": 9},
             )  # fmt: skip
-            phase = "gather" if t[i] < 0.8 * t_min else "stay" if t[i] < 1.2 * t_min else "leave"
+            phase = "gather" if t[i] < 0.8 * t_min else "are nearest" if t[i] < 1.2 * t_min else "leave"
             top.text(-1.72, 1.07, f"The tokens {phase}", color=INK)
             low = figure.add_axes((0.13, 0.1, 0.83, 0.19), facecolor=BACKGROUND)
             low.plot(t, w2, color=GRID, linewidth=1)

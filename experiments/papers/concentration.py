@@ -1,11 +1,11 @@
-"""Cold attention pushes tokens onto predictable points, where they rest for a time that grows like log beta.
+"""Cold attention pushes tokens onto predictable points; they are nearest after a time that grows like log beta.
 
 Alcalde, Bungert, Riedl, Roith, arXiv 2605.10931. The matrix M = V G (G = K^T Q) has a leading eigenvector; P sends a
 token along its eigenprojection onto the sphere, and P_# mu_0 is the start distribution mu_0 after that map: the
 predicted limit.
 
 Panels (a) to (c) have d = 2, G = diag(3,1), V = diag(1,2) and the density exp(cos(angle - 1)), as 800 weighted nodes.
-(a) The Wasserstein distance W2 to the limit falls at the rate c_2 = g = 1/3, rests, and rises when V takes over; beta
+(a) The Wasserstein distance W2 to the limit falls at the rate c_2 = g = 1/3 and rises when V takes over; beta
 is the inverse temperature. (b) The time of the least W2 is log(beta)/(2g). (c) The least W2 falls like beta^(-1/2), but
 n random tokens gain nothing from a beta that they cannot resolve. (d) V = I, G = [[2,0.5],[0,1]], beta = 50: tokens
 follow the oblique eigenprojection, not the orthogonal one. The paper's explicit Euler steps with renormalisation have h

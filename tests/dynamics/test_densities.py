@@ -62,6 +62,10 @@ def test_unresolved_densities_are_refused():
         density_flow(Attention.identity(4), lambda x: x[:, 0], 1.0)
     with pytest.raises(ValueError, match="beta = inf"):
         density_flow(Attention.identity(2, math.inf), lambda x: 1 + 0 * x[:, 0], 1.0)
+    path = density_flow(Attention.identity(2), lambda x: 1 + 0 * x[:, 0], 0.1)
+    for x in (torch.eye(3), torch.eye(2)[None]):
+        with pytest.raises(ValueError, match=r"expected \(P, 2\) unit vectors"):
+            path.density(x)
 
 
 def test_jacobian_against_finite_differences(generator):

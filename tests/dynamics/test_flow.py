@@ -18,7 +18,7 @@ from attn_flow import (
     flow,
 )
 from attn_flow.attention import pre_norm
-from attn_flow.dynamics import RungeKutta, noise
+from attn_flow.dynamics import RungeKutta, dopri5, noise
 from attn_flow.dynamics.step_size import StepWarning
 
 f64 = torch.float64
@@ -26,6 +26,15 @@ f64 = torch.float64
 
 def start(generator, n=12, d=3):
     return Sphere().uniform(n, d, generator=generator, dtype=f64)
+
+
+def test_the_weights_of_dopri5_meet_the_order_conditions():
+    """sum_i b_i c_i^k = 1/(k + 1) for k below the order: five for the step, four for the result that tells its error."""
+    c = torch.tensor([0.0, *(sum(row) for row in dopri5.a)], dtype=f64)
+    for weights, order in ((dopri5.b, 5), (dopri5.embedded, 4)):
+        moments = [float((torch.tensor(weights, dtype=f64) * c**k).sum()) for k in range(order + 1)]
+        assert moments[:order] == pytest.approx([1 / (k + 1) for k in range(order)], abs=1e-14)
+    assert moments[4] != pytest.approx(1 / 5, abs=1e-4)  # the embedded result is of order four only
 
 
 @pytest.mark.parametrize(("step", "order"), [("euler", 1), ("rk4", 4), ("dopri5", 5)])

@@ -366,6 +366,18 @@ AFTERWARDS = [
 ]
 
 
+def test_centres_of_clusters_that_are_not_gaussian() -> None:
+    """G = R(a) and V = -s R(b) across e_1, with M e_1 = -e_1: offsets follow y' = (V + G^{-1}) y, a multiple of a rotation."""
+    a, b, s = math.radians(-30), math.radians(70), 1.4
+    turn = lambda angle: torch.tensor(
+        [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64
+    )
+    G, V = torch.block_diag(torch.eye(1).double(), turn(a)), torch.block_diag(-torch.eye(1).double(), -s * turn(b))
+    result = limit(Attention.from_matrices(G, V))
+    assert "not symmetric" in result.terminal.reason
+    assert result.terminal.exit_rate == pytest.approx(math.cos(a) - s * math.cos(b))
+
+
 @pytest.mark.parametrize(("G", "V", "exit_rate", "words"), AFTERWARDS)
 def test_what_clusters_do(G: Tensor, V: Tensor, exit_rate: float | None, words: str) -> None:
     terminal = limit(attention(G, V)).terminal

@@ -91,6 +91,13 @@ def test_all_tokens_drawn_are_exact(generator):
     torch.testing.assert_close(largest, expected)
 
 
+def test_pivots_are_different_keys():
+    """Four different keys, each three times: four pivots are enough."""
+    keys, values, queries = draw(2, 4, 3).repeat(1, 3, 1), draw(2, 4, 4, seed=1).repeat(1, 3, 1), draw(2, 6, 3, seed=2)
+    averages = coresets.nystroem_averages(keys, values, queries, torch.full((2,), 1.7), 4)
+    torch.testing.assert_close(averages, exact(queries, keys, values), rtol=1e-4, atol=1e-4)
+
+
 def test_random_tokens_are_unbiased(generator):
     """Numerator and denominator of drawn tokens have the right mean; special tokens are never lost."""
     keys, values = 0.3 * draw(1, 20, 2), draw(1, 20, 1, seed=1)
