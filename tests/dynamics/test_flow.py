@@ -29,7 +29,7 @@ def start(generator, n=12, d=3):
 
 
 def test_the_weights_of_dopri5_meet_the_order_conditions():
-    """sum_i b_i c_i^k = 1/(k + 1) for k below the order: five for the step, four for the result that tells its error."""
+    """sum_i b_i c_i^k = 1/(k + 1) for k below the order: five for the step, four for the embedded result."""
     c = torch.tensor([0.0, *(sum(row) for row in dopri5.a)], dtype=f64)
     for weights, order in ((dopri5.b, 5), (dopri5.embedded, 4)):
         moments = [float((torch.tensor(weights, dtype=f64) * c**k).sum()) for k in range(order + 1)]

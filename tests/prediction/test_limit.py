@@ -367,7 +367,7 @@ AFTERWARDS = [
 
 
 def test_centres_of_clusters_that_are_not_gaussian() -> None:
-    """G = R(a) and V = -s R(b) across e_1, with M e_1 = -e_1: offsets follow y' = (V + G^{-1}) y, a multiple of a rotation."""
+    """G = R(a) and V = -s R(b) across e_1, M e_1 = -e_1: V + G^{-1} is a multiple of a rotation."""
     a, b, s = math.radians(-30), math.radians(70), 1.4
     turn = lambda angle: torch.tensor(
         [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64
