@@ -45,7 +45,7 @@ ASSUMPTIONS = {
     "(beta |Gx|)^((d+1)/2) <= n",
     "off the border": "no token has Pi x = 0, where its limit is decided by rounding",
     "unequal crossing masses": "W2 ~ t^(-power) if the masses that cross in both directions differ, 1/t if they are "
-    "equal (even laws)",
+    "equal (even distributions)",
     "bounded density": "rates and t_min hold for a positive, bounded density near Pi x = 0, where tokens linger",
     "simple leading eigenvalue": "t_min and the exit rate are derived for two limits +-e (dim E = 1)",
     "E invariant under V": "t_min and the exit rate are derived for V e along the limit direction e",
