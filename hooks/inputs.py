@@ -206,8 +206,9 @@ def refuse_unknown(tokenizer: Any, unknown: int, content: int, limit: float, las
     if content < (1 if last else 1000) or unknown <= limit * content:
         return
     raise ValueError(
-        f"{unknown} of {content} tokens are unknown to {type(tokenizer).__name__} ({unknown / content:.0%}, expected "
-        f"at most {limit:.0%}): is it this model's tokenizer, are these its texts? max_unknown=1 records them anyway."
+        f"{unknown} of {content} tokens are unknown to the tokenizer ({unknown / content:.0%}, expected "
+        f"at most {limit:.0%}): is it this model's tokenizer, are these its texts? max_unknown=1 "
+        "(--max-unknown 1 in the terminal) records them anyway."
     )
 
 

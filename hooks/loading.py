@@ -95,6 +95,10 @@ def load_encoder(
     except OSError as error:
         if folder.exists():
             raise
+        if name.startswith((".", os.sep)) or ("/" in name and folder.parent.is_dir()):
+            raise ValueError(
+                f"no folder {name}; expected a folder written by save_pretrained, or a name of the hub."
+            ) from None
         reason, similar = str(error).splitlines()[0], get_close_matches(name, _loaders)
         hint = f"did you mean {' or '.join(similar)}? Expected" if similar else "expected"
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -47,7 +48,7 @@ Pickle = Annotated[bool, typer.Option("--pickle", help="Accept pickled weights (
 
 def inspect(
     model: Model,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
     as_json: Json = False,
@@ -82,7 +83,8 @@ def inspect(
             f"(largest relative error {error:.1e})."
         )
     elif checks:
-        verdicts = [[c.layer, f"{c.error:.1e}", "exact" if c.exact else f"without {c.omits}"] for c in checks]
+        reason = lambda c: c.omits if math.isnan(c.error) else f"not decided: this check leaves out {c.omits}"
+        verdicts = [[c.layer, f"{c.error:.1e}", "exact" if c.exact else reason(c)] for c in checks]
         print_table("Self-check: attention from these weights", ["layer", "relative error", "verdict"], verdicts)
 
 
@@ -110,7 +112,7 @@ def record(
     tokenizer: Tokenizer = None,
     max_unknown: Unknown = 0.1,
     again: Again = False,
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
     as_json: Json = False,

@@ -108,7 +108,7 @@ def probe(
         if shows:
             findings = results[name].findings
             rows = [[SUMMARY[key], f.verdict or "-", f.value, f.baseline] for key, f in findings.items()]
-            print_table(name, ["question", "answer", "value (95% interval)", "best baseline"], rows)
+            print_table(name, ["question", "answer", "value (95% interval)", "compare with"], rows)
             if results[name].about.texts < MIN_TEXTS:
                 echo(f"No verdicts: {results[name].about.texts} texts, at least {MIN_TEXTS} are needed.")
             echo(f"Report: {folder / 'report.html'}")

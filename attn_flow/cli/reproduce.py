@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, print_json, print_table, require_writable
-
-CLAIM_WIDTH = 46  # characters of a claim in the table, so that a row is one line of a terminal
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -73,10 +71,10 @@ def _row(claim: dict[str, Any]) -> list[Any]:
     """A claim with its expected number, and the chance to pass by accident if that is more than 5%."""
     from attn_flow.experiments.claims import chance
 
-    expected = ""
+    bound = re.search(r"\(([<>]= [^()]*)\)$", claim["claim"])
+    expected = bound[1] if bound else "see claim"
     if claim["expected"] is not None:
         accident = chance(claim) or 0.0
         expected = f"{claim['expected']:.4g} +- {claim['tolerance']:.2g}"
         expected += f" ({accident:.0%})" * (accident > 0.05)
-    words = textwrap.shorten(claim["claim"], CLAIM_WIDTH, placeholder=" ...")
-    return ["yes" if claim["holds"] else "NO", words, claim["value"], expected]
+    return ["yes" if claim["holds"] else "NO", claim["claim"], claim["value"], expected]

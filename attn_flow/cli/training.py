@@ -40,7 +40,7 @@ def train(
     batch: Annotated[int | None, typer.Option(help="Inputs per update, over all processes.")] = None,
     lr: Annotated[float | None, typer.Option(help="Largest learning rate.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random number.")] = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder of the run; runs/train/TASK if not given.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,

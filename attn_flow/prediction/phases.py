@@ -157,7 +157,7 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
         warn: warn (`PredictionWarning`) if the cloud does not meet what the prediction requires.
 
     Returns:
-        `Phases`; indexing a batch gives those of one path.
+        `Phases`, with `t_min`, `min_w2`, `intervals` and `note`; indexing a batch gives those of one path.
 
     Example:
         >>> from attn_flow import Attention, flow, limit
@@ -221,8 +221,8 @@ def _split(t: Array, w: Array, floor: float) -> tuple[list[Phase], str]:
     enter, leave = _crossing(t[m::-1], w[m::-1], level), _crossing(t[m:], w[m:], level)
     duration = REST * (enter - begin) / math.log(w[0] / level) if 0 < level < w[0] else 0.0
     rests = leave > enter and leave - enter >= duration
-    note = f"W2 stays within 25% of its least value for {leave - enter:.3g}, and a rest lasts at least {duration:.3g}: "
-    note += "twice the time in which W2, at its mean rate of fall, falls by a factor of e"
+    note = f"W2 stays within 25% of its least value for {leave - enter:.3g}; a rest would last at least "
+    note += f"{duration:.3g} (twice the time of a fall by a factor e)"
     if rests:
         borders = {"concentrating": (begin, enter), "metastable": (enter, leave), "terminal": (leave, end)}
     else:

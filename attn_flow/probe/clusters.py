@@ -128,7 +128,7 @@ class Clusters:
             # Baselines that were run with one K only have no curve, from which a K could be read.
             rivals = {name: needed[name] for name in BASELINES if not math.isnan(needed[name])}
             rival = min(rivals, key=rivals.__getitem__, default=None)
-            value = f"{with_interval(size, low, high, 0)} for W2 {W2_GOAL}"
+            value = f"{with_interval(size, low, high, 0)} of {n:.0f} tokens for W2 {W2_GOAL}"
             baseline = f"{rival.replace('_', ' ')}: {rivals[rival]:.0f}" if rival else "none reaches it"
         grows = "" if math.isnan(growth + size) else f", growing like n^{growth:.1f}"
         measured = f"{needs} replace attention at W2 {goal:.2g}{grows}; finding them saves no work"

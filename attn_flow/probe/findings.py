@@ -119,7 +119,7 @@ def span(values: Tensor) -> str:
     finite = values[torch.isfinite(values)]
     if not len(finite):
         return "not defined"
-    low, high = f"{float(finite.min()):.2f}", f"{float(finite.max()):.2f}"
+    low, high = f"{float(finite.min()):z.2f}", f"{float(finite.max()):z.2f}"
     return low if low == high else f"{low} to {high}"
 
 
@@ -129,8 +129,8 @@ def with_interval(mean: float, low: float, high: float, digits: int = 2) -> str:
     >>> with_interval(35.1, 26.0, 43.2, digits=0), with_interval(0.5, math.nan, math.nan)
     ('35 (26 to 43)', '0.50')
     """
-    text = f"{mean:.{digits}f}"
-    return text if math.isnan(low + high) else f"{text} ({low:.{digits}f} to {high:.{digits}f})"
+    text = f"{mean:z.{digits}f}"
+    return text if math.isnan(low + high) else f"{text} ({low:z.{digits}f} to {high:z.{digits}f})"
 
 
 def layers_named(indices: Sequence[int], count: int) -> str:

@@ -96,10 +96,10 @@ class LimitApproach:
         if verdict != "not supported" and not math.isnan(share):
             measured += f", {share:.2f} of what the flow would do"
         measured += f"; p = {self.global_p:.2g} against rotated weights"
-        value = f"p = {self.global_p:.2g}; agreement {float(own.mean()):.2f}"
+        value = f"p = {self.global_p:.2g}; agreement {float(own.mean()):z.2f}"
         baselines = {"rotated weights": float(rotated.mean()), **rivals}
         best = max(baselines, key=lambda name: baselines[name])
-        baseline = f"{best.replace('_', ' ')}: {baselines[best]:.2f}"
+        baseline = f"{best.replace('_', ' ')}: {baselines[best]:z.2f}"
         return findings.answer(verdict, words, measured, texts, numbers, value, baseline)
 
 

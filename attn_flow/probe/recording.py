@@ -23,6 +23,7 @@ from attn_flow.hooks.layout import blocks, encoder_inside
 from attn_flow.hooks.positions import Positions, read_positions
 from attn_flow.hooks.weights import attentions
 from attn_flow.hooks.wrapping import scale_beta
+from attn_flow.probe.findings import MIN_TEXTS
 
 MIN_TOKENS = 16  # a shorter text has too few keys to sample from
 RESOLUTION = 1e-10  # squares below this multiple of the squared output are rounding
@@ -229,8 +230,8 @@ def record_encoder(
     indices = [t for t, n in enumerate(lengths) if n >= MIN_TOKENS]
     if not indices:
         raise ValueError(
-            f"no text has {MIN_TOKENS} tokens (the longest has {max(lengths)}); expected longer texts: put several "
-            "sentences into one."
+            f"no text has {MIN_TOKENS} tokens (the longest has {max(lengths)}); expected longer texts, {MIN_TEXTS} or "
+            "more for a verdict: put several sentences into one."
         )
     names, ids, special = path.labels.get("token"), path.labels.get("id"), path.labels["special"]
     levels = [[x[level, t][mask[t]] for t in indices] for level in range(2 * L + 1)]

@@ -28,6 +28,7 @@ from attn_flow.hooks.weights import encoder_facts
 from attn_flow.nn.stack import DeepStack
 from attn_flow.probe.averaging import measure_averaging
 from attn_flow.probe.clusters import measure_clusters
+from attn_flow.probe.findings import MIN_TEXTS
 from attn_flow.probe.limit import measure_limit
 from attn_flow.probe.recording import MIN_TOKENS, Recording, exact, record_encoder
 from attn_flow.probe.result import NOT_MEASURED, About, ProbeResult, record_of, tensors_of
@@ -65,7 +66,7 @@ def probe(
 
     Args:
         model: a known encoder, something that holds one, or a `DeepStack`.
-        source, texts: the tokenizer and at least 8 texts of 16 tokens or more; or the model's own inputs.
+        source, texts: the tokenizer and texts (8 or more of 16 tokens for verdicts); or the model's own inputs.
         max_length: tokens kept of each text, at most what the model takes; None for as many as it takes.
         beta_factor: runs the model at this multiple of its trained inverse temperature.
 
@@ -194,10 +195,11 @@ def prepare(
         if texts is None:  # token types and positions count, too
             inputs += hashlib.sha256(b"".join(p.content() for p in pieces(model, source, None, batch))).hexdigest()
     if recording.skipped and world.is_first:
-        names = ", ".join(map(str, recording.skipped[:10])) + ", ..." * (len(recording.skipped) > 10)
+        names = ", ".join(str(i + 1) for i in recording.skipped[:10]) + ", ..." * (len(recording.skipped) > 10)
+        few = f" A verdict needs {MIN_TEXTS} texts." if recording.texts < MIN_TEXTS else ""
         warnings.warn(
             f"{len(recording.skipped)} of {len(recording.skipped) + recording.texts} texts are left out, because they "
-            f"have fewer than {MIN_TOKENS} tokens; counted from 0, these are the texts {names}.",
+            f"have fewer than {MIN_TOKENS} tokens: texts {names}, counted from 1.{few}",
             stacklevel=2,
         )
     about = About(

@@ -50,7 +50,7 @@ class Temperature:
         for i, (name, size) in enumerate(sizes.items()):
             medians[name] = {kind: median(means[kind][phases == i]) for kind in DESCRIPTIONS}
             kind = best_description(medians[name])
-            words = f"R2 {medians[name][kind]:.2f} by {DESCRIPTIONS[kind]}" if kind else "no description applies"
+            words = f"R2 {medians[name][kind]:z.2f} by {DESCRIPTIONS[kind]}" if kind else "no description applies"
             if size:
                 parts.append(f"{size} {'is' if size == 1 else 'are'} {name} ({words})")
         numbers = {

@@ -100,7 +100,7 @@ def wasserstein(
 
     Other arguments:
         cost: "euclidean", or "geodesic" for arc lengths on the sphere around the origin that the tokens lie on.
-        method: "auto", or the name of a method as in `solve`.
+        method: "auto", "line", "circle", "assignment", "shortlist", "simplex", "sinkhorn" or "sliced", see `solve`.
         rtol: the largest relative error; a distance that is not proved to be within it raises `CertificateError`.
 
     Returns:

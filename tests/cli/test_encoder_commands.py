@@ -37,6 +37,7 @@ def tiny(tmp_path_factory) -> str:
         (["probe", "minilm", "--demo", "--dtype", "float16"], "half precision is too coarse"),
         (["record", "minilm", "--field", "body"], "without --texts there is no field to read; leave out --field"),
         (["inspect", "minlm"], "did you mean minilm?"),
+        (["inspect", "./nowhere"], "no folder ./nowhere; expected a folder written by save_pretrained"),
         (["inspect", "minilm@beta_factor=4"], "leave it out here"),
     ],
 )
@@ -87,7 +88,7 @@ def test_texts_that_the_tokenizer_does_not_know_are_refused(tiny, tmp_path) -> N
     capitals.save_pretrained(tmp_path / "capitals")
     (tmp_path / "t.txt").write_text("A B C D E F G H I J A C E G I B D F H J\nJ I H G F E D C B A J H F D B I G E C A")
     words = ["probe", tiny, "--texts", str(tmp_path / "t.txt"), "--out", str(tmp_path / "out"), "--json"]
-    assert "are unknown to" in " ".join(run(*words, code=2).stderr.split())
+    assert "unknown to the tokenizer (100%" in " ".join(run(*words, code=2).stderr.split())
     about = json.loads(run(*words, "--tokenizer", str(tmp_path / "capitals")).stdout)["about"]
     assert about["unknown_share"] == 0
 

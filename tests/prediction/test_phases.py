@@ -61,7 +61,7 @@ def test_rates_of_a_curve_with_a_rest() -> None:
     assert (fall.end, rest.end) == (rest.start, end.start)
     for moment in (rest.start, rest.end):
         assert np.interp(moment, t, w) == pytest.approx(1.25 * w.min(), rel=1e-3)
-    assert "twice the time in which W2" in result.note
+    assert "twice the time of a fall by a factor e" in result.note
 
 
 def test_a_curve_that_falls_and_rises_at_once_does_not_rest() -> None:

@@ -84,7 +84,7 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_texts_that_are_too_short_are_named() -> None:
     with pytest.warns(
         UserWarning,
-        match=rf"2 of 5 texts are left out.*fewer than {MIN_TOKENS} tokens; counted from 0, these are the texts 0, 3",
+        match=rf"2 of 5 texts .*fewer than {MIN_TOKENS} tokens: texts 1, 4, counted from 1. A verdict needs 8",
     ):
         run = prepare(*tiny_bert(), ["a b", *WORDS[:2], "c d", WORDS[2]])
     assert (run.about.skipped, run.about.texts) == ([0, 3], 3)
