@@ -70,6 +70,18 @@ def loop_average(heads, h, i, kept):
     return sum(weight * heads.values[h, j] for j, weight in weights.items()), weights
 
 
+def test_exponents_do_not_depend_on_the_size_of_the_output():
+    x = torch.randn(48, 6, generator=seeded(), dtype=torch.float64)
+    V = torch.randn(1, 6, 6, generator=seeded(1), dtype=torch.float64)
+    exponents = []
+    for scale in (1.0, 1e-6):
+        recording = recording_of([Attention(V=scale * V, beta=0.7)], [x])
+        averaging = measure_averaging(recording, seeded())
+        exponents.append(averaging.exponents(averaging.layer_errors))
+    assert exponents[0].isfinite().all()
+    torch.testing.assert_close(exponents[0], exponents[1])
+
+
 def test_attention_over_a_sample_is_the_literal_weighted_average():
     heads = random_heads()
     sample = torch.tensor([[3, 1, 7], [9, 2, 4]])
