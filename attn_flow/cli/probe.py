@@ -16,6 +16,7 @@ from attn_flow.cli.console import (
     Quiet,
     Seed,
     echo,
+    paragraph,
     print_json,
     print_table,
     refuse_options,
@@ -109,6 +110,8 @@ def probe(
             findings = results[name].findings
             rows = [[SUMMARY[key], f.verdict or "-", f.value, f.baseline] for key, f in findings.items()]
             print_table(name, ["question", "answer", "value (95% interval)", "compare with"], rows)
+            for text in dict.fromkeys(f.text for f in findings.values() if f.value == "not measured"):
+                paragraph(text)
             if results[name].about.texts < MIN_TEXTS:
                 echo(f"No verdicts: {results[name].about.texts} texts, at least {MIN_TEXTS} are needed.")
             echo(f"Report: {folder / 'report.html'}")

@@ -88,7 +88,8 @@ class Averaging:
         L, error = len(layers.mean), numbers["logits_b"]["rms_error"]
         verdict = "supported" if len(named) == L else "partly" if named or share >= HEAD_SHARE else "not supported"
         where = findings.layers_named(named, L) if len(named) in (0, 1, 2, L) else f"{len(named)} of {L} layers"
-        words = f"Attention averages over many tokens in {where} and {share:.0%} of heads"
+        numbers["where"] = f"in {where} and {share:.0%} of heads"
+        words = f"Attention averages over many tokens {numbers['where']}"
         measured = f"the error of m random keys falls as m^-b, b = {span(layers.mean)} by layer (a mean: 0.50)"
         if error is not None:
             measured += f"; logits predict heads' b to {error:.2f}"

@@ -131,8 +131,7 @@ def agreement_by_layer(axes: Axes, result: ProbeResult) -> Ends:
     """How well the tokens follow the flow to the limit of their layer, and what rotated weights give."""
     axes.set(xlabel="layer", ylabel="agreement with the flow to the limit")
     axes.locator_params(axis="x", integer=True)
-    if result.limit is None:
-        return []
+    assert result.limit is not None
     own = result.limit.agreement.mean(-1).tolist()
     low, middle, high = (result.limit.rotated.nanquantile(q, dim=-1).tolist() for q in (0.05, 0.5, 0.95))
     axes.fill_between(range(len(own)), low, high, color=BASELINE, alpha=0.3, linewidth=0)

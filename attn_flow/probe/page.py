@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attn_flow.probe.result import ProbeResult
 
 WIDE, NARROW, SMALL = 748, 350, 236  # widths of figures in pixels
-ANSWERS = {"supported": "Yes.", "partly": "In part.", "not supported": "No.", None: "Not decided."}
+ANSWERS = {"supported": "Yes", "partly": "In part", "not supported": "No"}
 TAGS = {"supported": "yes", "partly": "partly", "not supported": "no", None: "note"}
 OTHER_METHODS = {  # methods that were run with one K, as the table calls them
     "foreign_queries_fitted": "other texts' queries, masses and values fitted",
@@ -39,8 +39,9 @@ OTHER_METHODS = {  # methods that were run with one K, as the table calls them
 def write_page(result: ProbeResult, folder: str | Path, title: str = "") -> Path:
     """Write report.html and its four figures into a folder; returns the path of the page."""
     folder, about, encoder = Path(folder), result.about, result.about.encoder
-    question = f"Does attention in {title or encoder['model']} act as a mean field?"
-    answer = ANSWERS[result.findings["averaging"].verdict]
+    question = f"Does attention in {title or encoder['model']} average over many tokens?"
+    averaging, template = result.findings["averaging"], _packaged("page.html")
+    answer = f"{ANSWERS[averaging.verdict]}: {averaging.numbers['where']}." if averaging.verdict else "Not decided."
     parts = {
         "question": html.escape(question),
         "answer": answer,
@@ -52,11 +53,15 @@ def write_page(result: ProbeResult, folder: str | Path, title: str = "") -> Path
         "described": _described(result),
     }
     for name, finding in result.findings.items():
-        save_figure(draw(result, name), folder / f"{name}.png")
         parts[f"{name}_question"] = html.escape(QUESTIONS[name])
+        if getattr(result, name) is None:  # nothing is drawn and explained
+            section, words = rf'(<section id="{name}"><h2>.*?</h2>).*?(</section>)', html.escape(finding.text)
+            template = re.sub(section, rf"\1<p>{words}</p>\2", template, flags=re.DOTALL)
+            continue
+        save_figure(draw(result, name), folder / f"{name}.png")
         parts[f"{name}_figure"] = _figure(result, name)
         parts[f"{name}_numbers"] = _tables(finding.numbers, encoder["layers"])
-    body = Template(_packaged("page.html")).substitute(parts)
+    body = Template(template).substitute(parts)
     return _write_html(folder / "report.html", f"{question} {answer}", body, _scripts(result))
 
 
@@ -79,7 +84,8 @@ def write_comparison(results: Mapping[str, ProbeResult], folder: str | Path, sub
 
 def _card(result: ProbeResult, name: str) -> str:
     finding = result.findings[name]
-    figure = _svg(draw(result, name, SMALL, small=True), f"{name}-small", QUESTIONS[name])
+    is_measured = getattr(result, name) is not None
+    figure = _svg(draw(result, name, SMALL, small=True), f"{name}-small", QUESTIONS[name]) if is_measured else ""
     return (
         f'<a class="card" href="#{name}"><h2>{html.escape(QUESTIONS[name])}</h2>{figure}'
         f"<p>{_tag(finding)}{html.escape(finding.text)}</p></a>"

@@ -140,9 +140,16 @@ class Recording:
         return self.states[0][0].device
 
     @property
-    def hides_tokens(self) -> bool:
-        """Whether tokens in some layer see only a part of their text: causal or local attention."""
-        return any(A.causal for A in self.attentions) or any(window is not None for window in self.windows)
+    def hides(self) -> str:
+        """Why tokens in some layer see only a part of their text, in words; empty if all see all of it."""
+        if any(A.causal for A in self.attentions):
+            return "its tokens see only those before them"
+        longest = max(len(special) for special in self.special)
+        window = min((window for window in self.windows if window is not None), default=longest)
+        if longest - 1 <= window:
+            return ""
+        shorter = f"; shorter texts (--max-length {window + 1}) can be asked" if window + 1 >= MIN_TOKENS else ""
+        return f"layers see a window of {window} tokens each way{shorter}"
 
     def heads(self, layer: int, text: int, x: Tensor | None = None) -> Heads:
         """A text as the heads of a layer see it; or other tokens x (n, d) in its place."""
@@ -194,7 +201,7 @@ def read_heads(
         queries, keys = positions.queries(queries, beta), positions.keys(keys)
     output = torch.eye(attention.dim).to(x).expand(H, -1, -1) if attention.O is None else attention.O
     i = torch.arange(n, device=device)
-    visible = None if window is None else (i[:, None] - i).abs() <= window
+    visible = None if window is None or n - 1 <= window else (i[:, None] - i).abs() <= window
     if attention.causal:
         visible = (i[:, None] >= i) if visible is None else visible & (i[:, None] >= i)
     special = torch.zeros(n, dtype=torch.bool, device=device) if special is None else special

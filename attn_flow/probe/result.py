@@ -33,11 +33,7 @@ RECORDS: dict[str, Callable[..., Any]] = {
     "reading": Reading,
 }
 
-NOT_MEASURED = {
-    "averaging": "Not measured: tokens of this encoder see only a part of their text.",
-    "clusters": "Not measured: it takes several texts, and an encoder whose tokens see all of their text.",
-    "limit": "Not measured: tokens of this encoder see only a part of their text.",
-}
+NEED_ALL_TOKENS = ("averaging", "clusters", "limit")  # questions about tokens that see all of their text
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,7 @@ class About:
     dtype: str  # of the computation
     device: str
     versions: dict[str, str]  # of the packages
+    hides: str = ""  # why tokens see only a part of their text; empty if they see all
     key: str = ""  # a digest of all of the above: equal keys, equal results
     unexplained: list[float] = field(default_factory=list)  # by layer, share of attention that the weights do not give
 
@@ -88,8 +85,9 @@ class ProbeResult:
     def findings(self) -> dict[str, Finding]:
         """The answer to each question: averaging, clusters, temperature, limit."""
         records = {name: getattr(self, name) for name in QUESTIONS}
+        reason = self.about.hides or "it takes several texts, and a model that can be run with other attention"
         return {
-            name: Finding(None, NOT_MEASURED[name]) if record is None else record.finding(seed=self.about.seed)
+            name: Finding(None, f"Not measured: {reason}.") if record is None else record.finding(seed=self.about.seed)
             for name, record in records.items()
         }
 

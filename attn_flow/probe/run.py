@@ -31,7 +31,7 @@ from attn_flow.probe.clusters import measure_clusters
 from attn_flow.probe.findings import MIN_TEXTS
 from attn_flow.probe.limit import measure_limit
 from attn_flow.probe.recording import MIN_TOKENS, Recording, exact, record_encoder
-from attn_flow.probe.result import NOT_MEASURED, About, ProbeResult, record_of, tensors_of
+from attn_flow.probe.result import NEED_ALL_TOKENS, About, ProbeResult, record_of, tensors_of
 from attn_flow.probe.stacks import record_stack, stack_facts
 from attn_flow.probe.temperature import measure_temperature
 from attn_flow.probe.tokens import measure_evolution, read_tokens
@@ -150,7 +150,7 @@ def can_be_measured(name: str, recording: Recording) -> bool:
     """Whether a question applies: three need tokens that see all of their text, the clusters also foreign queries."""
     if name == "clusters" and (recording.texts < 2 or recording.inputs is None):
         return False
-    return name not in NOT_MEASURED or not recording.hides_tokens
+    return name not in NEED_ALL_TOKENS or not recording.hides
 
 
 def prepare(
@@ -215,6 +215,7 @@ def prepare(
         batch=batch,
         beta_factor=beta_factor,
         seed=seed,
+        hides=recording.hides,
         dtype=str(recording.states[0][0].dtype).removeprefix("torch."),
         device=recording.device.type,
         versions=versions(),

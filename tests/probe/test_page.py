@@ -38,6 +38,8 @@ def test_answers_come_first_then_a_section_per_question(page, result) -> None:
     assert places == sorted(places)
     assert text.count('class="card"') == 4
     assert text.count("This does not say") == 4
+    assert "average over many tokens? <span>" in text
+    assert f"{result.findings['averaging'].numbers['where']}.</span></h1>" in text
     for finding in result.findings.values():
         assert finding.text.replace("'", "&#x27;").replace('"', "&quot;") in text
 

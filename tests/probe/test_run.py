@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from encoder_zoo import tiny
+import transformers
+from encoder_zoo import TEXT, tiny
 
 from attn_flow.hooks.demo import tiny_bert
 from attn_flow.hooks.fingerprints import fingerprint
@@ -123,20 +124,45 @@ def test_wrong_options_are_named(options, message) -> None:
         prepare(*tiny_bert(), WORDS, **options)
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "ModernBERT"])
-def test_a_model_whose_tokens_see_a_part_of_the_text_is_probed(name, tmp_path) -> None:
-    """Causal and local attention: what does not apply says so, and the report is written."""
-    ids = torch.randint(3, 60, (3, 40), generator=torch.Generator().manual_seed(0))
-    result = probe(tiny(name), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, max_length=None)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("GPT-2", "Not measured: its tokens see only those before them."),
+        (
+            "local",
+            "Not measured: layers see a window of 17 tokens each way; shorter texts (--max-length 18) can be asked.",
+        ),
+    ],
+)
+def test_a_model_whose_tokens_see_a_part_of_the_text_is_probed(name, reason, tmp_path) -> None:
+    """Causal and local attention: what does not apply says so, and the report is written without its figure."""
+    result = probe(local_encoder() if name == "local" else tiny(name), rows(40), max_length=None)
     for question in ("averaging", "clusters", "limit"):
-        assert result.findings[question].verdict is None
-        assert (
-            "see only a part" in result.findings[question].text
-            or "see all of their text" in result.findings[question].text
-        )
+        assert str(result.findings[question]) == reason
     assert len(result.to_frame()) == len(result.findings["temperature"].numbers["heads"])
-    assert result.report(tmp_path).exists()
+    page = result.report(tmp_path).read_text()
+    assert page.count("This does not say") == 1
+    assert page.count(reason) == 6  # the cards and the sections
     assert ProbeResult.load(tmp_path).as_json() == result.as_json()
+
+
+def test_a_window_as_wide_as_the_longest_text_hides_nothing() -> None:
+    assert "window of 17" in prepare(local_encoder(), rows(19), max_length=None).recording.hides
+    recording = prepare(local_encoder(), rows(18), max_length=None).recording
+    assert recording.hides == ""
+    assert recording.heads(1, 0).visible is None
+
+
+def rows(n: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 60, (3, n), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def local_encoder() -> torch.nn.Module:
+    """A ModernBERT with a window of 17 tokens each way."""
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = transformers.ModernBertConfig(**TEXT, **ids, local_attention=34)
+    return transformers.ModernBertModel(config).eval()
 
 
 def test_an_untrained_copy_has_the_same_shape_and_other_weights() -> None:
