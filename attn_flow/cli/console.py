@@ -70,7 +70,8 @@ def echo(words: object) -> None:
 
 def paragraph(words: object) -> None:
     """Sentences on standard output, in lines that a terminal shows whole."""
-    typer.echo(textwrap.fill(visible(words), _line_width(), subsequent_indent="  " * str(words).startswith("- ")))
+    indent = "  " * str(words).startswith("- ")
+    typer.echo(textwrap.fill(visible(words), _line_width(), subsequent_indent=indent, break_on_hyphens=False))
 
 
 def print_json(content: Any) -> None:

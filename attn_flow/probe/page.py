@@ -41,7 +41,8 @@ def write_page(result: ProbeResult, folder: str | Path, title: str = "") -> Path
     folder, about, encoder = Path(folder), result.about, result.about.encoder
     question = f"Does attention in {title or encoder['model']} average over many tokens?"
     averaging, template = result.findings["averaging"], _packaged("page.html")
-    answer = f"{ANSWERS[averaging.verdict]}: {averaging.numbers['where']}." if averaging.verdict else "Not decided."
+    undecided = "Not measured." if result.averaging is None else "Not decided."
+    answer = f"{ANSWERS[averaging.verdict]}: {averaging.numbers['where']}." if averaging.verdict else undecided
     parts = {
         "question": html.escape(question),
         "answer": answer,

@@ -142,6 +142,7 @@ def test_a_model_whose_tokens_see_a_part_of_the_text_is_probed(name, reason, tmp
     assert len(result.to_frame()) == len(result.findings["temperature"].numbers["heads"])
     page = result.report(tmp_path).read_text()
     assert page.count("This does not say") == 1
+    assert "<span>Not measured.</span></h1>" in page
     assert page.count(reason) == 6  # the cards and the sections
     assert ProbeResult.load(tmp_path).as_json() == result.as_json()
 
