@@ -30,7 +30,7 @@ Beta = Annotated[str, typer.Option(help="Inverse temperatures, such as 10,100,in
 def limit(
     G: Matrix,
     V: Matrix,
-    beta: Annotated[str | None, typer.Option(help="Betas for t_beta and t_min, such as 10,100.")] = None,
+    beta: Annotated[str | None, typer.Option(help="Betas for t_min, such as 10,100.")] = None,
     tol: Annotated[float, typer.Option(help="Relative gap below which eigenvalues count as equal.")] = 1e-6,
     as_json: Json = False,
 ) -> None:
@@ -49,7 +49,7 @@ def limit(
     numbers = target.as_dict()
     betas = [] if beta is None else parse_numbers(beta, "beta")
     if betas and target.rates is not None:
-        numbers["times"] = [{"beta": b, "t_beta": target.t_beta(b), "t_min": target.t_min(b)} for b in betas]
+        numbers["times"] = [{"beta": b, "t_min": target.t_min(b)} for b in betas]
     if as_json:
         print_json(numbers)
         return
@@ -59,7 +59,7 @@ def limit(
         entries = "; ".join(", ".join(f"{entry:.4g}" for entry in row) for row in numbers["projector"])
         paragraph(f"A token x goes to Pi x / |Pi x| with the projector Pi = [{entries}].")
     if "times" in numbers:
-        columns = ["beta", "terms of the bound are equal (t_beta)", "W2 is least (t_min)"]
+        columns = ["beta", "W2 is least (t_min)"]
         rows = [["not predicted" if v is None else v for v in row.values()] for row in numbers["times"]]
         print_table("Predicted times, in units of t:", columns, rows)
         if any(row["t_min"] is None for row in numbers["times"]):

@@ -140,13 +140,6 @@ class LimitMap:
             raise ValueError(f"x has shape {tuple(cloud.x.shape)}, expected one cloud (n, {self.attention.dim}).")
         return check_requirements(self.requires, cloud, beta, self.attention, self.spectrum)
 
-    def t_beta(self, beta: float) -> float | None:
-        """log(beta / log(beta+1)) / (2 (c_2 + C)), where the two terms of the bound balance; None without rates."""
-        _require_cold(beta)
-        if self.rates is None:
-            return None
-        return math.log(beta / math.log(beta + 1)) / (2 * (self.rates.decay() + self.rates.C))
-
     def t_min(self, beta: float) -> float | None:
         """The time of least W2, to leading order in log(beta): log(beta)/(2g) (g + x)/(c_2 + x), with exit rate x.
 
@@ -156,7 +149,8 @@ class LimitMap:
         The distribution must not be symmetric. None where this does not apply: dim E > 1, V does not
         map E into itself, or clusters do not leave at a known, finite rate; `requires` names the condition.
         """
-        _require_cold(beta)
+        if not 1 < beta < math.inf:
+            raise ValueError(f"beta = {beta}, expected 1 < beta < inf: t_min is an estimate for low temperature.")
         if self.rates is None or not self.exit_rate or math.isinf(self.exit_rate):
             return None
         g, c, exit_rate = self.rates.g, self.rates.decay(), self.exit_rate
@@ -236,11 +230,6 @@ class LimitMap:
         values |= {f"terminal_{name}": value for name, value in read(self.terminal, "basis", "rate", "reason").items()}
         values["width"] = getattr(self.width, "coefficient", None)
         return to_plain(values | {"requires": [asdict(need) for need in self.requires]})
-
-
-def _require_cold(beta: float) -> None:
-    if not 1 < beta < math.inf:
-        raise ValueError(f"beta = {beta}, expected 1 < beta < inf: these times are estimates for low temperature.")
 
 
 def _project(x: Tensor, A: Tensor, problem: str = "have Pi x = 0 to rounding: they lie between two limits") -> Tensor:

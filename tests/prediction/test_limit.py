@@ -186,7 +186,7 @@ def test_jordan_limit_is_reached_like_one_over_t() -> None:
     A = attention(matrix([1, 1], [0, 1]), EYE2)
     result = limit(A)
     assert (result.case, result.power, result.rates) == ("jordan", 0.5, None)
-    assert result.t_beta(10.0) is result.t_min(10.0) is None
+    assert result.t_min(10.0) is None
     theta = 2 * math.pi * (torch.arange(4000, dtype=F64) + 0.5) / 4000
     x = torch.stack([theta.cos(), theta.sin()], -1)
     torch.testing.assert_close(result.push_forward(x)[:, 0], torch.sign(x[:, 1]))
@@ -303,14 +303,6 @@ def test_rates_of_the_specification() -> None:
     for beta in (0.5, math.nan, math.inf):
         with pytest.raises(ValueError, match="expected 1 < beta < inf"):
             result.t_min(beta)
-
-
-def test_t_beta_balances_the_bound() -> None:
-    result = limit(attention(diag(1.3, 1), diag(1, 1.05)))
-    c, C = result.rates.decay(2), result.rates.C
-    for beta in (10.0, 1000.0):
-        t = result.t_beta(beta)
-        assert math.sqrt(math.log(beta + 1) / beta) * math.exp(C * t) == pytest.approx(math.exp(-c * t))
 
 
 def test_a_lower_level_can_be_the_slowest() -> None:
