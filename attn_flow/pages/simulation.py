@@ -108,12 +108,11 @@ def _run_numbers(
         return run
     measured = resolution(attention, path.cloud(0), warn=False)
     is_cold = 1 < beta < math.inf and not is_noisy
-    stays = target.terminal is not None and target.terminal.exit_rate == 0
     return {
         **run,
         **phases(path, target, warn=False).as_dict(),
         "t_min_predicted": target.t_min(beta) if is_cold else None,
-        "min_w2_predicted": target.width.w2(beta) if is_cold and stays and target.width else None,
+        "min_w2_predicted": target.width(beta) if is_cold else None,
         "resolution": {
             "verdict": measured.verdict,
             "self_argmax": measured.self_argmax.tolist(),

@@ -16,12 +16,11 @@ from attn_flow.prediction.rates import Rates
 from attn_flow.prediction.requirements import PredictionWarning, Requirement
 from attn_flow.prediction.spectrum import Spectrum, spectrum
 from attn_flow.prediction.sweep import Sweep, starting_cloud, sweep
-from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase
-from attn_flow.prediction.zero_temperature import settle, zero_temperature_flow
+from attn_flow.prediction.terminal import TerminalPhase
+from attn_flow.prediction.zero_temperature import zero_temperature_flow
 
 __all__ = [
     "Bound",
-    "ClusterWidth",
     "LimitMap",
     "OverSeeds",
     "Phase",
@@ -40,7 +39,6 @@ __all__ = [
     "phases",
     "phases_over_seeds",
     "resolution",
-    "settle",
     "spectrum",
     "starting_cloud",
     "sweep",

@@ -24,13 +24,13 @@ from attn_flow.measures import Cloud, Measure, UniformSphere, as_cloud
 from attn_flow.prediction.rates import Rates, concentration_rates
 from attn_flow.prediction.requirements import Requirement, check_requirements, requirements
 from attn_flow.prediction.spectrum import Spectrum, spectrum
-from attn_flow.prediction.terminal import ClusterWidth, TerminalPhase, exit_of_clusters
+from attn_flow.prediction.terminal import TerminalPhase, exit_of_clusters
 from attn_flow.prediction.words import limit_sentences
 from attn_flow.prediction.zero_temperature import (
     check_support,
     is_nonzero,
     linear_part,
-    settle,
+    resting_points,
     zero_temperature_flow,
 )
 
@@ -44,14 +44,13 @@ class LimitMap:
     Attributes:
         case: "fixed": P(x) = Pi x/|Pi x|. "rotating": tokens concentrate on E and rotate in it. "jordan": they approach
             algebraically. "stationary": M = c I, nothing moves. "nonlinear": several heads, biases or other supports,
-            where limits are certified token by token. "undefined": no limit is established. "batch": the weights are a
+            where tokens are followed until they rest. "undefined": no limit is established. "batch": the weights are a
             batch, and `limit(attention)[i]` is one of its limits.
         reason: how the case is known, in words.
-        attention, support, tol: the arguments of `limit`.
+        attention, support: the arguments of `limit`.
         spectrum: the leading spectral subspace E of M, its projector and gap.
-        kernel: (d, m), an orthonormal basis of ker G, where the drift is undefined; None if G is invertible.
         rates, power: the exponential rates of concentration; the exponent a of W_2 ~ t^{-a} at a Jordan block.
-        terminal, width: what clusters do once they have formed, and the width that they keep at finite beta.
+        terminal: what clusters do once they have formed.
         elements, shape: the limits of a batch, and its shape.
 
     Example:
@@ -70,18 +69,15 @@ class LimitMap:
     reason: str
     attention: Attention
     support: Measure | None = None
-    tol: float = 1e-6
     spectrum: Spectrum | None = None
-    kernel: Tensor | None = None
     rates: Rates | None = None
     power: float | None = None
     terminal: TerminalPhase | None = None
-    width: ClusterWidth | None = None
     elements: tuple[LimitMap, ...] = ()
     shape: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        words = [self.case + " outside ker G" * (self.kernel is not None) + f" {self.shape}" * bool(self.elements)]
+        words = [self.case + f" {self.shape}" * bool(self.elements)]
         if self.spectrum is not None:
             words.append(f"dim E = {self.dimension}, leading {self.spectrum.leading:.6g}, gap {self.spectrum.gap:.6g}")
         if self.rates is not None:
@@ -122,7 +118,7 @@ class LimitMap:
     @property
     def requires(self) -> tuple[Requirement, ...]:
         """What the prediction assumes, and whether this attention meets it; `examine` also looks at a cloud."""
-        return requirements(self.spectrum, self.kernel is not None, self.rates, self.terminal)
+        return requirements(self.spectrum, self.rates, self.terminal)
 
     def examine(self, x: Tensor | Cloud, beta: float | None = None) -> tuple[Requirement, ...]:
         """Check `requires` against one initial cloud (n, d), and its number of tokens against beta if that is given.
@@ -151,10 +147,23 @@ class LimitMap:
         """
         if not 1 < beta < math.inf:
             raise ValueError(f"beta = {beta}, expected 1 < beta < inf: t_min is an estimate for low temperature.")
-        if self.rates is None or not self.exit_rate or math.isinf(self.exit_rate):
+        if self.rates is None or not self.exit_rate:
             return None
         g, c, exit_rate = self.rates.g, self.rates.decay(), self.exit_rate
         return math.log(beta) / (2 * g) * (g + exit_rate) / (c + exit_rate)
+
+    def width(self, beta: float) -> float | None:
+        """W_2 of clusters to their centres at beta if their tokens repel each other; None if they keep no width.
+
+        Example:
+            >>> from attn_flow import Attention, limit
+            >>> G, V = torch.diag(torch.tensor([1.0, 2.0])), torch.diag(torch.tensor([-1.0, -3.0]))
+            >>> round(limit(Attention.from_matrices(G, V)).width(beta=300.0), 4)
+            0.0258
+        """
+        if self.terminal is None or self.terminal.width is None:
+            return None
+        return math.sqrt(self.terminal.width / beta)
 
     @overload
     def push_forward(self, x: Tensor, t: Times | None = None) -> Tensor: ...
@@ -169,8 +178,8 @@ class LimitMap:
 
         Returns:
             The type it was given; for times (T,) with a first axis T. Differentiable in x where the limit is linear.
-            Tokens without an established limit (Pi x = 0, x in ker G, not certified) raise ValueError; `settle` says
-            which, if the limit is not linear.
+            Tokens without an established limit raise ValueError: those with Pi x = 0, and where the limit is not
+            linear those that do not come to rest at a stable equilibrium.
 
         Example:
             >>> from attn_flow import Attention, Cloud, limit
@@ -198,15 +207,9 @@ class LimitMap:
         if self.case == "nonlinear":
             if times is not None:
                 raise ValueError("a nonlinear limit has no moving push-forward; leave out the time t.")
-            y, certified = settle(self.attention, x, self.support)
-            if count := int((~certified).sum()):
-                words = f"{count} of {certified.numel()} tokens have no certified limit"
-                raise ValueError(f"{words}; see attn_flow.prediction.settle for each, with a longer horizon.")
-            return y
+            return resting_points(self.attention, x, self.support)
         if self.case == "undefined" or self.spectrum is None:
             raise ValueError(f"no limit is established: {self.reason}.")
-        if self.kernel is not None:
-            _project(x, self.attention.G[0], "lie in ker G, where the drift is undefined")
         if times is not None:
             grid = times if times[0] == 0 else [0.0, *times]
             path = zero_temperature_flow(self.attention, x, grid, self.support).x
@@ -222,24 +225,26 @@ class LimitMap:
             each = [one.as_dict() for one in self.elements]
             return {"case": self.case, "shape": list(self.shape), "elements": each}
         read = lambda record, *names: {name: getattr(record, name, None) for name in names}
-        values = read(self, "case", "reason", "tol", "dimension", "kernel", "power")
+        values = read(self, "case", "reason", "dimension", "power")
         values |= read(self.spectrum, "leading", "gap", "index", "frequencies", "basis", "projector")
         values |= read(self.rates, "g", "kappa", "tail", "C")
         values |= {f"rate_w{p}": None if self.rates is None else self.rates.decay(p) for p in (1, 2)}
-        values |= read(self.terminal, "exit_rate", "keeps_E")
+        values |= read(self.terminal, "exit_rate", "keeps_E", "width")
         values |= {f"terminal_{name}": value for name, value in read(self.terminal, "basis", "rate", "reason").items()}
-        values["width"] = getattr(self.width, "coefficient", None)
         return to_plain(values | {"requires": [asdict(need) for need in self.requires]})
 
 
-def _project(x: Tensor, A: Tensor, problem: str = "have Pi x = 0 to rounding: they lie between two limits") -> Tensor:
+def _project(x: Tensor, A: Tensor) -> Tensor:
     """A x at the norm of x; raises if it is only rounding for some token, |A x| <= eps | |A| |x| |."""
     A = A.to(x)
     y = x @ A.mT
     if checks.can_read(x):
         rounding = torch.finfo(x.dtype).eps * (x.abs() @ A.abs().mT).norm(dim=-1)
         if count := int((y.norm(dim=-1) <= rounding).sum()):
-            raise ValueError(f"{count} of {y[..., 0].numel()} tokens {problem}; remove or perturb them.")
+            raise ValueError(
+                f"{count} of {y[..., 0].numel()} tokens have Pi x = 0 to rounding, and no limit of their own; remove "
+                "or perturb them."
+            )
     return y * (x.norm(dim=-1) / y.norm(dim=-1))[..., None]
 
 
@@ -279,7 +284,7 @@ def limit(attention: Attention, support: Measure | None = None, tol: float = 1e-
         return _limit(attention, support, tol)
     flat = {name: z.expand(*shape, *z.shape[-k:]).flatten(0, len(shape) - 1) for name, (z, k) in arrays.items()}
     each = tuple(_limit(Attention(**dict(zip(flat, one))), support, tol) for one in zip(*flat.values()))
-    return LimitMap("batch", f"{len(each)} limits", attention, support, tol, elements=each, shape=tuple(shape))
+    return LimitMap("batch", f"{len(each)} limits", attention, support, elements=each, shape=tuple(shape))
 
 
 def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMap:
@@ -288,7 +293,7 @@ def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMa
     linear = linear_part(attention, None if fills_sphere else support, tol)
     values = attention.to(torch.float64).OV.detach().sum(-3)
     top = spectrum(values, tol)
-    phase, width = TerminalPhase(top.basis, top.gap), None
+    phase = TerminalPhase(top.basis, top.gap)
     if linear is None:
         causes = {
             "several heads": attention.heads > 1,
@@ -296,23 +301,23 @@ def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMa
             "a value bias": is_nonzero(attention.value_bias),
         }
         words = " and ".join(name for name, holds in causes.items() if holds) or "the support is no centred ellipsoid"
-        reason = f"{words}: the flow is not linear, and limits are certified token by token"
-        terminal = None if causes["a value bias"] else phase
-        return LimitMap("nonlinear", reason, attention, support, tol, terminal=terminal)
+        reason = f"{words}: the flow is not linear, and tokens are followed one by one"
+        return LimitMap("nonlinear", reason, attention, support, terminal=None if causes["a value bias"] else phase)
     W, N = (A.detach() for A in linear)
-    main = spectrum(W @ N, tol)
-    _, singular, rows = torch.linalg.svd(N)
-    is_zero = singular <= tol * singular[0]
-    kernel = rows[is_zero].mT if bool(is_zero.any()) else None
+    M = W @ N
+    main = spectrum(M, tol)
+    is_singular = int(torch.linalg.matrix_rank(N, rtol=tol)) < len(N)
+    if is_singular and main.leading <= tol * float(torch.linalg.matrix_norm(M, 2)):
+        reason = f"G is singular and the leading real part of M is {main.leading:.3g}: tokens may run into ker G"
+        return LimitMap("undefined", reason, attention, support, main, terminal=phase)
     if fills_sphere:
-        phase, width = exit_of_clusters(phase, main, values, N, tol)
-    case, reason = (main.case, _reason(main)) if kernel is None else _outside_kernel(main, W @ N, N, tol)
+        phase = exit_of_clusters(phase, main, values, N, tol)
     power = None
     if main.case == "jordan" and not main.frequencies:
         # Tokens are 1/t from their limits, and a share t^{-rank} of the mass still crosses between limits.
         power = min(1.0, int(torch.linalg.matrix_rank(main.direction, rtol=tol)) / 2)
     rates = concentration_rates(main, W, N, tol)
-    return LimitMap(case, reason, attention, support, tol, main, kernel, rates, power, phase, width)
+    return LimitMap(main.case, _reason(main), attention, support, main, rates, power, phase)
 
 
 def _reason(spectrum: Spectrum) -> str:
@@ -324,19 +329,3 @@ def _reason(spectrum: Spectrum) -> str:
         "jordan": f"Jordan block of index {spectrum.index} at {leading}: tokens approach like 1/t",
         "stationary": f"M = {leading} I to rounding or tol: every direction is stationary",
     }[spectrum.case]
-
-
-def _outside_kernel(spectrum: Spectrum, M: Tensor, N: Tensor, tol: float) -> tuple[str, str]:
-    """The case and its reason for singular N: what the clock, with dt/dtau = |N x|/|x|, does outside ker N."""
-    norm = lambda A: float(torch.linalg.matrix_norm(A, 2))
-    outside, case = "G is singular: undefined on ker G; outside it, ", spectrum.case
-    if spectrum.leading > tol * norm(M):  # the clock does not stop
-        return case, outside + _reason(spectrum)
-    if case == "jordan" and spectrum.frequencies:
-        return "undefined", "G is singular and a rotating Jordan block leads at 0: nothing is derived for it"
-    if case == "jordan":  # the clock falls no faster than 1/tau
-        return case, f"{outside}Jordan block of index {spectrum.index} at 0: tokens approach ker G exponentially"
-    if norm(N @ spectrum.projector) > tol * norm(N) * norm(spectrum.projector):  # it tends to |N Pi x|
-        return case, outside + _reason(spectrum)
-    words = f"G is singular and the leading real part {spectrum.leading:.3g} <= 0"
-    return "undefined", f"{words}: tokens run into ker G in finite time"

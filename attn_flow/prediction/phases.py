@@ -195,7 +195,7 @@ def _phases_of_path(path: Trajectory, limit: LimitMap, curve: Tensor, warn: bool
         doubts.append(f"W2 falls to {w[m]:.1g}, below {rounding:.1g}: {reason}")
     if warn and doubts:
         warnings.warn("; ".join(doubts), PredictionWarning, stacklevel=4)
-    floor = limit.width.w2(beta) if limit.width is not None and beta is not None else 0.0
+    floor = 0.0 if beta is None else limit.width(beta) or 0.0
     intervals, note = _split(t, w, floor)
     for i, phase in enumerate(intervals):
         if phase.name == "concentrating":

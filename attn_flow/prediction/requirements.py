@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from attn_flow.attention import Attention
 from attn_flow.measures import Cloud
@@ -38,18 +38,17 @@ class Requirement:
 
 
 ASSUMPTIONS = {
-    "certificates": "limits hold token by token, where `settle` certifies them",
+    "tokens come to rest": "the limit of a token is known where it comes to rest at a stable equilibrium",
     "enough tokens": "n tokens resolve the argmax: beta |Gx| n^(-2/(d-1)) <= 1",
-    "outside ker G": "no token lies in ker G, where the drift is undefined",
     "little sampling noise": "the sampling error of random tokens is below the effect of temperature: "
     "(beta |Gx|)^((d+1)/2) <= n",
-    "off the border": "no token has Pi x = 0, where its limit is decided by rounding",
+    "off the border": "no token has Pi x = 0, as those of ker G have; its limit would be decided by rounding",
     "unequal crossing masses": "W2 ~ t^(-power) if the masses that cross in both directions differ, 1/t if they are "
     "equal (even distributions)",
     "bounded density": "rates and t_min hold for a positive, bounded density near Pi x = 0, where tokens linger",
     "simple leading eigenvalue": "t_min and the exit rate are derived for two limits +-e (dim E = 1)",
     "E invariant under V": "t_min and the exit rate are derived for V e along the limit direction e",
-    "clusters leave": "t_min needs clusters that leave at a finite rate",
+    "clusters leave": "t_min needs clusters that leave at a known rate",
     "fast tail": "min W2 ~ beta^(-1/2) needs the tail to fall at 3 g or faster",
     "asymmetric distribution": "t_min and the exit need a distribution without the mirror symmetry of G and V: a "
     "symmetric one stays",
@@ -62,40 +61,33 @@ def _assume(name: str, met: bool | None = None, here: str = "") -> Requirement:
 
 
 def requirements(
-    spectrum: Spectrum | None, has_kernel: bool, rates: Rates | None, terminal: TerminalPhase | None
+    spectrum: Spectrum | None, rates: Rates | None, terminal: TerminalPhase | None
 ) -> tuple[Requirement, ...]:
     """What a limit map assumes, decided as far as the weights alone can tell."""
     if spectrum is None:
-        return (_assume("certificates"),)
-    names = ["enough tokens"] + ["outside ker G"] * has_kernel
+        return (_assume("tokens come to rest"),)
+    names = ["enough tokens"]
     names += [] if spectrum.case == "stationary" else ["little sampling noise", "off the border"]
     names += ["unequal crossing masses"] * (spectrum.case == "jordan") + ["bounded density"] * (rates is not None)
     needs = [_assume(name) for name in names]
-    if rates is not None and terminal is not None:
-        needs += _requirements_of_t_min(spectrum, rates, terminal)
-    return tuple(needs)
-
-
-def _requirements_of_t_min(spectrum: Spectrum, rates: Rates, terminal: TerminalPhase) -> list[Requirement]:
-    """What t_min and the exit rate assume; they are None where the first that is not met ends the list."""
+    if rates is None or terminal is None:
+        return tuple(needs)
+    # What t_min and the exit rate assume. They are None where the first that is not met ends the list.
     is_simple, rate = spectrum.case == "fixed" and spectrum.dimension == 1, terminal.exit_rate
-    needs = [_assume("simple leading eigenvalue", is_simple, f"dim E = {spectrum.dimension}")]
+    needs.append(_assume("simple leading eigenvalue", is_simple, f"dim E = {spectrum.dimension}"))
     if not is_simple or terminal.keeps_E is None:
-        return needs
+        return tuple(needs)
     if not terminal.keeps_E:
         rest = "Clusters then rest at an angle of order 1/beta from e, for a time that is not derived"
-        return [*needs, _assume("E invariant under V", False, f"{terminal.reason}. {rest}")]
+        return (*needs, _assume("E invariant under V", False, f"{terminal.reason}. {rest}"))
     here = terminal.reason
     if rate is not None:
         here += f" (exit rate {rate:.4g})" if rate else ", and they stay: W2 has no least value"
-    needs += [
-        _assume("E invariant under V", True),
-        _assume("clusters leave", None if rate is None else 0 < rate < math.inf, here),
-    ]
+    needs += [_assume("E invariant under V", True), _assume("clusters leave", None if rate is None else rate > 0, here)]
     if rate:
         tail = rates.tail / rates.g
         needs += [_assume("fast tail", tail >= 3 * (1 - 1e-9), f"{tail:.3g} g"), _assume("asymmetric distribution")]
-    return needs
+    return tuple(needs)
 
 
 def check_requirements(
@@ -104,72 +96,65 @@ def check_requirements(
     """The requirements, checked against one cloud (n, d) and beta where that is possible."""
     if spectrum is None:
         return needs
-    eps = torch.finfo(cloud.x.dtype).eps
-    cloud, attention = cloud.to(torch.float64), attention.to(torch.float64)
-    y, names = cloud.x, {need.name for need in needs}
-    answers = {"bounded density": _density(spectrum, cloud)}
-    for name, A in (("off the border", spectrum.direction.to(y)), ("outside ker G", attention.G[0].to(y))):
-        is_rounding = (y @ A.mT).norm(dim=-1) <= eps * (y.abs() @ A.abs().mT).norm(dim=-1)
-        count = int((is_rounding & (cloud.probabilities > 0)).sum())
-        answers[name] = (count == 0, f"{count} of {len(y)} here")
+    eps, names = torch.finfo(cloud.x.dtype).eps, {need.name for need in needs}
+    cloud, attention, Pi = cloud.to(torch.float64), attention.to(torch.float64), spectrum.direction.to(cloud.x.device)
+    x = cloud.x
+    is_rounding = (x @ Pi.mT).norm(dim=-1) <= eps * (x.abs() @ Pi.abs().mT).norm(dim=-1)
+    count = int((is_rounding & (cloud.probabilities > 0)).sum())
+    answers = {"off the border": (count == 0, f"{count} of {len(x)} here"), "bounded density": _density(Pi, cloud)}
     if beta is not None:
         sample = resolution(attention, cloud, beta=beta, warn=False)
         number, noise = float(sample.number.max()), float(sample.noise.max())
         answers["enough tokens"] = (number <= 1, f"here {number:.3g}")
         if cloud.weights is None:
-            words = "" if noise <= 1 else f": sampling, not temperature, sets the least W2; {_remedy(y.shape[-1])}"
+            words = "" if noise <= 1 else f": sampling, not temperature, sets the least W2; {_remedy(cloud)}"
             answers["little sampling noise"] = (noise <= 1, f"here {noise:.3g} n{words}")
     if "asymmetric distribution" in names:
-        answers["asymmetric distribution"] = _asymmetry(attention, spectrum, cloud)
-    checked = {need.name: need for need in needs}
-    for name in names & answers.keys():
-        met, words = answers[name]
-        checked[name] = replace(checked[name], met=met, text=f"{checked[name].text}; {words}")
-    return tuple(checked.values())
+        answers["asymmetric distribution"] = _asymmetry(attention, spectrum.basis[:, 0].to(x), cloud)
+    checked = []
+    for need in needs:
+        met, words = answers.get(need.name, (None, ""))
+        checked.append(replace(need, met=met, text=f"{need.text}; {words}") if words else need)
+    return tuple(checked)
 
 
-def _remedy(d: int) -> str:
-    return "use more tokens" if d > 3 else "use a quadrature (attn_flow.measures.quadrature) or more tokens"
+def _remedy(cloud: Cloud) -> str:
+    return "use " + "a quadrature (attn_flow.measures.quadrature) or " * (cloud.x.shape[-1] <= 3) + "more tokens"
 
 
-def _density(spectrum: Spectrum, cloud: Cloud) -> tuple[bool | None, str]:
+def _density(Pi: Tensor, cloud: Cloud) -> tuple[bool | None, str]:
     """Compare the mass near Pi x = 0, where tokens linger, with that of a flat density; a factor of 2 counts as met.
 
-    A flat density has 4^{-k}/2 of its mass where |Pi x| is within a quarter of its median.
+    A flat density has 4^{-k}/2 of its mass where |Pi x| is within a quarter of its median, k the rank of Pi.
     """
-    size, order = (cloud.x @ spectrum.direction.to(cloud.x).mT).norm(dim=-1).sort()
+    size, order = (cloud.x @ Pi.mT).norm(dim=-1).sort()
     p = cloud.probabilities[order]
     median = size[int((p.cumsum(0) < 0.5).sum())]
-    share, flat = float(p[size < median / 4].sum()), 0.5 / 4**spectrum.dimension
+    share, flat = float(p[size < median / 4].sum()), 0.5 / 4 ** int(torch.linalg.matrix_rank(Pi))
     if flat / float(p.square().sum()) < 15:
         return None, "too few tokens to say"
     return flat / 2 < share < 2 * flat, f"share {share:.2g} there, {flat:.2g} if it is flat"
 
 
-def _asymmetry(attention: Attention, spectrum: Spectrum, cloud: Cloud) -> tuple[bool, str]:
-    """Whether the cloud breaks the reflection in the direction f in which clusters leave, if G and V are even in f.
+def _asymmetry(attention: Attention, e: Tensor, cloud: Cloud) -> tuple[bool, str]:
+    """Whether the cloud breaks the reflection in the direction f in which clusters leave +-e.
 
-    Measured by odd moments in f on either side of E. If G and V do not share the reflection, clusters of every
+    Measured by the mean of <x, f> on either side of E. If G and V do not share the reflection, clusters of every
     distribution leave.
     """
-    y, p, e = cloud.x, cloud.probabilities, spectrum.basis[:, 0].to(cloud.x)
-    V, G = attention.OV[0].detach(), attention.G[0].detach()
+    x, p, V, G = cloud.x, cloud.probabilities, attention.OV[0].detach(), attention.G[0].detach()
     across = torch.linalg.svd(e[None])[2][1:].mT
-    growth = across.mT @ V @ across
-    if spectrum.leading < 0:
-        growth = growth - spectrum.leading * torch.linalg.inv(across.mT @ G @ across)
-    eigenvalues, vectors = torch.linalg.eig(growth.mT)
-    f = across @ vectors[:, eigenvalues.real.argmax()].real
+    growth, vectors = torch.linalg.eig(across.mT @ V @ across)
+    fastest = growth.real if float(e @ G @ e) > 0 else growth.real.abs()  # clusters that see their antipode
+    f = across @ vectors[:, fastest.argmax()].real
     f = f / f.norm()
-    for A in (G, V, G.mT, V.mT):
-        if float((A @ f - (f @ A @ f) * f).norm()) > 1e-9 * float(A.norm()):
-            return True, "G and V have no such symmetry"
-    s, c = y @ f, y @ e
-    odd = torch.stack([side * s * c**a * s**b for side in (c > 0, c < 0) for a in (0, 2) for b in (0, 2)])
+    if any(float((A @ f - (f @ A @ f) * f).norm()) > 1e-9 * float(A.norm()) for A in (G, V, G.mT, V.mT)):
+        return True, "G and V have no such symmetry"
+    odd = torch.stack([(x @ f) * (x @ e > 0), (x @ f) * (x @ e < 0)])
     size, error = (odd @ p).abs(), (odd * p).norm(dim=-1)
-    # Random tokens of a symmetric distribution have moments of the size of their standard errors.
+    # Random tokens of a symmetric distribution have means of the size of their standard errors.
     threshold = (3 * error).clamp_min(1e-10) if cloud.weights is None else torch.full_like(error, 1e-10)
     met, words = bool((size > threshold).any()), f"asymmetry {float(size.max()):.2g}"
     if not met and float(size.max()) > 1e-10:
-        words += f", which a sample of a symmetric distribution has by chance; {_remedy(y.shape[-1])}"
+        words += f", which a sample of a symmetric distribution has by chance; {_remedy(cloud)}"
     return met, words

@@ -44,8 +44,6 @@ def limit_sentences(limit: Numbers) -> list[str]:
         words.append("They approach like a power of time: the leading eigenvalues of M = V G form a Jordan block.")
     if limit["rate_w2"] is not None:
         words.append(f"The distance W2 to this limit falls like exp(-{limit['rate_w2']:.3g} t).")
-    if limit["kernel"] is not None:
-        words.append("G is singular: nothing is predicted for tokens in its kernel.")
     return words + _after(limit)
 
 
@@ -57,11 +55,9 @@ def _after(limit: Numbers) -> list[str]:
     if rate == 0:
         width = "" if limit["width"] is None else f" with a width of {limit['width'] ** 0.5:.3g} / sqrt(beta)"
         return [f"They stay there{width}: W2 has no least value to predict."]
-    if isinstance(rate, float):
+    if rate is not None:
         return [f"At finite beta they leave again, at rate {rate:.3g}, towards {end}."]
     reason = limit["terminal_reason"]
-    if rate == "inf":
-        return [f"At finite beta no such clusters last: {reason}."]
     return [f"When they leave is not predicted: {reason}."] if reason else []
 
 

@@ -2,7 +2,7 @@
 
 With full support and one head x' = P_x V G x / |G x|. A centred ellipsoid {y^T S^{-1} y <= rho^2} as support gives
 x' = P_x rho V S G x / |S^{1/2} G x|. In both cases the drift is W N x / |N x|, which `linear_flow` solves exactly.
-Several heads, biases and other supports are integrated, and `settle` certifies limits token by token.
+Several heads, biases and other supports are integrated.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from attn_flow.geometry import Sphere
 from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Measure, UniformSphere, as_cloud
 from attn_flow.prediction.linear_flow import linear_flow
 
-NEWTON_STEPS = 5  # convergence is quadratic
-REMEDY = "Run flow(attention, x0, t) at a finite beta instead, or give the support that tokens have."
+HORIZON = 200.0  # in which the fastest token would move by this many radii
+REMEDY = "Run flow(attention, x0, t) at a finite beta instead."
 
 
 def zero_temperature_flow(
@@ -64,7 +64,10 @@ def zero_temperature_flow(
         raise ValueError("the weights of the attention are a batch; give one attention at a time.")
     linear = linear_part(attention, support)
     if linear is None:
-        path = integrate(attention, x, times, support)
+        field, sphere = cold_field(attention, x, support)
+        # A hardmax over points jumps: error control would only shrink the steps at every jump.
+        method = rk4 if isinstance(support, Cloud) else Adaptive(tol=1e-9)
+        path = flow(field, x, times, geometry=sphere, step=method, h=0.05)
         return Trajectory(path.t, path.x, cloud.weights, cloud.mask, path.about)
     about = {"field": attention.with_beta(math.inf).summary(), "geometry": "Sphere", "step": "exact time change"}
     grid = torch.tensor(times, dtype=torch.float64)
@@ -74,20 +77,15 @@ def zero_temperature_flow(
     return Trajectory(grid, points, cloud.weights, cloud.mask, about)
 
 
-def integrate(
-    attention: Attention, x: Tensor, times: Sequence[float], support: Measure | None, step: Adaptive | None = None
-) -> Trajectory:
-    """The zero-temperature flow of tokens (..., n, d) by the integrator, on the sphere through them."""
+def cold_field(attention: Attention, x: Tensor, support: Measure | None) -> tuple[Attention, Sphere]:
+    """The field of the zero-temperature flow of tokens (..., n, d), and the sphere through them."""
     norms = x.detach().norm(dim=-1)
     least, most = float(norms.min()), float(norms.max())
     if most - least > 1e-4 * most:
         raise ValueError(f"tokens have norms from {least:.4g} to {most:.4g}, expected one sphere; normalise them.")
     radius = float(norms.double().mean())
     context = UniformSphere(attention.dim, radius) if support is None else support
-    # A hardmax over points jumps: error control would only shrink the steps at every jump.
-    method = rk4 if isinstance(support, Cloud) else step or Adaptive(tol=1e-9)
-    cold = attention.with_beta(math.inf).with_context(context)
-    return flow(cold, x, times, geometry=Sphere(radius), step=method, h=0.05)
+    return attention.with_beta(math.inf).with_context(context), Sphere(radius)
 
 
 def linear_part(
@@ -139,76 +137,30 @@ def check_support(attention: Attention, support: Measure | None) -> None:
 
 
 @torch.no_grad()
-def settle(
-    attention: Attention, x0: Tensor, support: Measure | None = None, *, horizon: float = 100.0
-) -> tuple[Tensor, Tensor]:
-    """Run the zero-temperature flow until every token is certified at a stable equilibrium, or up to the horizon.
+def resting_points(attention: Attention, x: Tensor, support: Measure | None) -> Tensor:
+    """Where the zero-temperature flow takes tokens (..., n, d) of one norm, found by running it for a long time.
 
-    A token is certified if Newton's iteration stays near it and ends at a zero of the velocity where all eigenvalues of
-    the Jacobian along the sphere have negative real part; a small speed proves nothing, since tokens may rest on a
-    plateau. A continuum of equilibria, a cycle, and a token between two limits are not certified. Heads whose drift
-    jumps, because G has rank one or tokens run into its kernel, raise ValueError.
-
-    Args:
-        attention: one `Attention`, without a batch.
-        x0: tokens (..., n, d) of one norm.
-        support: as in `limit`.
-        horizon: the latest time.
-
-    Returns:
-        The tokens (..., n, d) at their limits, or at their last positions, and whether each is certified (..., n).
-
-    Example:
-        >>> from attn_flow import Attention
-        >>> G, V = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.diag(torch.tensor([2.0, 1.0])).double()
-        >>> biased = Attention.from_matrices(G, V, query_bias=torch.tensor([0.1, 0.0]).double())
-        >>> x, certified = settle(biased, torch.tensor([[0.6, 0.8], [-0.6, 0.8]]).double())
-        >>> x[:, 0].round(decimals=6), certified
-        (tensor([ 1., -1.], dtype=torch.float64), tensor([True, True]))
+    A token has arrived if its speed is tiny and the Jacobian of the velocity has only eigenvalues of negative real part
+    there. A small speed alone proves nothing: tokens may rest on a plateau, at a saddle or on a line of equilibria.
     """
-    support = attention.context if support is None else support
-    check_support(attention, support)
-    checks.require_tokens("x0", x0)
-    checks.require_positive(horizon=horizon)
-    x = x0.detach().double().flatten(0, -2)
-    geometry = Sphere(float(x.norm(dim=-1).mean()))
-    context = UniformSphere(attention.dim, geometry.radius) if support is None else support
-    cold = attention.with_beta(math.inf).with_context(context).to(torch.float64)
-    # Of rank 1: the direction of G x + b has two values only.
-    columns = [cold.G.detach()] + ([] if cold.G_bias is None else [cold.G_bias.detach()[..., None]])
-    ranks = torch.linalg.matrix_rank(torch.cat(columns, dim=-1))
-    if not isinstance(context, Cloud) and cold.dim > 1 and bool((ranks == 1).any()):
-        raise ValueError(f"a head has G of rank 1: at beta = inf its drift jumps where G x = 0. {REMEDY}")
-    size = float(torch.linalg.matrix_norm(cold.OV, 2).sum())
-    now, span = 0.0, min(5.0, horizon)
-    y, certified = x, torch.full((len(x),), cold.dim == 1)  # two points are a sphere on which nothing moves
-    while span > 0 and not bool(certified.all()):
-        # Newton's iteration decides the digits. A smooth drift turns by O(1) in times of 1/|V|: many more steps mean
-        # that it jumps.
-        step = Adaptive(tol=1e-6, max_steps=int(1000 + 200 * span * size))
-        try:
-            x = integrate(cold, x, [0.0, span], cold.context, step).x[-1]
-        except (ValueError, FloatingPointError) as error:
-            if bool((ranks == cold.dim).all()):
-                raise
-            reason = f"tokens run into the kernel of a head's G before t = {now + span:g}"
-            raise ValueError(f"{reason}, where the drift at beta = inf is undefined. {REMEDY}") from error
-        y, certified = _certify(cold, x, geometry, size)
-        now, span = now + span, min(2 * span, horizon - now - span)
-    end = torch.where(certified[:, None], y, x).reshape(x0.shape).to(x0.dtype)
-    return end, certified.reshape(x0.shape[:-1])
-
-
-def _certify(cold: Attention, x: Tensor, geometry: Sphere, size: float) -> tuple[Tensor, Tensor]:
-    """The equilibria to which Newton's iteration takes tokens (n, d), and whether they are near and attracting."""
-    y = x[:, None]  # tokens do not interact: each is a cloud of its own
-    speed = linearise(cold, y, geometry=geometry).speed
-    for _ in range(NEWTON_STEPS):
-        near = linearise(cold, y, geometry=geometry)
-        along = near.basis[:, 0].mT @ geometry.tangent(y, cold.drift(y)).mT
-        # Least squares: the Jacobian is singular at a continuum of equilibria, which are refused by their rate.
-        step = near.basis[:, 0] @ torch.linalg.lstsq(near.jacobian, along, driver="gelsd").solution
-        y = geometry.retract(y - step.mT)
-    end = linearise(cold, y, geometry=geometry)
-    is_near = (y - x[:, None]).norm(dim=(-2, -1)) <= 10 * speed / -end.growth + 1e-12 * geometry.radius
-    return y[:, 0], (end.growth < -1e-6 * size) & is_near & (end.speed <= 1e-10 * size)
+    if x.shape[-1] == 1:  # the two points of this sphere do not move
+        return x
+    start = x.detach().double().flatten(0, -2)
+    field, sphere = cold_field(attention.to(torch.float64), start, support)
+    speed = float(field.drift(start).norm(dim=-1).max()) / sphere.radius
+    end_time = HORIZON / max(speed, 1e-300)
+    method = rk4 if isinstance(support, Cloud) else Adaptive(tol=1e-7, merge=False, max_steps=3000)
+    try:
+        end = flow(field, start, [0.0, end_time], geometry=sphere, step=method, h=end_time / 1000).x[-1]
+    except FloatingPointError as error:
+        raise ValueError(f"no limit is established: tokens turn or jump too often at beta = inf. {REMEDY}") from error
+    # Tokens do not interact: each is a cloud of its own.
+    local = linearise(field, end[:, None], geometry=sphere)
+    # Near a stable equilibrium the distance to it is at most speed / (-growth).
+    has_arrived = (local.growth < -1e-6 * speed) & (local.speed <= 1e-6 * sphere.radius * -local.growth)
+    if count := int((~has_arrived).sum()):
+        raise ValueError(
+            f"{count} of {len(end)} tokens have no established limit: they do not come to rest at a stable equilibrium "
+            f"before t = {end_time:.3g}. {REMEDY}"
+        )
+    return end.reshape(x.shape).to(x.dtype)

@@ -252,9 +252,8 @@ def stay(g: tuple[float, float], v: tuple[float, float]) -> dict[str, Any]:
     width = (path.x[..., 1].square() @ right).sqrt()
     grows = (offset > 1e-3) & (offset < 0.02) & (t > 2.0)
     rate = float(np.polyfit(t[grows].numpy(), offset[grows].log().numpy(), 1)[0]) if int(grows.sum()) > 3 else None
-    predicted = None if target.width is None else target.width.w2(beta)
     ends = {"offset": float(offset[-1]), "width": float(width[-1])}
-    return {**ends, "measured_exit": rate, "predicted_width": predicted}
+    return {**ends, "measured_exit": rate, "predicted_width": target.width(beta)}
 
 
 def spectral_cases() -> dict[str, Any]:

@@ -95,8 +95,8 @@ def test_the_prediction_is_drawn(case) -> None:
     assert ("t^{-0.5}" in labels) == (case == "jordan")
     assert ("min" in labels) == (case == "fixed")
     if case == "width":  # the width that is predicted is the one that is drawn
-        width = limit(Attention.from_matrices(G, V)).width
-        assert list(others[0].lines[1].get_ydata()) == pytest.approx([width.w2(b) for b in (5.0, 50.0)])
+        target = limit(Attention.from_matrices(G, V))
+        assert list(others[0].lines[1].get_ydata()) == pytest.approx([target.width(b) for b in (5.0, 50.0)])
 
 
 @pytest.mark.parametrize(("d", "k"), [(2, 1), (3, 2)])
