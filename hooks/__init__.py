@@ -4,15 +4,12 @@ from attn_flow.hooks.architectures import Architecture, register
 from attn_flow.hooks.attention_interface import register_attention
 from attn_flow.hooks.capture import record
 from attn_flow.hooks.corpus import record_corpus
-from attn_flow.hooks.inputs import unknown_share
 from attn_flow.hooks.layer_flow import LayerFlow, flows
 from attn_flow.hooks.layout import Block, blocks
 from attn_flow.hooks.loading import load, load_encoder, register_encoder
-from attn_flow.hooks.points import POINTS
-from attn_flow.hooks.recorder import ActivationCache, recording
+from attn_flow.hooks.recorder import POINTS, ActivationCache, recording
 from attn_flow.hooks.replacing import replace_attention, restore_attention
 from attn_flow.hooks.self_check import Check, self_check
-from attn_flow.hooks.statistics import Statistics, merge_shards
 from attn_flow.hooks.texts import load_texts
 from attn_flow.hooks.weights import attentions, encoder_facts, geometries
 from attn_flow.hooks.wrapping import scale_beta, wrap
@@ -24,7 +21,6 @@ __all__ = [
     "Block",
     "Check",
     "LayerFlow",
-    "Statistics",
     "attentions",
     "blocks",
     "encoder_facts",
@@ -33,7 +29,6 @@ __all__ = [
     "load",
     "load_encoder",
     "load_texts",
-    "merge_shards",
     "record",
     "record_corpus",
     "recording",
@@ -44,6 +39,5 @@ __all__ = [
     "restore_attention",
     "scale_beta",
     "self_check",
-    "unknown_share",
     "wrap",
 ]

@@ -11,9 +11,9 @@ from torch import nn
 
 from attn_flow.base.processes import ALONE, Processes
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.hooks.inputs import pieces, refuse_unknown, warn_of_truncation
+from attn_flow.hooks.inputs import Tally, TokenBatch, pieces
 from attn_flow.hooks.layout import encoder_inside, evaluation_mode
-from attn_flow.hooks.recorder import recording, run_batch
+from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
 from attn_flow.hooks.self_check import first_tokens, self_check
 
 
@@ -46,7 +46,8 @@ def record(
         batch: texts at a time.
         max_length: tokens kept of each text; by default as many as the model takes.
         dtype: of the states; by default the model's, but float32 for half precision.
-        max_unknown: share of unknown tokens above which the texts are refused (see `unknown_share`).
+        max_unknown: share of unknown tokens above which the texts are refused: it is probably not the model's own
+            tokenizer, or the texts are of another kind than it was made for. `about["unknown_share"]` has the share.
         check: first compare the weights as read with what the layers compute, on a few tokens (see `self_check`).
         world: `processes()`, which share the batches; each of them returns the path of all texts.
 
@@ -61,43 +62,44 @@ def record(
         (torch.Size([3, 2, 5, 16]), [0.0, 1.0, 2.0], ['[CLS]', 'b', 'd', '[SEP]'])
     """
     model = encoder_inside(model)
-    tokenizer = source if texts is not None else None
     paths: list[Trajectory] = []
-    truncated, limit, unknown, content = 0, None, 0, 0
+    tally = Tally(max_unknown)
     with recording(model, points) as cache, evaluation_mode(model):
         for b, piece in enumerate(pieces(model, source, texts, batch, max_length)):
-            if b % world.count != world.rank:
-                continue
-            part = piece.make()
-            unknown, content = unknown + part.unknown, content + part.content
-            refuse_unknown(tokenizer, unknown, content, max_unknown, last=False)
-            run_batch(model, cache, part)
-            path = cache.trajectory(part, special=special)
-            if check and not paths:
-                self_check(model, first_tokens(part.inputs))
-            is_half = path.x.dtype in (torch.float16, torch.bfloat16)
-            paths.append(replace(path, x=path.x.to(dtype or (torch.float32 if is_half else path.x.dtype))))
-            truncated, limit = truncated + part.truncated, part.limit
+            if b % world.count == world.rank:
+                tokens = piece.make()
+                tally.add(tokens)
+                paths.append(record_batch(model, cache, tokens, special, dtype, check and not paths))
     if world.count > 1:
-        paths, (truncated, unknown, content) = _gather(paths, (truncated, unknown, content), world)
-    refuse_unknown(tokenizer, unknown, content, max_unknown)
-    if world.is_first:
-        warn_of_truncation(truncated, limit)
-    share = {} if tokenizer is None else {"unknown_share": unknown / max(1, content)}
-    return _join(paths, {"truncated": truncated, "special": special, **share})
+        paths = _gather(paths, world)
+    tally.finish(world)
+    share = {} if texts is None else {"unknown_share": tally.unknown / max(1, tally.content)}
+    return _join(paths, {"truncated": tally.truncated, "special": special, **share})
 
 
-def _gather(
-    paths: list[Trajectory], counts: tuple[int, int, int], world: Processes
-) -> tuple[list[Trajectory], list[int]]:
-    """The batches of all processes in the order of the texts, on this process's device, and the sums of counts."""
+def record_batch(
+    model: nn.Module,
+    cache: ActivationCache,
+    batch: TokenBatch,
+    special: bool,
+    dtype: torch.dtype | None,
+    check: bool,
+) -> Trajectory:
+    """The path of one batch; the arguments are those of `record`."""
+    run_batch(model, cache, batch)
+    path = cache.trajectory(batch, special=special)
+    if check:  # it runs the model again, and so comes after the cache was read
+        self_check(model, first_tokens(batch.inputs))
+    is_half = path.x.dtype in (torch.float16, torch.bfloat16)
+    return replace(path, x=path.x.to(dtype or (torch.float32 if is_half else path.x.dtype)))
+
+
+def _gather(paths: list[Trajectory], world: Processes) -> list[Trajectory]:
+    """The batches of all processes in the order of the texts, on this process's device."""
     on = lambda path, device: replace(path, x=path.x.to(device), mask=path.mask.to(device))
-    shares = world.gather_objects(([on(path, "cpu") for path in paths], counts))
-    batches = sum(len(share) for share, _ in shares)
-    ordered = [shares[b % world.count][0][b // world.count] for b in range(batches)]
-    if paths:
-        ordered = [on(path, paths[0].x.device) for path in ordered]
-    return ordered, [sum(column) for column in zip(*(numbers for _, numbers in shares))]
+    shares = world.gather_objects([on(path, "cpu") for path in paths])
+    ordered = [shares[b % world.count][b // world.count] for b in range(sum(map(len, shares)))]
+    return [on(path, paths[0].x.device) for path in ordered] if paths else ordered
 
 
 def _join(paths: Sequence[Trajectory], about: Mapping[str, Any]) -> Trajectory:

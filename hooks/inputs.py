@@ -1,4 +1,4 @@
-"""Texts, tensors and images as the batches that a model takes, with a label for each token.
+"""Texts and tensors as the batches that a model takes, with a label for each token.
 
 Nothing is lost silently: texts that are too long are truncated with a warning; empty ones, and ids that the model has
 no embedding for, are errors. Batches are padded on the right.
@@ -7,6 +7,7 @@ no embedding for, are errors. Batches are padded on the right.
 from __future__ import annotations
 
 import inspect
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.base.files import digest
+from attn_flow.base import checks
+from attn_flow.base.processes import Processes
+
+EARLY = 1000  # tokens after which texts with too many unknown ones are refused before the last is read
 
 
 @dataclass
@@ -36,20 +40,58 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Piece:
-    """A batch that is not made yet: its first text, its number of texts, its content as bytes, and how to make it."""
+    """A batch that is not made yet: its first text, its number of texts, and how to make it."""
 
     first: int
     size: int
-    content: Callable[[], bytes]
     make: Callable[[], TokenBatch]
+
+
+@dataclass
+class Tally:
+    """Counts over the batches of a run, by which too many unknown tokens are refused and truncation is reported."""
+
+    max_unknown: float
+    truncated: int = 0
+    unknown: int = 0
+    content: int = 0
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_unknown <= 1:
+            raise ValueError(f"max_unknown = {self.max_unknown}, expected a share from 0 to 1.")
+
+    def add(self, batch: TokenBatch) -> None:
+        """Count a batch."""
+        self.truncated += batch.truncated
+        self.unknown += batch.unknown
+        self.content += batch.content
+        self.limit = batch.limit
+        if self.content >= EARLY:
+            self._refuse_unknown()
+
+    def finish(self, world: Processes) -> None:
+        """Add the counts of the other processes, and judge them all."""
+        shares = world.gather_objects((self.truncated, self.unknown, self.content))
+        self.truncated, self.unknown, self.content = map(sum, zip(*shares))
+        self._refuse_unknown()
+        if self.truncated and world.is_first:
+            warnings.warn(f"{self.truncated} texts were longer than {self.limit} tokens and truncated.", stacklevel=3)
+
+    def _refuse_unknown(self) -> None:
+        if self.unknown > self.max_unknown * self.content:
+            raise ValueError(
+                f"{self.unknown} of {self.content} tokens are unknown to the tokenizer "
+                f"({self.unknown / self.content:.0%}, expected at most {self.max_unknown:.0%}): is it this model's "
+                "tokenizer, are these its texts? max_unknown=1 (--max-unknown 1 in the terminal) records them anyway."
+            )
 
 
 def pieces(
     model: nn.Module, source: Any, texts: Iterable[str] | None, size: int, max_length: int | None = None
 ) -> Iterator[Piece]:
     """The batches of a tokenizer and texts, or of the model's own inputs, in their order."""
-    if size < 1:
-        raise ValueError(f"batch = {size}, expected at least one text at a time.")
+    checks.require_count(batch=size)
     if texts is not None:
         return _text_pieces(model, source, texts, size, max_length)
     if not isinstance(source, Mapping | Tensor):
@@ -58,13 +100,26 @@ def pieces(
     return _tensor_pieces(inputs, size, _vocabulary(model), whole="src" in inputs and not _batch_first(model, inputs))
 
 
+def _vocabulary(model: Any) -> int | None:
+    """How many token ids the model has an embedding for, if it embeds ids."""
+    try:
+        return getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
 # --- texts ---
 
 
 def _text_pieces(
     model: nn.Module, tokenizer: Any, texts: Iterable[str], size: int, max_length: int | None
 ) -> Iterator[Piece]:
-    limit, vocabulary = text_limit(tokenizer, model, max_length), _vocabulary(model)
+    limit, vocabulary = length_limit(tokenizer, model), _vocabulary(model)
+    if max_length is not None:
+        checks.require_count(max_length=max_length)
+        if limit is not None and max_length > limit:
+            raise ValueError(f"max_length = {max_length}, but this model takes at most {limit} tokens.")
+        limit = max_length
     parameters = inspect.signature(model.forward).parameters
 
     def make(chunk: list[str], first: int) -> TokenBatch:
@@ -75,8 +130,7 @@ def _text_pieces(
 
     stream, first = row_texts(texts), 0
     while chunk := list(islice(stream, size)):
-        content = "\x00".join(chunk).encode
-        yield Piece(first, len(chunk), content, partial(make, chunk, first))
+        yield Piece(first, len(chunk), partial(make, chunk, first))
         first += len(chunk)
     if first == 0:
         raise ValueError("texts is empty, expected at least one text.")
@@ -91,11 +145,10 @@ def row_texts(rows: Iterable[Any]) -> Iterator[str]:
         raise ValueError(f"texts is one {type(rows).__name__}, expected several strings: [text], or table['text'].")
     for i, row in enumerate(rows):
         text = row.get("text") if isinstance(row, Mapping) else row
-        if not isinstance(text, str):
-            keys = f" with {', '.join(map(str, row))}" if isinstance(row, Mapping) else ""
-            raise ValueError(f"texts[{i}] is a {type(row).__name__}{keys}, expected a string, or a row with 'text'.")
-        if not text.strip():
-            raise ValueError(f"texts[{i}] is empty; expected at least one word. Drop empty lines.")
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(
+                f"texts[{i}] is {reprlib.repr(row)}, expected a string with at least one word, or a row with 'text'."
+            )
         yield text
 
 
@@ -111,20 +164,6 @@ def length_limit(tokenizer: Any, model: nn.Module) -> int | None:
     else:
         limits.append(getattr(getattr(model, "config", None), "max_position_embeddings", None))
     return min((n for n in limits if isinstance(n, int) and 0 < n < 10**9), default=None)
-
-
-def text_limit(tokenizer: Any, model: nn.Module, max_length: int | None) -> int | None:
-    """Tokens kept of each text: `max_length` if the model takes so many and a text keeps a token of its own."""
-    limit = length_limit(tokenizer, model)
-    if max_length is None:
-        return limit
-    added = tokenizer.num_special_tokens_to_add() if hasattr(tokenizer, "num_special_tokens_to_add") else 0
-    if max_length <= added:
-        reason = f" beside the {added} that this tokenizer adds" if added else ""
-        raise ValueError(f"max_length = {max_length}, expected at least {added + 1}: one token of the text{reason}.")
-    if limit is not None and max_length > limit:
-        raise ValueError(f"max_length = {max_length}, but this model takes at most {limit} tokens.")
-    return max_length
 
 
 def tokenise(
@@ -156,60 +195,11 @@ def tokenise(
     }
     inputs["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (n - len(row)) for row in ids])
     strings = [tokenizer.convert_ids_to_tokens(row) for row in ids]
-    return TokenBatch(inputs, first, special, strings, len(long), limit, *_count_unknown(tokenizer, ids, special))
-
-
-def warn_of_truncation(count: int, limit: int | None) -> None:
-    """Say how many texts were truncated."""
-    if count:
-        warnings.warn(f"{count} texts were longer than {limit} tokens and were truncated.", stacklevel=3)
-
-
-# --- unknown tokens ---
-
-
-def _count_unknown(tokenizer: Any, ids: Sequence[Sequence[int]], special: Sequence[Sequence[bool]]) -> tuple[int, int]:
-    """How many tokens the tokenizer does not know, of how many that are not special."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown == getattr(tokenizer, "eos_token_id", None):
         unknown = None  # GPT-2 has one token for everything special
     content = [t for row, marks in zip(ids, special) for t, mark in zip(row, marks) if not mark or t == unknown]
-    return sum(t == unknown for t in content), len(content)
-
-
-def unknown_share(tokenizer: Any, texts: Sequence[str]) -> float:
-    """The share of tokens that a tokenizer does not know, without special tokens.
-
-    Above a tenth it is probably not the model's own tokenizer, or the texts are of another kind than it was made for.
-
-    Args:
-        tokenizer: of HuggingFace.
-        texts: a list of strings.
-
-    Returns:
-        A number from 0 to 1.
-
-    Example:
-        >>> from attn_flow.hooks.demo import tiny_bert
-        >>> unknown_share(tiny_bert()[1], ["a b", "zebra a"])
-        0.25
-    """
-    rows = tokenizer(list(row_texts(texts)), return_special_tokens_mask=True, verbose=False)
-    unknown, content = _count_unknown(tokenizer, rows["input_ids"], rows["special_tokens_mask"])
-    return unknown / max(1, content)
-
-
-def refuse_unknown(tokenizer: Any, unknown: int, content: int, limit: float, last: bool = True) -> None:
-    """ValueError if more than a share `limit` of the tokens is unknown; before the last text only after 1,000."""
-    if not 0 <= limit <= 1:
-        raise ValueError(f"max_unknown = {limit}, expected a share from 0 to 1.")
-    if content < (1 if last else 1000) or unknown <= limit * content:
-        return
-    raise ValueError(
-        f"{unknown} of {content} tokens are unknown to the tokenizer ({unknown / content:.0%}, expected "
-        f"at most {limit:.0%}): is it this model's tokenizer, are these its texts? max_unknown=1 "
-        "(--max-unknown 1 in the terminal) records them anyway."
-    )
+    return TokenBatch(inputs, first, special, strings, len(long), limit, content.count(unknown), len(content))
 
 
 # --- tensors ---
@@ -232,16 +222,14 @@ def _tensor_pieces(inputs: Mapping[str, Tensor], size: int, vocabulary: int | No
             "they come from another model's tokenizer."
         )
 
-    def make(first: int) -> TokenBatch:
-        if whole:
-            return TokenBatch(dict(tensors))
+    def make(first: int, size: int) -> TokenBatch:
         chosen = slice(first, first + size)
-        part = {k: t[chosen] if t.ndim and t.shape[0] == n else t for k, t in tensors.items()}
+        part = {k: t[chosen] if not whole and t.ndim and t.shape[0] == n else t for k, t in tensors.items()}
         return TokenBatch(part, first, None if marks is None else marks[chosen].bool().tolist())
 
-    content = lambda first: digest(make(first).inputs).encode()
-    for first in range(0, n, n if whole else size):
-        yield Piece(first, n if whole else min(size, n - first), partial(content, first), partial(make, first))
+    size = n if whole else size
+    for first in range(0, n, size):
+        yield Piece(first, min(size, n - first), partial(make, first, size))
 
 
 def _argument_name(model: nn.Module, x: Tensor) -> str:
@@ -258,11 +246,3 @@ def _batch_first(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     layers: Any = getattr(model, "layers", ())
     first = [getattr(getattr(layer, "self_attn", None), "batch_first", False) for layer in layers]
     return bool(first) and all(first) and inputs.get("mask") is None
-
-
-def _vocabulary(model: Any) -> int | None:
-    """How many token ids the model has an embedding for, if it embeds ids."""
-    try:
-        return getattr(model.get_input_embeddings(), "num_embeddings", None)
-    except (AttributeError, NotImplementedError):
-        return None

@@ -15,6 +15,7 @@ OLD_COMMANDS = {
     "encoder": "`attn-flow encoder` is now `attn-flow inspect`.",
     "predict": "stacks of texts are not trained here any more; `attn-flow limit` predicts where tokens go.",
     "spectra": "`attn-flow spectra` is now attn_flow.hooks.attentions(model) and attn_flow.prediction.spectrum(M).",
+    "merge": "torchrun shares the texts of `attn-flow record`, and nothing is merged.",
     "bench": "benchmarks are not part of the package; run `make bench` in the repository.",
 }
 
@@ -76,7 +77,6 @@ for command in (
     probe.probe,
     encoders.inspect,
     encoders.record,
-    encoders.merge,
     reproduce.reproduce,
     training.train,
 ):

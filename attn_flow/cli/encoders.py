@@ -1,4 +1,4 @@
-"""The commands inspect, record and merge of pretrained encoders, and how commands open models and texts."""
+"""The commands inspect and record of pretrained encoders, and how commands open models and texts."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ from attn_flow.cli.console import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from attn_flow.hooks.statistics import Statistics
-
 DEMO_TEXTS = 32
 
 Model = Annotated[str, typer.Argument(help="Folder or name of an encoder; 'minilm' is the packaged one.")]
 Texts = Annotated[
     str | None,
     typer.Option(
-        help="A .txt (a text per line), .jsonl, .json, .csv or .tsv file; - is standard input. Packaged encoders have "
-        "texts of their own."
+        help="A .txt or .md (a text per line), .jsonl or .csv file; - is standard input. Packaged encoders have texts "
+        "of their own."
     ),
 ]
 Field = Annotated[str, typer.Option(help="The field or column that holds the text.")]
@@ -105,29 +103,29 @@ def record(
     model: Model,
     texts: Texts = None,
     field: Field = "text",
-    out: Annotated[Path, typer.Option(help="Folder of the run; a killed run continues there.")] = Path("runs/record"),
-    shard: Annotated[str | None, typer.Option(help="i/n: the i-th of n shares of the texts (array jobs).")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 16,
+    out: Annotated[Path, typer.Option(help="Folder of the files; a stopped run continues.")] = Path("runs/record"),
+    batch: Annotated[int, typer.Option(min=1, help="Texts in a file.")] = 16,
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens kept of each text; all by default.")] = None,
     tokenizer: Tokenizer = None,
     max_unknown: Unknown = 0.1,
-    again: Again = False,
     device: Device = "auto",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Record moments and a sample of tokens over a corpus.
+    """Record the residual stream of a corpus to files, one for each batch.
 
     The corpus may have any size; memory is constant. The same command continues a run that was stopped.
+    attn_flow.Trajectory.load(file) reads a file.
 
     Examples:
 
-      attn-flow record minilm --texts corpus.txt --out runs/stats
+      attn-flow record minilm --texts corpus.txt --out runs/corpus
 
-      torchrun --nproc-per-node=2 -m attn_flow record minilm --texts corpus.txt --out runs/stats
+      torchrun --nproc-per-node=2 -m attn_flow record minilm --texts corpus.txt --out runs/corpus
     """
+    from attn_flow.base.processes import processes
     from attn_flow.hooks.corpus import record_corpus
     from attn_flow.hooks.safe_loading import load_tokenizer
     from attn_flow.hooks.wrapping import scale_beta
@@ -137,44 +135,18 @@ def record(
     loaded, own_tokenizer, beta_factor = open_model(model, device, dtype, pickle, quiet=quiet or as_json)
     reader = own_tokenizer if tokenizer is None else load_tokenizer(tokenizer)
     if reader is None:
-        raise ValueError(f"{model} takes images, which `record` does not read; see attn_flow.hooks.record_corpus.")
+        raise ValueError(f"{model} takes no texts; give its own inputs to attn_flow.hooks.record_corpus.")
     corpus = read_texts(texts, field, demo=False, model=model)
-    require_writable(out)
-    options: dict[str, Any] = {"max_length": max_length, "max_unknown": max_unknown, "shard": shard, "again": again}
+    world, progress = processes(), not (quiet or as_json)
+    options: dict[str, Any] = {"max_length": max_length, "max_unknown": max_unknown, "progress": progress}
     with nullcontext() if beta_factor == 1 else scale_beta(loaded, beta_factor):
-        statistics = record_corpus(loaded, reader, corpus, out, batch=batch, progress=not (quiet or as_json), **options)
-    _show_statistics(statistics, out, as_json)
-
-
-def merge(
-    folders: Annotated[list[Path], typer.Argument(help="The folders that hold the shards.")],
-    out: Annotated[Path, typer.Option(help="File for the merged statistics.")] = Path("runs/record/merged.safetensors"),
-    as_json: Json = False,
-) -> None:
-    """Merge the shards of `attn-flow record --shard i/n` exactly.
-
-    Example: attn-flow merge runs/stats --out runs/merged.safetensors
-    """
-    from attn_flow.hooks.statistics import merge_shards as run
-
-    shards = [file for folder in folders for file in sorted(folder.glob("statistics-*-of-*.safetensors"))]
-    if not shards:
-        raise ValueError(f"no statistics-<i>-of-<n>.safetensors in {', '.join(map(str, folders))}.")
-    merged = run(shards)
-    merged.save(out)
-    _show_statistics(merged, out, as_json)
-
-
-def _show_statistics(statistics: Statistics, out: Path, as_json: bool) -> None:
-    levels = zip(statistics.trajectory().t, statistics.mean, statistics.covariance)
-    rows = [[float(t), float(mean.norm()), float(covariance.trace())] for t, mean, covariance in levels]
-    if as_json:
-        counts = {"tokens": statistics.n, "texts": statistics.texts, "unknown_share": statistics.unknown_share}
-        print_json({**counts, "levels": [{"level": a, "norm_of_mean": b, "variance": c} for a, b, c in rows]})
+        files = record_corpus(loaded, reader, corpus, require_writable(out), batch=batch, world=world, **options)
+    if not world.is_first:
         return
-    title = f"{statistics.n} tokens of {statistics.texts} texts, after every layer:"
-    print_table(title, ["level", "length of the mean", "total variance"], rows)
-    echo(f"Written to {out}.")
+    if as_json:
+        print_json({"texts": len(corpus), "files": [str(file) for file in files]})
+    else:
+        echo(f"{len(corpus)} texts are in {len(files)} files, {out}/batch-*.safetensors.")
 
 
 def open_model(
@@ -223,4 +195,4 @@ def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> lis
         return sample_inputs(name)[:DEMO_TEXTS]
     if name == "rxnmapper":
         return textbook_reactions()
-    raise ValueError("which texts? Give --texts FILE: .txt, .jsonl, .json, .csv, or - for standard input.")
+    raise ValueError("which texts? Give --texts FILE: .txt, .md, .jsonl, .csv, or - for standard input.")

@@ -46,7 +46,6 @@ def probe(
     models: Models = None,
     texts: Texts = None,
     field: Field = "text",
-    images: Annotated[Path | None, typer.Option(help="A folder of images, for vision models.")] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Probe the packaged MiniLM on Python's own help pages.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the report; several models have one each in it.")] = PROBE_OUT,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each text.")] = 160,
@@ -84,17 +83,14 @@ def probe(
         raise ValueError("which model? Give a folder or a name, or --demo for the packaged one.")
     if len(set(names)) < len(names):
         raise ValueError(f"{', '.join(names)}: a model is named twice; name each of them once.")
-    if images is not None:
-        useless = ("texts", "field", "demo", "tokenizer", "first", "max_length", "max_unknown")
-        refuse_options(context, "--images takes all images of a folder, and no texts", *useless)
-    elif texts is None:
+    if texts is None:
         refuse_options(context, "without --texts there is no field to read", "field")
     else:
         refuse_options(context, "--texts gives the texts", "demo")
     world = processes(timeout=timedelta(days=1))  # while the first process writes a report, the others wait
     shows, progress = world.is_first and not as_json, not (quiet or as_json)
     has_own_inputs = texts is None and names[0].partition("@")[0] in WITHOUT_TEXTS
-    source = read_texts(texts, field, demo, names[0])[:first] if images is None and not has_own_inputs else None
+    source = read_texts(texts, field, demo, names[0])[:first] if not has_own_inputs else None
     for name in names[1:]:  # a model that cannot be opened is reported before the first one is probed
         open_model(name, device, dtype, pickle, seed, quiet=True)
     limit = max_length if source else None
@@ -103,7 +99,7 @@ def probe(
     for name in names:
         folder = require_writable(out if len(names) == 1 else out / folder_name(name))
         model, reader, beta_factor = open_model(name, device, dtype, pickle, seed, quiet=not progress)
-        inputs = _inputs(name, model, reader, tokenizer, source, images, first or DEMO_INPUTS, max_length)
+        inputs = _inputs(name, model, reader, tokenizer, source, first or DEMO_INPUTS, max_length)
         run = prepare(model, *inputs, beta_factor=beta_factor, **options)
         results[name] = _run_or_load(run, name, folder, again, shows, progress)
         if shows:
@@ -134,23 +130,19 @@ def _inputs(
     own_tokenizer: Any,
     tokenizer: str | None,
     source: list[str] | None,
-    images: Path | None,
     first: int,
     max_length: int,
 ) -> tuple[Any, Any]:
     """What `probe` takes after the model: a tokenizer and texts, or the model's own inputs and None."""
     from attn_flow.experiments.encoders import own_inputs
     from attn_flow.hooks.safe_loading import load_tokenizer
-    from attn_flow.hooks.texts import load_images
 
     path = name.partition("@")[0]
     reader = own_tokenizer if tokenizer is None else load_tokenizer(tokenizer)
-    if images is not None:
-        return load_images(images, path), None
     if source is None:
         return own_inputs(path, reader, model, first, max_length)
     if reader is None:
-        raise ValueError(f"{name} takes images, not texts; give --images FOLDER.")
+        raise ValueError(f"{name} takes no texts; give its own inputs to attn_flow.probe.probe(model, inputs).")
     return reader, source
 
 

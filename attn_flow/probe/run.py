@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attn_flow.base import checks
-from attn_flow.base.files import read_tensors, versions, write_tensors
+from attn_flow.base.files import digest, read_tensors, versions, write_tensors
 from attn_flow.base.processes import ALONE, Processes
 from attn_flow.base.progress import progress_bar
-from attn_flow.hooks.fingerprints import fingerprint
-from attn_flow.hooks.inputs import length_limit, pieces, row_texts
+from attn_flow.hooks.corpus import fingerprint
+from attn_flow.hooks.inputs import length_limit, row_texts
 from attn_flow.hooks.layout import blocks, encoder_inside
 from attn_flow.hooks.weights import encoder_facts
 from attn_flow.nn.stack import DeepStack
@@ -193,7 +193,7 @@ def prepare(
         recording = record_encoder(model, source, texts, max_unknown=max_unknown, world=world, **options)
         unexplained, facts, inputs = check_weights(model, recording), encoder_facts(model), recording.digest
         if texts is None:  # token types and positions count, too
-            inputs += hashlib.sha256(b"".join(p.content() for p in pieces(model, source, None, batch))).hexdigest()
+            inputs += digest({"": source} if isinstance(source, Tensor) else source)
     if recording.skipped and world.is_first:
         names = ", ".join(str(i + 1) for i in recording.skipped[:10]) + ", ..." * (len(recording.skipped) > 10)
         few = f" A verdict needs {MIN_TEXTS} texts." if recording.texts < MIN_TEXTS else ""

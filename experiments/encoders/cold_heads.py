@@ -31,7 +31,7 @@ from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
 from attn_flow.experiments.parts import kept_part
 from attn_flow.hooks import attentions, record
-from attn_flow.hooks.fingerprints import fingerprint
+from attn_flow.hooks.corpus import fingerprint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

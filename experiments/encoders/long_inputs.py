@@ -20,7 +20,7 @@ from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
 from attn_flow.experiments.encoders.zoo import fetched, load_fetched, sample_inputs
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
 from attn_flow.experiments.parts import kept_part
-from attn_flow.hooks.fingerprints import fingerprint
+from attn_flow.hooks.corpus import fingerprint
 from attn_flow.probe.averaging import measure_averaging
 from attn_flow.probe.clusters import size_for_w2
 from attn_flow.probe.coresets import cluster_by_queries, foreign_queries

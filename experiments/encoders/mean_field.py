@@ -32,7 +32,7 @@ from attn_flow.experiments.encoders.chaos import (
 from attn_flow.experiments.encoders.tables import TableEncoder
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels, shades
 from attn_flow.experiments.parts import kept_part
-from attn_flow.hooks.fingerprints import fingerprint
+from attn_flow.hooks.corpus import fingerprint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

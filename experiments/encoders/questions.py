@@ -16,7 +16,7 @@ from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import at_least, at_most
 from attn_flow.experiments.encoders import ZOO, fetched, load_fetched, own_inputs
 from attn_flow.experiments.parts import kept_part
-from attn_flow.hooks.fingerprints import fingerprint
+from attn_flow.hooks.corpus import fingerprint
 from attn_flow.probe import probe
 
 if TYPE_CHECKING:

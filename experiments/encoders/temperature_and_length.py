@@ -21,8 +21,8 @@ from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import at_least
 from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panels
 from attn_flow.experiments.parts import kept_part
+from attn_flow.hooks.corpus import fingerprint
 from attn_flow.hooks.demo import topics
-from attn_flow.hooks.fingerprints import fingerprint
 from attn_flow.hooks.loading import load_encoder
 from attn_flow.probe.recording import Heads, Predict, Recording, record_encoder
 from attn_flow.probe.replacement import run

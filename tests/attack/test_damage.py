@@ -78,10 +78,10 @@ def test_a_damaged_checkpoint_is_refused_and_kept(damage, trained, tmp_path):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_statistics_are_refused(damage, recorded, tmp_path):
+def test_damaged_recordings_are_refused(damage, recorded, tmp_path):
     shutil.copytree(recorded, tmp_path / "run")
-    damage(tmp_path / "run/out/statistics.safetensors")
-    refused("record", tmp_path / "run", "statistics.safetensors")
+    damage(tmp_path / "run/out/batch-00000.safetensors")
+    refused("record", tmp_path / "run", "batch-00000.safetensors")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

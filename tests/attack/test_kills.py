@@ -87,7 +87,7 @@ def test_a_second_writer_is_refused(command, tmp_path):
     from attn_flow.base.files import lock_for_writing
 
     held = {"train": "checkpoint.safetensors", "simulate": "simulate.json", "reproduce": "hardmax.json"}
-    name = {**held, "record": "statistics.safetensors", "probe": "probe.json"}[command]
+    name = {**held, "record": "process-0", "probe": "probe.json"}[command]
     with lock_for_writing(tmp_path / "out" / name):
         done = CliRunner().invoke(app, words(command, tmp_path))
     assert done.exit_code == 2, done.stdout

@@ -12,7 +12,7 @@ from attn_flow.base.figures import caption, save_figure, style, typeset
 from attn_flow.base.imports import require_extra
 from attn_flow.base.processes import limit_threads
 from attn_flow.base.progress import progress_bar
-from attn_flow.base.texts import csv_rows, lines, parse_json, read_text
+from attn_flow.base.texts import lines, parse_json, read_text
 
 # --- progress --------------------------------------------------------------------------------------------------------
 
@@ -118,14 +118,11 @@ def test_texts_are_read_in_any_spelling(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfone\r\n\r\nthree\x0cstill\rfour")
     assert list(lines(read_text(path))) == [(1, "one"), (3, "three\x0cstill"), (4, "four")]
-    assert list(csv_rows('a,"b\nc"\n\n d,e', "x")) == [(1, ["a", "b\nc"]), (3, [" d", "e"])]
-    long = "x" * 200_000  # beyond the limit of the csv module
-    assert list(csv_rows(long, "x")) == [(1, [long])]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"\xff", r"is not UTF-8 text \(byte 0\)"), (b"a\x00b", "it is a binary file"), (None, "no file")],
+    [(b"\xff", r"is not UTF-8 text \(byte 0\)"), (None, "no file")],
 )
 def test_what_is_not_text_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "a.txt"
@@ -135,13 +132,9 @@ def test_what_is_not_text_is_refused(tmp_path: Path, content: bytes | None, mess
         read_text(path)
 
 
-def test_other_sources_that_are_refused() -> None:
-    with pytest.raises(ValueError, match="/dev/null is not a regular file"):
-        read_text("/dev/null")
+def test_what_is_not_json_is_named() -> None:
     with pytest.raises(ValueError, match="x is not JSON"):
         parse_json("{", "x")
-    with pytest.raises(ValueError, match="x is not a table"):
-        list(csv_rows('"a', "x"))
 
 
 # --- threads ---------------------------------------------------------------------------------------------------------

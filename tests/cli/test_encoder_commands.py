@@ -1,12 +1,12 @@
-"""probe, inspect, record and merge as scripts use them."""
+"""probe, inspect and record as scripts use them."""
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from attn_flow import Trajectory
 from attn_flow.cli.app import app
 from attn_flow.hooks.demo import tiny_bert, word_tokenizer
 
@@ -93,40 +93,28 @@ def test_texts_that_the_tokenizer_does_not_know_are_refused(tiny, tmp_path) -> N
     assert about["unknown_share"] == 0
 
 
-def test_probe_of_a_vision_model(tmp_path) -> None:
-    from PIL import Image
-    from transformers import ViTConfig, ViTImageProcessor, ViTModel
+def test_a_vision_model_is_refused(tmp_path) -> None:
+    from transformers import ViTConfig, ViTModel
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
     ViTModel(ViTConfig(**sizes, image_size=64, patch_size=8)).save_pretrained(tmp_path / "vit")
-    ViTImageProcessor(size={"height": 64, "width": 64}).save_pretrained(tmp_path / "vit")
-    (tmp_path / "images").mkdir()
-    for i in range(3):
-        pixels = np.random.default_rng(i).integers(0, 255, (70, 80, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "images" / f"{i}.png")
-    words = ["probe", str(tmp_path / "vit"), "--out", str(tmp_path / "out"), "--json"]
-    about = json.loads(run(*words, "--images", str(tmp_path / "images")).stdout)["about"]
-    assert (about["texts"], about["tokens"]) == (3, 3 * (64 + 1))
-    assert "takes images" in run(*words, "--demo", code=2).stderr
-    assert "holds no image" in run(*words, "--images", str(tmp_path), code=2).stderr
+    (tmp_path / "t.txt").write_text("a b c\n")
+    for command in ("probe", "record"):
+        words = [command, str(tmp_path / "vit"), "--texts", str(tmp_path / "t.txt"), "--out", str(tmp_path / "out")]
+        assert "vit takes no texts; give its own inputs" in " ".join(run(*words, code=2).stderr.split())
 
 
-def test_shards_merge_to_the_whole_and_another_temperature_is_another_run(tiny, tmp_path) -> None:
+def test_record_at_another_temperature(tiny, tmp_path) -> None:
     (tmp_path / "t.txt").write_text("\n".join("abcdefgh"[i:] + " a b c d e" for i in range(8)).replace("", " "))
     common = ["--texts", str(tmp_path / "t.txt"), "--batch", "3", "--json", "--quiet", "--max-unknown", "1"]
-    whole = json.loads(run("record", tiny, *common, "--out", str(tmp_path / "whole")).stdout)
-    for i in range(2):
-        run("record", tiny, *common, "--out", str(tmp_path / "shards"), "--shard", f"{i}/2")
-    out = str(tmp_path / "m.safetensors")
-    merged = json.loads(run("merge", str(tmp_path / "shards"), "--out", out, "--json").stdout)
-    assert merged["tokens"] == whole["tokens"]
-    for a, b in zip(merged["levels"], whole["levels"], strict=True):
-        assert a["variance"] == pytest.approx(b["variance"], rel=1e-9)
-    colder = [f"{tiny}@beta_factor=4", *common, "--out", str(tmp_path / "whole")]
-    run("record", *colder, code=2)
-    levels = json.loads(run("record", *colder, "--again").stdout)["levels"]
-    assert levels[0] == whole["levels"][0]
-    assert levels[-1] != whole["levels"][-1]
+    levels = {}
+    for model in (tiny, f"{tiny}@beta_factor=4"):
+        told = json.loads(run("record", model, *common, "--out", str(tmp_path / model[-1])).stdout)
+        assert (told["texts"], len(told["files"])) == (8, 3)
+        levels[model] = [Trajectory.load(file).x for file in told["files"]]
+    for x, y in zip(*levels.values()):
+        assert torch.equal(x[0], y[0])
+        assert not torch.equal(x[-1], y[-1])
 
 
 @pytest.mark.parametrize("quiet", ["--quiet", "--json"])

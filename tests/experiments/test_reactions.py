@@ -5,7 +5,7 @@ import torch
 
 from attn_flow.experiments.encoders import of_one_size
 from attn_flow.experiments.encoders.reactions import FARTHEST, ReactionEncoder, count_atoms, molecule
-from attn_flow.hooks import attentions, merge_shards, record, record_corpus, self_check
+from attn_flow.hooks import attentions, record, self_check
 from attn_flow.hooks.inputs import pieces
 
 REACTION = "OC(=O)C(=C)C=C.C=CC#N>>OC(=O)C1=CCCC(C1)C#N"
@@ -120,8 +120,3 @@ def test_an_encoder_with_the_batch_first_is_read_in_pieces(model: ReactionEncode
     assert sizes(second, {"src": src}) == [3]
     whole, parts = (record(model, {"src": src}, batch=batch).x for batch in (3, 1))
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12)
-    one = record_corpus(model, {"src": src}, batch=1)
-    two = merge_shards([record_corpus(model, {"src": src}, batch=1, shard=(i, 2)) for i in range(2)])
-    assert one.n == two.n == 24
-    torch.testing.assert_close(two.mean, one.mean, rtol=0, atol=1e-12)
-    torch.testing.assert_close(two.covariance, one.covariance, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Texts, images and models from files: formats by their names, code of a model never run, bad files in a sentence."""
+"""Texts and models from files: formats by their names, code of a model never run, bad files in a sentence."""
 
 import io
 import json
@@ -14,7 +14,6 @@ from encoder_zoo import tiny, tokenizer
 from attn_flow.experiments.encoders.entries import load_text_encoder as _text_encoder
 from attn_flow.hooks import load, load_encoder, load_texts
 from attn_flow.hooks.safe_loading import load_tokenizer, pretrained
-from attn_flow.hooks.texts import load_images
 
 
 def stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
@@ -32,10 +31,8 @@ def test_only_newlines_end_lines(tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"text": "one\u2028one"}\n\n{"text": "two, \\"2\\""}\n'),
         ("a.JSONL", '{"text": "one\u2028one"}\r\n{"text": "two, \\"2\\""}'),
-        ("a.json", '["one\u2028one", {"text": "two, \\"2\\""}]'),
         ("a.Csv", 'id,text\n1,one\u2028one\n\n2,"two, ""2"""\n'),
-        ("a.tsv", 'text\tid\none\u2028one\t1\n"two, ""2"""\t2\n'),
-        ("a.TXT", '\ufeffone\u2028one\n  two, "2"\n'),
+        ("a.md", '\ufeffone\u2028one\n  two, "2"\n'),
     ],
 )
 def test_formats_are_known_by_their_names(tmp_path: Path, name: str, content: str) -> None:
@@ -46,18 +43,15 @@ def test_formats_are_known_by_their_names(tmp_path: Path, name: str, content: st
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.parquet", b"PAR1", r"no known format \(\.parquet\); expected \.txt, \.jsonl"),
+        ("a.json", b"[]", r"no known format \(\.json\); expected \.txt, \.md, \.jsonl or \.csv"),
         ("a.txt", "caf\xe9".encode("latin-1"), r"a\.txt is not UTF-8 text \(byte 3\)"),
-        ("a.txt", b"one\x00two", "NUL characters"),
         ("a.txt", b" \n\n", r"a\.txt holds no text"),
         ("a.jsonl", b'{"text": "one"}\n{"text"', r"a\.jsonl, line 2 is not JSON"),
-        ("a.jsonl", b"[" * 100_000, r"line 1 is JSON nested too deeply"),
-        ("a.json", b"[" * 100_000, r"a\.json is JSON nested too deeply"),
-        ("a.json", b'{"text": "one"}', "holds a dict, expected a list"),
         ("a.jsonl", b'{"body": "one"}', r"no text field 'text' \(found body\); use --field"),
         ("a.jsonl", b'{"text": 3}', "no text field 'text'"),
-        ("a.csv", b"a,b\n1,2\n", r"no column 'text' \(found a, b\); use --field"),
-        ("a.csv", b"text,b\n1\n", "row 2 has 1 fields, its header 2"),
+        ("a.csv", b"a,b\n1,2\n", r"no text field 'text' \(found a, b\); use --field"),
+        ("a.csv", b"text,b\n1\n", "line 2: expected as many fields as in the header"),
+        ("a.csv", b"text\none, two\n", "line 2: expected as many fields as in the header"),
         ("a.csv", b'text\n"one', r"a\.csv is not a table"),
     ],
 )
@@ -90,12 +84,6 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         load_texts("-")
     stdin(monkeypatch, b'{"text": "one"}\nprose\n')
     with pytest.raises(ValueError, match="standard input, line 2 is not JSON"):
-        load_texts("-")
-    sys.stdin.close()
-    with pytest.raises(ValueError, match="standard input is closed"):
-        load_texts("-")
-    monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(ValueError, match="standard input is closed"):
         load_texts("-")
 
 
@@ -130,11 +118,6 @@ LOADERS: dict[str, tuple[str, dict[str, object], Callable[[Path], object]]] = {
         {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}},
         load_encoder,
     ),
-    "image processor": (
-        "preprocessor_config.json",
-        {"image_processor_type": "Mine", "auto_map": {"AutoImageProcessor": "mine.Processor"}},
-        lambda folder: load_images(folder / "images", folder),
-    ),
     "model with a flow": (
         "config.json",
         {"model_type": "mine", "attn_flow": [{}], "auto_map": {"AutoConfig": "mine.Config"}},
@@ -167,11 +150,8 @@ LOADERS: dict[str, tuple[str, dict[str, object], Callable[[Path], object]]] = {
 def test_code_of_a_model_is_not_run_and_not_asked_for(
     loader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image = pytest.importorskip("PIL.Image")
     tiny("BERT").save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "images").mkdir()
-    image.new("RGB", (8, 8)).save(tmp_path / "images" / "a.png")
     config, entry, read = LOADERS[loader]
     marker = hostile(tmp_path, config, entry)
     asked: list[str] = []
@@ -185,19 +165,6 @@ def test_code_of_a_model_is_not_run_and_not_asked_for(
         assert "tokenizer" in loader  # transformers 5 takes its own class for a known tokenizer
     assert not marker.exists()
     assert not asked
-
-
-def test_broken_images_are_named(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    tiny("ViT").save_pretrained(tmp_path / "vit")
-    transformers.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
-    image.new("L", (20, 30)).save(tmp_path / "a.PNG")
-    assert load_images(tmp_path, tmp_path / "vit")["pixel_values"].shape == (1, 3, 16, 16)
-    (tmp_path / "b.png").write_bytes((tmp_path / "a.PNG").read_bytes()[:40])
-    with pytest.raises(ValueError, match=r"b\.png is no image that can be read"):
-        load_images(tmp_path, tmp_path / "vit")
-    with pytest.raises(ValueError, match="holds no image"):
-        load_images(tmp_path / "vit", tmp_path / "vit")
 
 
 def test_embedded_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

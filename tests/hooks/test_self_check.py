@@ -1,6 +1,8 @@
 """The weights read from a model are those its layers use; adapters, tokenizers and wrapped models."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,18 +11,10 @@ from encoder_zoo import IMAGES, every_architecture, inputs, long_inputs, tiny, t
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from attn_flow.hooks import (
-    attentions,
-    blocks,
-    record,
-    record_corpus,
-    scale_beta,
-    self_check,
-    unknown_share,
-    wrap,
-)
+from attn_flow.hooks import attentions, blocks, record, record_corpus, scale_beta, self_check, wrap
+from attn_flow.hooks.corpus import fingerprint
 from attn_flow.hooks.evaluation import list_changes
-from attn_flow.hooks.fingerprints import fingerprint, tokenizer_fingerprint
+from attn_flow.hooks.inputs import tokenise
 from attn_flow.hooks.self_check import first_tokens
 
 
@@ -97,13 +91,10 @@ def unscaled(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_every_recording_checks_itself() -> None:
-    message = r"layer 0 of BertModel: its attention differs from the weights read"
-    for run in (
-        lambda **options: record(unscaled(tiny("BERT")), tokenizer(), words([3, 5]), **options),
-        lambda **options: record_corpus(unscaled(tiny("BERT")), tokenizer(), words([3, 5]), **options),
-    ):
-        with pytest.raises(ValueError, match=message):
+def test_every_recording_checks_itself(tmp_path: Path) -> None:
+    given = unscaled(tiny("BERT")), tokenizer(), words([3, 5])
+    for run in (partial(record, *given), partial(record_corpus, *given, tmp_path)):
+        with pytest.raises(ValueError, match="layer 0 of BertModel: its attention differs from the weights read"):
             run()
         run(check=False)
 
@@ -199,16 +190,11 @@ def test_a_tokenizer_without_an_unknown_token_knows_all() -> None:
             ids = [list(text.encode()) for text in texts]
             return {"input_ids": ids, "special_tokens_mask": [[0] * len(row) for row in ids]}
 
-    assert unknown_share(Bytes(), ["abc"]) == 0
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return [chr(i) for i in ids]
 
-
-def test_a_tokenizers_fingerprint_is_of_what_it_is_not_of_how_it_was_called() -> None:
-    tok = tokenizer()
-    before = tokenizer_fingerprint(tok)
-    tok(["w1 w2 w3"], truncation=True, max_length=3, padding="max_length")
-    assert tokenizer_fingerprint(tok) == before
-    tok.add_tokens(["new"])
-    assert tokenizer_fingerprint(tok) != before
+    batch = tokenise(Bytes(), ["abc"])
+    assert (batch.unknown, batch.content) == (0, 3)
 
 
 # --- what people hold -----------------------------------------------------------------------------------------------
@@ -228,7 +214,6 @@ def test_what_people_hold_is_unwrapped(kind: str) -> None:
     assert blocks(held)[0].module is model.encoder.layer[0]
     expected = record(model, tokenizer(), words([3, 5]))
     assert torch.equal(record(held, tokenizer(), words([3, 5])).x, expected.x)
-    assert record_corpus(held, tokenizer(), words([3, 5])).n == 12
     assert all(c.exact for c in self_check(held, inputs("BERT")))
 
 

@@ -1,4 +1,4 @@
-"""What test_corpus.py starts in other processes: statistics of texts, slowly. The one argument is JSON."""
+"""What test_corpus.py starts in other processes: a corpus is recorded, slowly. The one argument is JSON."""
 
 import json
 import sys
@@ -7,23 +7,23 @@ import time
 import torch
 from encoder_zoo import tiny, tokenizer
 
-from attn_flow.hooks import record_corpus
+from attn_flow.base.processes import processes
+from attn_flow.hooks import corpus, record_corpus
 
 arguments = json.loads(sys.argv[1])
 torch.set_num_threads(arguments["threads"])  # bits are promised for as many threads
-model, passes, pause = tiny("BERT"), 0, arguments["pause"]
+plain, recorded = corpus.record_batch, 0
 
 
-def slow_down(*_: object) -> None:
-    """Say every pass after the first, the self-check among them, and wait in the fourth: the third batch."""
-    global passes
-    passes += 1
-    if pause and passes > 1:
-        sys.stdout.write("pass\n")
-        sys.stdout.flush()
-        time.sleep(pause if passes > 3 else 0.0)
+def slow_down(*batch: object) -> object:
+    """Wait before the third batch."""
+    global recorded
+    recorded += 1
+    time.sleep(arguments["pause"] if recorded > 2 else 0.0)
+    return plain(*batch)
 
 
-model.register_forward_pre_hook(slow_down)
-statistics = record_corpus(model, tokenizer(), arguments["texts"], arguments["folder"], **arguments["options"])
-sys.stdout.write(f"n {statistics.n}\n")  # in one piece: two processes write to one pipe
+corpus.record_batch = slow_down
+options = {"points": ["resid", "blocks.1.attn.hook_out"], "batch": 4, "world": processes()}
+files = record_corpus(tiny("BERT"), tokenizer(), arguments["texts"], arguments["folder"], **options)
+sys.stdout.write(f"recorded {recorded} of {len(files)} files\n")  # in one piece: two processes write to one pipe

@@ -12,8 +12,8 @@ import torch
 import transformers
 from encoder_zoo import TEXT, tiny
 
+from attn_flow.hooks.corpus import fingerprint
 from attn_flow.hooks.demo import tiny_bert
-from attn_flow.hooks.fingerprints import fingerprint
 from attn_flow.probe import ProbeResult, prepare, probe, untrained_copy
 from attn_flow.probe.recording import MIN_TOKENS
 from attn_flow.probe.result import RECORDS, tensors_of
