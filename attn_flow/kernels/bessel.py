@@ -62,7 +62,8 @@ def _top(nu: float, z: Tensor) -> tuple[Tensor, Tensor]:
     """r_nu(z) and log( Gamma(nu+1) (2/z)^nu I_nu(z) ) for nu >= ORDER, by the uniform expansion.
 
     With w = z/nu, root = sqrt(1 + w^2), p = 1/root and S the Debye series, the logarithm is
-    nu (root - 1 - log((1 + root)/2)) - log(root)/2 + log(S(p)/S(1)), and r its derivative. No large terms cancel.
+    nu (root - 1 - log((1 + root)/2)) - log(root)/2 + log(S(p)/S(1)), and r its derivative. No large terms cancel, and
+    a logarithm near zero has the absolute accuracy of the dtype.
     """
     w = z / nu
     root = torch.hypot(torch.ones_like(w), w)  # w^2 may overflow
@@ -73,14 +74,7 @@ def _top(nu: float, z: Tensor) -> tuple[Tensor, Tensor]:
     series, at_zero = _polynomial(coefficients, p), sum(coefficients)
     ratio = w / (1 + root) - (w * p) * p * (0.5 + p * slope / series) / nu
     log_i = nu * (rise - torch.log1p(rise / 2)) - torch.log1p(rise) / 2 + torch.log1p(series / at_zero - 1)
-    # Below z^2 = nu the power series sum_k (z^2/4)^k / (k! (nu+1)_k) keeps the digits of a small logarithm.
-    small = z < math.sqrt(nu)
-    quarter = torch.where(small, z, 0.0) ** 2 / 4
-    term, total = torch.ones_like(z), torch.zeros_like(z)
-    for k in range(1, 13):
-        term = term * quarter / (k * (nu + k))
-        total = total + term
-    return ratio, torch.where(small, torch.log1p(total), log_i)
+    return ratio, log_i
 
 
 def _descend(nu: float, z: Tensor) -> tuple[Tensor, Tensor]:

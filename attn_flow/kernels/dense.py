@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +45,7 @@ def softmax_average(
                 [3.]])
     """
     if exclude_self or is_infinite(scale) or uses_forward_mode():
-        options: Any = {"scale": scale, "causal": causal, "exclude_self": exclude_self}
-        return average_by_rows(queries, keys, values, log_weights, **options)[0]
+        return average_by_rows(queries, keys, values, log_weights, scale, causal, exclude_self)[0]
     q, k, v, scale, batch = _to_fused_layout(queries, keys, values, log_weights, scale)
     average = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     average = average[..., : values.shape[-1]].reshape(*batch, queries.shape[-2], values.shape[-1])
@@ -74,8 +72,7 @@ def average_and_log_sum(
     tensors = [z for z in (queries, keys, values, log_weights, scale) if isinstance(z, Tensor)]
     has_fused = fused_with_log_sum is not None and queries.device.type == "cpu" and is_plain(*tensors)
     if not has_fused or exclude_self or is_infinite(scale):
-        options: Any = {"scale": scale, "causal": causal, "exclude_self": exclude_self}
-        return average_by_rows(queries, keys, values, log_weights, **options)
+        return average_by_rows(queries, keys, values, log_weights, scale, causal, exclude_self)
     q, k, v, scale, batch = _to_fused_layout(queries, keys, values, log_weights, scale)
     average, log_sum = fused_with_log_sum(q, k, v, 0.0, causal, scale=scale)
     average = average[..., : values.shape[-1]].reshape(*batch, queries.shape[-2], values.shape[-1])
@@ -145,7 +142,6 @@ def average_by_rows(
     keys: Tensor,
     values: Tensor,
     log_weights: Tensor | None = None,
-    *,
     scale: float | Tensor = 1.0,
     causal: bool = False,
     exclude_self: bool = False,
