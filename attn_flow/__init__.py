@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from attn_flow.base.imports import lazy_names
 
 if TYPE_CHECKING:
-    from attn_flow.attention import Attention, Drift, Layers, Scheduled
+    from attn_flow.attention import Attention, Drift, Layers
     from attn_flow.dynamics.densities import DensityPath, density_flow
     from attn_flow.dynamics.flow import consensus, flow
     from attn_flow.dynamics.linearisation import linearise, lyapunov
@@ -31,7 +31,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "attn_flow.attention": ("Attention", "Drift", "Layers", "Scheduled"),
+            "attn_flow.attention": ("Attention", "Drift", "Layers"),
             "attn_flow.dynamics.densities": ("DensityPath", "density_flow"),
             "attn_flow.dynamics.flow": ("consensus", "flow"),
             "attn_flow.dynamics.linearisation": ("linearise", "lyapunov"),
@@ -76,7 +76,6 @@ __all__ = [
     "Layers",
     "LimitMap",
     "Mixture",
-    "Scheduled",
     "Sphere",
     "Sweep",
     "Trajectory",

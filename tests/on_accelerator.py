@@ -3,6 +3,7 @@
 Run by test_accelerator.py in a process of its own: torch counts devices once, at the first backward pass.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -47,9 +48,11 @@ def reads(call) -> int:
     return sum(device_reads().values())
 
 
-@pytest.mark.parametrize("kind", ["softmax", "unnormalised", "hardmax", "sinkhorn"])
-def test_drifts_stay_and_agree(x: Tensor, kind: str) -> None:
-    attention = Attention.from_matrices(G, V, 2.0, kind=kind)
+@pytest.mark.parametrize(
+    ("kind", "beta"), [("softmax", 2.0), ("softmax", math.inf), ("unnormalised", 2.0), ("sinkhorn", 2.0)]
+)
+def test_drifts_stay_and_agree(x: Tensor, kind: str, beta: float) -> None:
+    attention = Attention.from_matrices(G, V, beta, kind=kind)
     w, mask = torch.rand(40) + 0.1, torch.arange(40) < 30
     with accelerator() as device:
         there = attention.to(device)
@@ -63,7 +66,8 @@ def test_drifts_stay_and_agree(x: Tensor, kind: str) -> None:
 def test_measures_as_context(x: Tensor, measure) -> None:
     attention = Attention.from_matrices(G, V, 2.0)
     with accelerator() as device:
-        close(attention.to(device).drift(on(x), measure.to(device)), attention.drift(x, measure))
+        there = attention.to(device).with_context(measure.to(device))
+        close(there.drift(on(x)), attention.with_context(measure).drift(x))
 
 
 def test_fixed_steps_read_only_at_saved_times(x: Tensor) -> None:

@@ -12,7 +12,6 @@ number to all logits of a query, which the softmax ignores.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -27,9 +26,8 @@ from attn_flow.kernels.auto import choose_kernel
 from attn_flow.measures.cloud import Cloud, as_cloud
 from attn_flow.measures.measure import Measure
 
-Kind = Literal["softmax", "hardmax", "unnormalised", "sinkhorn"]
+Kind = Literal["softmax", "unnormalised", "sinkhorn"]
 Kernel = Literal["auto", "dense", "near", "series"]
-MAX_MATRIX_ENTRIES = 2**30
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,13 +41,13 @@ class Attention(Field):
         Q, K: queries and keys (..., heads, k, d).
         V, O: values (..., heads, v, d) and output (..., heads, d, v).
         beta: inverse temperature: a number, or a tensor whose last axis is heads (or 1); `beta[:, None]` is one beta
-            per batch element. Infinity means hardmax attention.
+            per batch element. Infinity means hardmax attention: tokens attend to the highest score.
         query_bias: b, (..., heads, k).
         value_bias: c, (..., d).
 
     Other arguments:
-        kind: "softmax"; "hardmax", which is beta = inf; "unnormalised", A_ij = w_j e^{s_ij} without the normaliser (1/n
-            for w_j without weights); "sinkhorn", doubly stochastic weights.
+        kind: "softmax"; "unnormalised", A_ij = w_j e^{s_ij} without the normaliser (1/n for w_j without weights);
+            "sinkhorn", doubly stochastic weights.
         causal: token i sees only the tokens j <= i.
         self_attention: False hides every token from itself.
         kernel: how softmax averages are computed (`attn_flow.kernels`): "dense", "near" (large cold clouds), "series"
@@ -86,10 +84,7 @@ class Attention(Field):
         checks.require_choice("kernel", self.kernel, get_args(Kernel))
         named = {name: getattr(self, name) for name in weights.AXES if name != "beta"}
         named, dim = weights.check_weights(named, self.dim)
-        vars(self).update(named, dim=dim)
-        if self.kind == "hardmax":
-            vars(self).update(kind="softmax", beta=math.inf)
-        vars(self)["beta"] = weights.as_beta(self.beta, named)
+        vars(self).update(named, dim=dim, beta=weights.as_beta(self.beta, named))
         if self.tolerance is not None:
             checks.require_positive(tolerance=self.tolerance)
         self._checked()
@@ -151,7 +146,6 @@ class Attention(Field):
         d: int,
         heads: int = 1,
         head_dim: int | None = None,
-        ensemble: weights.Ensemble = "gaussian",
         beta: float | Tensor = 1.0,
         *,
         generator: torch.Generator | None = None,
@@ -159,29 +153,27 @@ class Attention(Field):
         device: torch.device | str | None = None,
         **options: Any,
     ) -> Attention:
-        """Random weights, scaled so that |G x| and |V x| are of order |x|.
+        """Random weights with independent Gaussian entries of variance 1/d, so that |Q x| and |O y| are of order one.
 
         Args:
-            head_dim: the rank k of every head, which only "gaussian" uses; d / heads by default.
-            ensemble: "gaussian": Q, K, V, O with independent entries of variance 1/d.
-                "symmetric": G = V = (A + A^T)/sqrt(2), A with entries of variance 1/d (a gradient flow).
-                "orthogonal": G and V uniform in O(d).
-                "goe": G = I, V from the Gaussian orthogonal ensemble, as in the phase diagrams of arXiv 2312.10794.
+            head_dim: the rank k of every head, d / heads by default.
             options: further arguments of `Attention`.
 
         Example:
             >>> Attention.random(16, heads=4, generator=torch.Generator().manual_seed(0)).Q.shape
             torch.Size([4, 4, 16])
         """
+        k = max(1, d // heads) if head_dim is None else head_dim
+        checks.require_count(d=d, heads=heads, head_dim=k)
         factory: dict[str, Any] = {"generator": generator, "dtype": dtype, "device": device}
-        return cls(**weights.random_weights(d, heads, head_dim, ensemble, **factory), beta=beta, **options)
+        Q, K, V = (torch.randn(heads, k, d, **factory) / math.sqrt(d) for _ in range(3))
+        return cls(Q, K, V, torch.randn(heads, d, k, **factory) / math.sqrt(d), beta, **options)
 
-    def drift(self, cloud: Tensor | Cloud, context: Measure | Tensor | None = None) -> Tensor:
+    def drift(self, cloud: Tensor | Cloud) -> Tensor:
         """The drift of every token of a cloud, before any projection to a geometry.
 
         Args:
             cloud: tokens (..., n, d), or a `Cloud` with weights and a mask.
-            context: a measure, or tokens (..., m, d), to attend to instead of the cloud.
 
         Returns:
             A tensor (..., n, d) in the dtype of the tokens, with zeros on padding. Logits that float32 cannot resolve
@@ -189,15 +181,14 @@ class Attention(Field):
 
         Example:
             >>> from attn_flow import UniformSphere
-            >>> Attention.identity(3, beta=math.inf).drift(torch.eye(3), UniformSphere(3))  # V G x / |G x|
+            >>> Attention.identity(3, beta=math.inf).with_context(UniformSphere(3)).drift(torch.eye(3))  # V G x / |G x|
             tensor([[1., 0., 0.],
                     [0., 1., 0.],
                     [0., 0., 1.]])
         """
         cloud = as_cloud(cloud)
-        attention = self if context is None else self.with_context(context)
-        attention.check_cloud(cloud)
-        attention, x = attention._in_working_precision(cloud)
+        self.check_cloud(cloud)
+        attention, x = self._in_working_precision(cloud)
         drift = attention(0.0, cloud.zero_padding(x), cloud.log_weights).to(cloud.x.dtype)
         if checks.can_read(drift) and not math.isfinite(float(drift.detach().sum())):
             raise FloatingPointError("the drift is not finite: logits or values overflow. Use smaller tokens or beta.")
@@ -273,14 +264,13 @@ class Attention(Field):
         if self.context is not None:
             raise ValueError("attention to a context has no matrix of one cloud; use with_context(None).matrix(x).")
         cloud = as_cloud(cloud)
-        batch, n = self.check_cloud(cloud), cloud.x.shape[-2]
-        if math.prod(batch) * self.heads * n**2 > MAX_MATRIX_ENTRIES:
-            raise ValueError(f"the attention matrix of {n} tokens has over 2^30 entries; `drift` does not form it.")
+        self.check_cloud(cloud)
         attention, x = self._in_working_precision(cloud)
         tokens = x[..., None, :, :]
         queries, keys = attention._queries(tokens), weights.project(tokens, attention.K)
         log_weights = None if cloud.log_weights is None else cloud.log_weights.to(x.dtype)[..., None, :]
         # Averages of the unit vectors are the rows of the matrix.
+        n = x.shape[-2]
         eye = torch.eye(n, dtype=x.dtype, device=x.device).expand(*keys.shape[:-2], n, n)
         A = attention.copy_with(kernel="dense")._average(queries, keys, eye, log_weights)
         return A.expand(*A.shape[:-3], self.heads, n, n).to(cloud.x.dtype)
@@ -293,8 +283,7 @@ class Attention(Field):
     @property
     def heads(self) -> int:
         """The number of heads."""
-        tensors = {name: z for name, z in self.tensors.items() if name != "value_bias"}
-        return max([1] + [z.shape[-weights.AXES[name]] for name, z in tensors.items() if z.ndim])
+        return max({1} | weights.head_counts(self.tensors))
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -360,7 +349,7 @@ class Attention(Field):
         vars(attention).update(vars(self) | fields)
         return attention
 
-    def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
+    def check_cloud(self, cloud: Cloud) -> torch.Size:
         weights.check_tokens("x", cloud.x, self.dim, self.tensors)
         shapes = {"x": cloud.x.shape[:-2], "the weights": self.batch_shape}
         if isinstance(self.context, Cloud):
@@ -371,7 +360,7 @@ class Attention(Field):
             checks.require(count >= 2, "self_attention=False requires at least two unmasked tokens per cloud.")
         return weights.broadcast_batches(**shapes)
 
-    def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
+    def logit_bound(self, radius: float | Tensor) -> Tensor:
         if self.is_hardmax:  # scores are compared and not exponentiated
             return torch.zeros(())
         key_radius = self.context.max_norm if isinstance(self.context, Cloud) else radius

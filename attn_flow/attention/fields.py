@@ -2,7 +2,6 @@
 
     flow(attention + Drift(ffn), x0, t=20.0)                            # the sum of two fields
     flow(Layers([A_1, A_2 + Drift(ffn)], times=[0, 1, 3]), x0, t=3.0)   # A_1 until t = 1, then the other
-    flow(Scheduled(lambda t: attention.with_beta(1 + t)), x0, t=3.0)    # weights that change smoothly
 
 A flow follows P_x F(t, x). It evaluates a field, asks for its jumps, and never asks which field it is.
 """
@@ -41,14 +40,13 @@ class Field(ABC):
         """The same combination of other fields."""
         return replace(self, fields=fields) if fields else self  # type: ignore[type-var]
 
-    def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
+    def check_cloud(self, cloud: Cloud) -> torch.Size:
         """Raise ValueError unless the field can move this cloud; returns the batch axes of its drift."""
-        return torch.broadcast_shapes(cloud.x.shape[:-2], *(field.check_cloud(cloud, t) for field in self.fields))
+        return torch.broadcast_shapes(cloud.x.shape[:-2], *(field.check_cloud(cloud) for field in self.fields))
 
-    def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
-        """An upper bound, shape (), on the logits of tokens no longer than `radius` at these times."""
-        bounds = [field.logit_bound(radius, times).cpu() for field in self.fields]
-        return torch.stack([torch.zeros(()), *bounds]).amax()
+    def logit_bound(self, radius: float | Tensor) -> Tensor:
+        """An upper bound, shape (), on the logits of tokens no longer than `radius`."""
+        return torch.stack([torch.zeros(()), *(field.logit_bound(radius).cpu() for field in self.fields)]).amax()
 
     def in_float64(self) -> Field:
         """The same field for tokens that are computed in float64 because float32 cannot resolve their logits."""
@@ -84,6 +82,13 @@ class Field(ABC):
         return Sum(tuple(itertools.chain(*terms)))
 
 
+def require_field(name: str, field: Field) -> None:
+    """Raise TypeError unless an argument is a field; `name` is its name in the error."""
+    if not isinstance(field, Field):
+        kind = type(field).__name__
+        raise TypeError(f"{name} is a {kind}, expected Attention, Drift, Layers or a sum of them; see Drift(f).")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Drift(Field):
     """A drift of your own, f(t, x), such as an FFN, a forcing or a potential.
@@ -105,27 +110,26 @@ class Drift(Field):
 
     f: Velocity
     tokenwise: bool = False
-    is_float64: bool = False  # tokens come in float64, but f was written for float32
 
     def __repr__(self) -> str:
         name = getattr(self.f, "__name__", type(self.f).__name__)
         return f"Drift({name}{', tokenwise' * self.tokenwise})"
 
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
-        tokens = x.float() if self.is_float64 else x
-        drift = self.f(t, tokens)
+        drift = self.f(t, x)
         if not isinstance(drift, Tensor):
             raise TypeError(f"{self} returned a {type(drift).__name__} at t = {t:.4g}, expected a tensor.")
         is_broadcastable = all(k in (1, size) for k, size in zip(drift.shape[::-1], x.shape[::-1]))
-        if drift.dtype != tokens.dtype or drift.ndim > x.ndim or not is_broadcastable:
+        if drift.dtype != x.dtype or drift.ndim > x.ndim or not is_broadcastable:
             raise ValueError(
-                f"{self} returned {drift.dtype} {tuple(drift.shape)} at t = {t:.4g}, expected {tokens.dtype} "
+                f"{self} returned {drift.dtype} {tuple(drift.shape)} at t = {t:.4g}, expected {x.dtype} "
                 f"{tuple(x.shape)}, as the tokens that it received."
             )
-        return drift.to(x.dtype).expand(x.shape)
+        return drift.expand(x.shape)
 
     def in_float64(self) -> Field:
-        return replace(self, is_float64=True)
+        # The function was written for float32, and receives tokens as it expects them.
+        return replace(self, f=lambda t, x: self(t, x.float()).double())
 
     @property
     def not_exchangeable_because(self) -> tuple[str, ...]:
@@ -173,8 +177,7 @@ class Layers(Field):
     def __post_init__(self) -> None:
         times = tuple(float(t) for t in self.times)
         for i, field in enumerate(self.fields):
-            if not isinstance(field, Field):
-                raise TypeError(f"field {i} is a {type(field).__name__}, expected Attention, Drift, or a sum of them.")
+            require_field(f"field {i}", field)
         if len(self.fields) == 0 or len(times) != len(self.fields) + 1:
             raise ValueError(f"{len(times)} times for {len(self.fields)} fields, expected one more time than fields.")
         if not all(a < b for a, b in itertools.pairwise(times)) or not math.isfinite(times[0]):
@@ -207,14 +210,12 @@ class Transformed(Field):
         transform: a function of the drift (t, x) -> F(t, x), the time and the tokens.
         name: what it is called in a trajectory.
         needs_euclidean: whether tokens leave the sphere.
-        sees_unit_tokens: whether F is evaluated at x / |x|.
     """
 
     field: Field
     transform: Callable[[Velocity, float, Tensor], Tensor]
     name: str
     needs_euclidean: bool = False
-    sees_unit_tokens: bool = False
 
     def __repr__(self) -> str:
         return f"{self.name} of {self.field!r}"
@@ -228,47 +229,3 @@ class Transformed(Field):
 
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
         return self.transform(lambda s, y: self.field(s, y, log_weights), t, x)
-
-    def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
-        return self.field.logit_bound(1.0 if self.sees_unit_tokens else radius, times)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Scheduled(Field):
-    """A field whose weights change smoothly: a function of time that returns the field of that time.
-
-    Example:
-        >>> from attn_flow import Attention, Sphere, flow
-        >>> cooling = Scheduled(lambda t: Attention.identity(3, beta=1 + t))
-        >>> flow(cooling, Sphere().uniform(20, 3), t=[0.0, 2.0])
-        Trajectory(2 times from 0 to 2, x (2, 20, 3) float32)
-    """
-
-    function: Callable[[float], Field]
-    is_float64: bool = False  # tokens come in float64, but the fields are made for float32
-
-    def __repr__(self) -> str:
-        return f"Scheduled({getattr(self.function, '__name__', type(self.function).__name__)})"
-
-    def at(self, t: float) -> Field:
-        """The field at time t."""
-        field = self.function(t)
-        if not isinstance(field, Field):
-            raise TypeError(f"the schedule returned a {type(field).__name__} at t = {t:g}, expected a field.")
-        return field.in_float64() if self.is_float64 else field
-
-    def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
-        return self.at(t)(t, x, log_weights)
-
-    def check_cloud(self, cloud: Cloud, t: float = 0.0) -> torch.Size:
-        return self.at(t).check_cloud(cloud, t)
-
-    def logit_bound(self, radius: float | Tensor, times: Sequence[float] = (0.0,)) -> Tensor:
-        return torch.stack([self.at(t).logit_bound(radius, (t,)) for t in times]).amax()
-
-    def in_float64(self) -> Field:
-        return replace(self, is_float64=True)
-
-    @property
-    def not_exchangeable_because(self) -> tuple[str, ...]:
-        return ("a schedule",)

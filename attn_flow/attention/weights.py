@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from attn_flow.base import checks
 
-Ensemble = Literal["gaussian", "symmetric", "orthogonal", "goe"]
 AXES = {"Q": 3, "K": 3, "V": 3, "O": 3, "query_bias": 2, "value_bias": 1, "beta": 1}  # without batch axes
 
 
@@ -42,10 +40,15 @@ def check_weights(weights: Mapping[str, Tensor | None], dim: int) -> tuple[dict[
     sizes = {"Q": (k, d), "K": (k, d), "V": (v, d), "O": (d, v), "query_bias": (k,), "value_bias": (d,)}
     for name, weight in present.items():
         checks.require_shape(name, weight, sizes[name])
-    heads = {z.shape[-AXES[name]] for name, z in present.items() if AXES[name] > 1} - {1}
+    heads = head_counts(present) - {1}
     if len(heads) > 1:
         raise ValueError(f"weights have different numbers of heads, {sorted(heads)}; expected one number.")
     return {**weights, **present}, d
+
+
+def head_counts(tensors: Mapping[str, Tensor | None]) -> set[int]:
+    """The sizes of the axes of heads of weights, and of beta if it is among them."""
+    return {z.shape[-AXES[name]] for name, z in tensors.items() if z is not None and name != "value_bias"}
 
 
 def check_tokens(name: str, x: Tensor, d: int, weights: Mapping[str, Tensor]) -> None:
@@ -75,7 +78,7 @@ def as_beta(beta: float | Tensor, weights: Mapping[str, Tensor | None]) -> float
     checks.require_beta(beta)
     if not isinstance(beta, Tensor):
         return float(beta)
-    heads = max([1] + [z.shape[-AXES[name]] for name, z in weights.items() if z is not None and AXES[name] > 1])
+    heads = max({1} | head_counts(weights))
     is_of_heads = heads == 1 or beta.ndim == 0 or beta.shape[-1] in (1, heads)
     if not is_of_heads or beta.numel() == 0:
         raise ValueError(
@@ -89,28 +92,6 @@ def as_beta(beta: float | Tensor, weights: Mapping[str, Tensor | None]) -> float
         if beta.numel() == 1 and beta.ndim < 2:
             return float(beta)
     return beta[None] if beta.ndim == 0 else beta
-
-
-def random_weights(d: int, heads: int, head_dim: int | None, ensemble: Ensemble, **factory: Any) -> dict[str, Any]:
-    """Random matrices by name, as `Attention.random` describes them; `factory` are options of `torch.randn`."""
-    checks.require_choice("ensemble", ensemble, ("gaussian", "symmetric", "orthogonal", "goe"))
-    checks.require_count(d=d, heads=heads, head_dim=head_dim or 1)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, **factory) / math.sqrt(d)
-
-    def orthogonal() -> Tensor:
-        rotation, R = torch.linalg.qr(normal(heads, d, d))
-        return rotation * torch.diagonal(R, dim1=-2, dim2=-1).sign()[..., None, :]
-
-    if ensemble == "gaussian":
-        k = head_dim or max(1, d // heads)
-        return {"Q": normal(heads, k, d), "K": normal(heads, k, d), "V": normal(heads, k, d), "O": normal(heads, d, k)}
-    if ensemble == "orthogonal":
-        return {"Q": orthogonal(), "V": orthogonal()}
-    A = normal(heads, d, d)
-    symmetric = (A + A.mT) / math.sqrt(2)
-    return {"Q": symmetric, "V": symmetric} if ensemble == "symmetric" else {"V": symmetric}
 
 
 def project(tokens: Tensor, weight: Tensor | None) -> Tensor:

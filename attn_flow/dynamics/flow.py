@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.attention.fields import Field, Scheduled
+from attn_flow.attention.fields import Field, require_field
 from attn_flow.base import checks
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.integrator import Run, adaptive_steps, fixed_steps
@@ -56,7 +56,7 @@ def consensus(tol: float = 1e-3) -> Stop:
 
 
 def flow(
-    field: Field | Callable[[float], Field],
+    field: Field,
     x0: Tensor | Cloud,
     t: float | Sequence[float] | Tensor,
     *,
@@ -71,8 +71,7 @@ def flow(
     """Integrate the flow of a field from the cloud x0 at time t[0] and save the clouds at the times t.
 
     Args:
-        field: an `Attention`; any other field, such as `attention + Drift(ffn)` or `Layers([A_1, A_2], times)`; or a
-            function of time that returns one.
+        field: an `Attention`, or another field such as `attention + Drift(ffn)` or `Layers([A_1, A_2], times)`.
         x0: tokens (..., n, d), or a `Cloud` with weights and a mask. They are first moved to the geometry;
             padding rests on the first token of its cloud.
         t: increasing times, which are hit exactly; one number T stands for 101 times from 0 to T.
@@ -103,7 +102,7 @@ def flow(
         True
     """
     times, method = checks.time_grid(t), as_method(step)
-    field = field if isinstance(field, Field) else Scheduled(field)
+    require_field("field", field)
     checks.require_positive(h=h)
     if not validate and (isinstance(method, Adaptive) or stop is not None):
         raise ValueError("validate=False reads no values, but adaptive steps and stop= need them; use validate=True.")
@@ -117,10 +116,10 @@ def flow(
         cloud = Cloud.unchecked(x0)
     dtype = cloud.x.dtype
     x = cloud.filled()
-    batch = field.check_cloud(cloud, times[0])
+    batch = field.check_cloud(cloud)
     if validate:
         radius = cloud.max_norm if geometry.max_norm is None else geometry.max_norm
-        working_dtype = checks.working_dtype(dtype, field.logit_bound(radius, times))
+        working_dtype = checks.working_dtype(dtype, field.logit_bound(radius))
         field = field if working_dtype == dtype else field.in_float64()
         x = place("x0", x.to(working_dtype), geometry)
     else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attn_flow.attention.fields import Field, Scheduled
+from attn_flow.attention.fields import Field, require_field
 from attn_flow.base import checks
 from attn_flow.dynamics.flow import UNIT_SPHERE, flow
 from attn_flow.dynamics.integrator import Run
@@ -53,7 +53,7 @@ class Linearisation:
 
 
 def linearise(
-    field: Field | Callable[[float], Field],
+    field: Field,
     cloud: Cloud | Tensor,
     *,
     t: float = 0.0,
@@ -78,8 +78,8 @@ def linearise(
         tensor([-1., -1., -1., -1., -1., -1.], dtype=torch.float64)
     """
     cloud = _without_padding(as_cloud(cloud))
-    field = field if isinstance(field, Field) else Scheduled(field)
-    batch = field.check_cloud(cloud, t)
+    require_field("field", field)
+    batch = field.check_cloud(cloud)
     x = place("cloud", cloud.x.detach(), geometry).expand(*batch, *cloud.x.shape[-2:]).contiguous()
     velocity = Run(field, geometry, cloud).velocity(field.piece(t, t), cloud.log_weights)
     with torch.no_grad():
@@ -149,7 +149,7 @@ class Lyapunov:
 
 
 def lyapunov(
-    field: Field | Callable[[float], Field],
+    field: Field,
     x0: Tensor | Cloud,
     t: float,
     k: int = 1,

@@ -69,7 +69,6 @@ class ContinuousAttentionLayer(FlowModule):
     ) -> None:
         options["geometry"] = options.get("geometry") or Sphere()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        beta = math.inf if kind == "hardmax" else beta
         super().__init__(dim, heads, head_dim, beta, 0.5, factory, **options)
         self.dim, self.heads, k = dim, heads, self.head_dim
         # The weights are put in at every evaluation, because modules may exchange them.

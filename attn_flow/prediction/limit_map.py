@@ -271,7 +271,7 @@ def limit(attention: Attention, support: Measure | None = None, tol: float = 1e-
     """
     support = attention.context if support is None else support
     check_support(attention, support)
-    if attention.kind not in ("softmax", "hardmax") or attention.causal:
+    if attention.kind != "softmax" or attention.causal:
         words = f"attention of kind {attention.kind!r}, causal={attention.causal}"
         raise ValueError(f"{words}: the limit map is known for softmax attention without a causal mask.")
     if not 0 < tol < 1:

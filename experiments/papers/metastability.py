@@ -137,7 +137,7 @@ def drift_rates(d: int, beta: float) -> dict[str, Any]:
     x = torch.zeros(len(t), d, dtype=torch.float64)
     x[:, 0], x[:, 1] = torch.as_tensor(t), torch.as_tensor(np.sqrt(1 - t**2))
     mixture = Mixture([UniformSphere(d), Cloud(e)], torch.tensor([1 - eps, eps], dtype=torch.float64))
-    drift = Attention.identity(d, beta).drift(x, mixture)
+    drift = Attention.identity(d, beta, context=mixture).drift(x)
     # the tangent direction of growing <x, e> is (e - t x), of squared length 1 - t^2
     speed = (drift[:, 0] - torch.as_tensor(t) * (drift * x).sum(-1)).numpy() / eps
     measured = []

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attn_flow import Attention, Cloud, Drift, Gaussian, Layers, Scheduled, Sphere, UniformSphere, flow
+from attn_flow import Attention, Cloud, Drift, Gaussian, Layers, Sphere, UniformSphere, flow
 from attn_flow.attention import layer_norm_scaling, ngpt, peri_norm, pre_norm
 from attn_flow.kernels.auto import choose_kernel
 
@@ -60,9 +60,11 @@ def test_drift_is_its_formula(generator, kind, causal, self_attention):
     torch.testing.assert_close(A.drift(Cloud(x, w, mask)), literal_drift(A, x, w, mask))
 
 
-@pytest.mark.parametrize("kind", ["softmax", "hardmax", "unnormalised", "sinkhorn"])
-def test_matrix_gives_the_drift(generator, kind):
-    A = random_attention(generator, kind=kind, beta=0.7)
+@pytest.mark.parametrize(
+    ("kind", "beta"), [("softmax", 0.7), ("softmax", math.inf), ("unnormalised", 0.7), ("sinkhorn", 0.7)]
+)
+def test_matrix_gives_the_drift(generator, kind, beta):
+    A = random_attention(generator, kind=kind, beta=beta)
     x, w = draw(generator, 6, 4), torch.rand(6, generator=generator, dtype=f64) + 0.1
     cloud = Cloud(x, w)
     matrix = A.matrix(cloud)
@@ -74,11 +76,13 @@ def test_matrix_gives_the_drift(generator, kind):
         torch.testing.assert_close(matrix.sum(-1), torch.ones(3, 6, dtype=f64))
 
 
-@pytest.mark.parametrize("kind", ["softmax", "hardmax", "unnormalised", "sinkhorn"])
-def test_laws(generator, kind):
+@pytest.mark.parametrize(
+    ("kind", "beta"), [("softmax", 0.8), ("softmax", math.inf), ("unnormalised", 0.8), ("sinkhorn", 0.8)]
+)
+def test_laws(generator, kind, beta):
     """A permutation moves the drift along; a repeated token is a token of weight two; a rotation commutes."""
     G, V = draw(generator, 3, 3), draw(generator, 3, 3)
-    A = Attention.from_matrices(G, V, 0.8, kind=kind)
+    A = Attention.from_matrices(G, V, beta, kind=kind)
     x = Sphere().uniform(7, 3, generator=generator, dtype=f64)
     drift, order = A.drift(x), torch.randperm(7, generator=generator)
     torch.testing.assert_close(A.drift(x[order]), drift[order])
@@ -86,7 +90,7 @@ def test_laws(generator, kind):
     weighted = A.drift(Cloud(x, torch.tensor([2.0, 1, 1, 1, 1, 1, 1], dtype=f64)))
     torch.testing.assert_close(twice[:7], weighted)
     R = torch.linalg.qr(draw(generator, 3, 3))[0]
-    rotated = Attention.from_matrices(R @ G @ R.T, R @ V @ R.T, 0.8, kind=kind)
+    rotated = Attention.from_matrices(R @ G @ R.T, R @ V @ R.T, beta, kind=kind)
     torch.testing.assert_close(rotated.drift(x @ R.T), drift @ R.T)
 
 
@@ -115,11 +119,11 @@ def test_a_context_replaces_the_cloud(generator):
     A = Attention.from_matrices(draw(generator, 3, 3), draw(generator, 3, 3), 1.3)
     x, y, w = draw(generator, 5, 3), draw(generator, 8, 3), torch.rand(8, generator=generator, dtype=f64)
     both = A.drift(Cloud(torch.cat([x, y]), torch.cat([torch.zeros(5, dtype=f64), w])))
-    torch.testing.assert_close(A.drift(x, Cloud(y, w)), both[:5])
+    torch.testing.assert_close(A.with_context(Cloud(y, w)).drift(x), both[:5])
     m, S = draw(generator, 3), torch.eye(3, dtype=f64) / 2
     g = x @ A.G[0].T
-    torch.testing.assert_close(A.drift(x, Gaussian(m, S)), (m + 1.3 * g @ S) @ A.OV[0].T)
-    cold = A.with_beta(math.inf).drift(x, UniformSphere(3))
+    torch.testing.assert_close(A.with_context(Gaussian(m, S)).drift(x), (m + 1.3 * g @ S) @ A.OV[0].T)
+    cold = A.with_beta(math.inf).with_context(UniformSphere(3)).drift(x)
     torch.testing.assert_close(cold, (g / g.norm(dim=-1, keepdim=True)) @ A.OV[0].T)
 
 
@@ -134,9 +138,9 @@ def test_every_head_attends_to_a_measure_by_itself(generator, kind):
         if kind == "unnormalised":
             mean = mean * (beta * mu.log_partition(g, float(beta))).exp()[..., None]
         expected = expected + mean @ (O @ V).T
-    torch.testing.assert_close(A.drift(x, mu), expected)
+    torch.testing.assert_close(A.with_context(mu).drift(x), expected)
     alone = A.copy_with(beta=A.beta.expand(2, 3))  # one beta per element of the batch and head
-    torch.testing.assert_close(alone.drift(x, mu), expected)
+    torch.testing.assert_close(alone.with_context(mu).drift(x), expected)
 
 
 def test_every_kernel_has_the_same_drift(generator):
@@ -157,7 +161,9 @@ def test_auto_keeps_the_masks_of_a_large_cold_cloud(generator):
 def test_tokens_of_a_long_context_are_resolved(generator):
     x, y = 0.1 * torch.randn(5, 3, generator=generator), 100 * torch.randn(50, 3, generator=generator)
     A = Attention.identity(3, 30.0)
-    torch.testing.assert_close(A.drift(x, y).double(), A.drift(x.double(), y.double()), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        A.with_context(y).drift(x).double(), A.with_context(y.double()).drift(x.double()), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("beta", [1e3, 1e6])
@@ -187,8 +193,10 @@ def test_derivatives_and_transforms(generator):
 def test_a_drift_towards_a_context_is_compiled(generator):
     A, x = random_attention(generator), draw(generator, 2, 5, 4)
     for context in (UniformSphere(4), Cloud(x[0]), x[1]):
-        compiled = torch.compile(lambda y, context=context: A.drift(y, context), fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(x), A.drift(x, context))
+        compiled = torch.compile(
+            lambda y, context=context: A.with_context(context).drift(y), fullgraph=True, backend="aot_eager"
+        )
+        torch.testing.assert_close(compiled(x), A.with_context(context).drift(x))
 
 
 def test_gradients_reach_weights_and_beta(generator):
@@ -210,7 +218,6 @@ def test_fields_add_up_and_change(generator):
     assert layers.jumps == (1.0,)
     with pytest.raises(ValueError, match="no field from t = 4"):
         layers(4.0, x)
-    torch.testing.assert_close(Scheduled(lambda t: A.with_beta(1 + t))(3.0, x), B.drift(x))
     unit = x / x.norm(dim=-1, keepdim=True)
     drift = A.drift(unit)
     torch.testing.assert_close(pre_norm(A)(0.0, x), drift)
@@ -219,40 +226,31 @@ def test_fields_add_up_and_change(generator):
     torch.testing.assert_close(layer_norm_scaling(A)(3.0, unit), drift / 2)
 
 
-@pytest.mark.parametrize("ensemble", ["gaussian", "symmetric", "orthogonal", "goe"])
-def test_random_weights(generator, ensemble):
-    A = Attention.random(64, heads=2, ensemble=ensemble, generator=generator, dtype=f64)
-    assert A.heads == 2
+def test_random_weights(generator):
+    A = Attention.random(64, heads=2, generator=generator, dtype=f64)
+    assert A.Q.shape == (2, 32, 64)
     x = Sphere().uniform(200, 64, generator=generator, dtype=f64)
-    rank = 0.5 if ensemble == "gaussian" else 1.0  # of rank d / heads
-    for matrix in (A.G[0], A.OV[0]):
-        assert 0.5 * rank < float((x @ matrix.T).square().sum(-1).mean()) < 2
-    if ensemble == "orthogonal":
-        torch.testing.assert_close(A.G[0] @ A.G[0].T, torch.eye(64, dtype=f64))
-    if ensemble == "symmetric":
-        torch.testing.assert_close(A.G, A.OV)
+    for matrix in (A.G[0], A.OV[0]):  # of rank d / heads
+        assert 0.25 < float((x @ matrix.T).square().sum(-1).mean()) < 1
 
 
 def test_fields_print_what_they_are():
     A = Attention.identity(3, beta=torch.tensor([1.0, 2.0]), causal=True, self_attention=False)
     assert repr(A) == "Attention(heads=2, dim=3, beta=tensor (2,), softmax, causal, no self-attention)"
     assert A.summary()["beta"] == [1.0, 2.0]
-    B = Attention.identity(3, kind="hardmax").with_context(UniformSphere(3))
+    B = Attention.identity(3, math.inf).with_context(UniformSphere(3))
     assert repr(B) == "Attention(heads=1, dim=3, beta=inf, softmax, context=UniformSphere)"
     assert B.summary()["beta"] == "inf"
     assert repr(pre_norm(B + Drift(math.sin))) == f"pre_norm of {B} + Drift(sin)"
-    assert repr(Scheduled(math.sin)) == "Scheduled(sin)"
     assert (B + A).summary() == {"name": f"{B} + {A}"}
     assert "batch=(2,)" in repr(Attention(Q=torch.zeros(2, 1, 3, 3)))
 
 
 def test_the_logits_of_every_field_are_bounded():
     A = Attention.identity(3, beta=5.0)
-    bounds = [A, A + Drift(math.sin), pre_norm(A), A.with_beta(math.inf), Scheduled(A.with_beta)]
-    bounds = [float(field.logit_bound(2.0, (0.0, 3.0))) for field in bounds]
-    assert bounds == [20.0, 20.0, 5.0, 0.0, 12.0]
+    bounds = [float(field.logit_bound(2.0)) for field in (A, A + Drift(math.sin), pre_norm(A), A.with_beta(math.inf))]
+    assert bounds == [20.0, 20.0, 20.0, 0.0]
     assert (A + Drift(math.sin)).not_exchangeable_because == ("Drift(sin), which is not tokenwise",)
-    assert Scheduled(A.with_beta).not_exchangeable_because == ("a schedule",)
 
 
 EYE = torch.eye(3)
@@ -289,7 +287,7 @@ ONE = Attention.identity(3)
         (lambda: Layers([Attention.identity(3)], times=[1.0, 0.0]), ValueError, "increasing"),
         (lambda: Layers("a", times=[0.0, 1.0]), TypeError, "field 0 is a str"),
         (lambda: ONE + "a", TypeError, "unsupported operand"),
-        (lambda: Scheduled(lambda t: None)(0.0, EYE), TypeError, "returned a NoneType at t = 0"),
+        (lambda: flow(lambda t: ONE, EYE, 1.0), TypeError, "field is a function, expected Attention"),
         (lambda: Drift(lambda t, x: x.double())(0.0, EYE), ValueError, "expected torch.float32"),
         (lambda: Drift(lambda t, x: x[:, :2])(0.0, EYE), ValueError, r"\(3, 2\) at t = 0, expected .*\(3, 3\)"),
         (lambda: Drift(lambda t, x: None)(0.0, EYE), TypeError, "returned a NoneType"),
@@ -302,14 +300,17 @@ ONE = Attention.identity(3)
         (lambda: Attention.identity(3, beta=torch.ones(0)), ValueError, r"beta has shape \(0,\)"),
         (lambda: Attention.identity(3, kernel="near", tolerance=math.nan), ValueError, "tolerance = nan"),
         (lambda: Attention.identity(3, kind="sinkhorn").with_beta(math.inf), ValueError, "hardmax"),
-        (lambda: Attention.identity(3, causal=True).drift(EYE, EYE), ValueError, "drop context"),
+        (lambda: Attention.identity(3, causal=True).with_context(EYE).drift(EYE), ValueError, "drop context"),
         (lambda: Attention.identity(3, context="tokens"), TypeError, "context is a str, expected a measure"),
-        (lambda: ONE.drift(EYE, [1.0]), TypeError, "context is a list, expected a measure"),
-        (lambda: ONE.drift(EYE, EYE[:, :2]), ValueError, r"context has shape \(3, 2\)"),
-        (lambda: ONE.drift(EYE, UniformSphere(4)), ValueError, r"expected \(\.\.\., m, 4\) for this measure"),
-        (lambda: ONE.drift(EYE, Gaussian(EYE[0].double(), EYE.double())), ValueError, "use measure.to"),
+        (lambda: ONE.with_context([1.0]).drift(EYE), TypeError, "context is a list, expected a measure"),
+        (lambda: ONE.with_context(EYE[:, :2]).drift(EYE), ValueError, r"context has shape \(3, 2\)"),
+        (
+            lambda: ONE.with_context(UniformSphere(4)).drift(EYE),
+            ValueError,
+            r"expected \(\.\.\., m, 4\) for this measure",
+        ),
+        (lambda: ONE.with_context(Gaussian(EYE[0].double(), EYE.double())).drift(EYE), ValueError, "use measure.to"),
         (lambda: ONE.with_context(EYE).matrix(EYE), ValueError, r"use with_context\(None\)"),
-        (lambda: ONE.matrix(torch.zeros(40_000, 3)), ValueError, "over 2\\^30 entries"),
         (lambda: Attention.identity(3, 1e4, kind="unnormalised").drift(EYE), FloatingPointError, "not finite"),
         (lambda: Attention.from_matrices(EYE, EYE[0]), ValueError, "expected square matrices"),
         (lambda: Attention.from_matrices(EYE, EYE[:2, :2]), ValueError, "same dimension d"),

@@ -55,7 +55,6 @@ def make(dim: int = 4, heads: int = 2, seed: int = 0, **options) -> Layer:
         {"step": "dopri5", "horizon": 2.0},
         {"kind": "unnormalised", "beta": 0.5},
         {"kind": "sinkhorn"},
-        {"kind": "hardmax"},
         {"causal": True},
         {"beta": torch.tensor([0.5, 3.0])},
         {"beta": math.inf},
@@ -134,7 +133,7 @@ def test_beta_is_read_set_saved_loaded_and_reset() -> None:
     assert layer.beta.tolist() == pytest.approx([3.0, 3.0])
     hardmax = make(beta=math.inf)
     assert hardmax.attention().is_hardmax
-    fresh = make(seed=1, kind="hardmax")
+    fresh = make(seed=1, beta=math.inf)
     fresh.load_state_dict(hardmax.state_dict())
     assert torch.equal(fresh(draw(5, 4)), hardmax(draw(5, 4)))
     layer.load_state_dict(hardmax.state_dict())
@@ -173,7 +172,7 @@ def test_layer_is_the_flow_of_its_attention() -> None:
     for attention in (
         Attention.identity(4, 2.0),
         Attention(draw(3, 2, 4), draw(3, 2, 4, seed=1), draw(3, 2, 4), draw(3, 4, 2), 1.5, draw(3, 2), draw(4)),
-        Attention(draw(4, 4), V=draw(4, 4, seed=1), kind="hardmax", causal=True, value_bias=draw(4)),
+        Attention(draw(4, 4), V=draw(4, 4, seed=1), beta=math.inf, causal=True, value_bias=draw(4)),
         Attention(draw(4, 4), V=draw(4, 4, seed=1), beta=torch.tensor([0.5], dtype=F64)),
     ):
         layer = layer_of(attention, steps=4)
