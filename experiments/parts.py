@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attn_flow.base.files import to_plain, versions, write_json
-from attn_flow.base.texts import parse_json
+from attn_flow.base.files import read_json, to_plain, versions, write_json
 
 
 def kept_part(parts: Path | None, name: str, options: dict[str, Any], compute: Callable[[], Any]) -> Any:
@@ -23,7 +22,7 @@ def kept_part(parts: Path | None, name: str, options: dict[str, Any], compute: C
     key = hashlib.sha256(content.encode()).hexdigest()
     path = parts / f"{name}.json"
     if path.is_file():
-        saved = parse_json(path.read_text(), str(path))
+        saved = read_json(path)
         if saved.get("key") == key:
             return saved["part"]
     part = to_plain(compute())

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.base.files import digest, lock_for_writing, versions, write_json
+from attn_flow.base.files import digest, lock_for_writing, read_json, versions, write_json
 from attn_flow.base.processes import ALONE, Processes
 from attn_flow.base.progress import progress_bar
-from attn_flow.base.texts import parse_json
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.capture import record_batch
 from attn_flow.hooks.evaluation import list_changes
@@ -96,7 +95,7 @@ def _require_same(about: dict[str, Any], folder: Path) -> None:
     path = folder / "recording.json"
     if not any(folder.glob("batch-*.safetensors")):
         write_json(about, path)
-    before = parse_json(path.read_text(), str(path))
+    before = read_json(path)
     other = [name for name in about if name != "model" and before.get(name) != about[name]]  # the name may be a path
     if other:
         raise ValueError(f"{folder} holds a recording with other {', '.join(other)}; use another folder.")

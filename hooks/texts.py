@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
-
-from attn_flow.base.texts import lines, parse_json, read_text
 
 
 def load_texts(path: str | os.PathLike[str], field: str = "text") -> list[str]:
@@ -32,20 +32,39 @@ def load_texts(path: str | os.PathLike[str], field: str = "text") -> list[str]:
     source, kind = str(path), Path(path).suffix.lower()
     if kind not in ("", ".txt", ".md", ".jsonl", ".csv"):
         raise ValueError(f"{source} is of no known format ({kind}); expected .txt, .md, .jsonl or .csv.")
-    content = read_text(path)
+    content = _read(path)
     if source == "-":
         source, kind = "standard input", ".jsonl" * content.lstrip().startswith("{")
+    lines = content.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # U+2028 and form feeds end no line
     if kind == ".jsonl":
-        entry = lambda number, line: _entry(parse_json(line, f"{source}, line {number}"), field, source, number)
-        texts = [entry(number, line) for number, line in lines(content)]
+        texts = [_object(line, field, source, i) for i, line in enumerate(lines, start=1) if line.strip()]
     elif kind == ".csv":
         texts = _table(content, field, source)
     else:
-        texts = [line for _, line in lines(content)]
+        texts = lines
     texts = [text.strip() for text in texts if text.strip()]
     if not texts:
         raise ValueError(f"{source} holds no text.")
     return texts
+
+
+def _read(path: str | os.PathLike[str]) -> str:
+    """The content of a UTF-8 file, or of standard input for "-"."""
+    source = "standard input" if str(path) == "-" else str(path)
+    try:
+        content = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
+        return content.decode("utf-8-sig")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ValueError(f"no file {source}.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text (byte {error.start}); convert it first.") from None
+
+
+def _object(text: str, field: str, source: str, line: int) -> str:
+    try:
+        return _entry(json.loads(text), field, source, line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source}, line {line} is not JSON ({error.msg}).") from None
 
 
 def _table(content: str, field: str, source: str) -> list[str]:

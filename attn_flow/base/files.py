@@ -36,13 +36,6 @@ def write_atomically(path: FilePath, write: Callable[[str], Any]) -> None:
     Args:
         path: the file; its folder is created.
         write: a function that writes to the file whose name it gets, which ends as that of `path`.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> write_atomically(f"{folder}/a.txt", lambda name: Path(name).write_text("text"))
-        >>> Path(f"{folder}/a.txt").read_text()
-        'text'
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
@@ -66,6 +59,14 @@ def write_bytes(content: bytes, path: FilePath) -> None:
 def write_json(content: Any, path: FilePath) -> None:
     """Write values as JSON atomically, after `to_plain`."""
     write_bytes((json.dumps(to_plain(content), indent=1, allow_nan=False) + "\n").encode(), path)
+
+
+def read_json(path: FilePath) -> Any:
+    """The value in a JSON file; ValueError that names a file which is no JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}).") from None
 
 
 def to_plain(value: Any) -> Any:
@@ -93,24 +94,17 @@ def write_tensors(tensors: dict[str, Tensor], path: FilePath, about: dict[str, s
 
 
 def read_tensors(path: FilePath, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a file of `write_tensors`; ValueError if it is missing, cut short or damaged.
-
-    A safetensors file of another program, without metadata, is read as it is.
-    """
-    path = Path(path)
-    if not path.is_file():
+    """Tensors and metadata of a file of `write_tensors`; ValueError if it is missing or damaged or of other origin."""
+    if not Path(path).is_file():
         raise ValueError(f"no file {path}.")
     try:
         with safe_open(path, framework="pt") as file:
             about = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged or not a safetensors file ({error}); move it away.") from None
-    expected = about.pop(DIGEST_KEY, None)
-    if expected is None and about not in ({}, {"format": "pt"}):
-        raise ValueError(f"{path} has no digest: it is damaged, or older than version 0.2; move it away.")
-    if expected is not None and expected != digest(tensors, about):
-        raise ValueError(f"{path} is damaged: its content differs from what was written; move it away.")
+        if about.pop(DIGEST_KEY, None) != digest(tensors, about):
+            raise ValueError("its digest is missing or wrong")
+    except (SafetensorError, ValueError) as error:  # a ValueError also of metadata that are not UTF-8
+        raise ValueError(f"{path} is damaged or not written by attn_flow ({error}); move it away.") from None
     return {name: tensor.to(device) for name, tensor in tensors.items()}, about
 
 
@@ -127,11 +121,12 @@ def digest(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None
 @functools.cache
 def source_digest(folder: Path = Path(__file__).parent.parent) -> str:
     """A digest of the source code of the package, which changes with every edit, unlike its version."""
-    files = sorted(Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names)
+    names = sorted(os.path.join(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names)
     total = hashlib.sha256()
-    for file in files:
-        if file.suffix == ".py":
-            total.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size} ".encode() + file.read_bytes())
+    for name in names:
+        if name.endswith(".py"):
+            content = Path(name).read_bytes()
+            total.update(f"{os.path.relpath(name, folder)} {len(content)} ".encode() + content)
     return total.hexdigest()[:16]
 
 
@@ -141,13 +136,9 @@ def versions() -> dict[str, str]:
     >>> sorted(versions())[:3]
     ['POT', 'attn-flow', 'geomloss']
     """
+    installed = {found.name: found.version for found in metadata.distributions() if found.name in PACKAGES}
     known = {"python": platform.python_version(), "source": source_digest()}
-    for package in PACKAGES:
-        try:
-            known[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            known[package] = "not installed"
-    return known
+    return known | {package: installed.get(package, "not installed") for package in PACKAGES}
 
 
 @contextmanager

@@ -18,7 +18,7 @@ def lazy_names(
     names_by_module has the names that each module provides. The package repeats the imports under TYPE_CHECKING for
     type checkers, and lists the names in `__all__`. Its submodules are also found.
 
-    >>> find, names = lazy_names("attn_flow.base", {"attn_flow.base.texts": ("visible",)})
+    >>> find, names = lazy_names("attn_flow.base", {"attn_flow.base.progress": ("visible",)})
     >>> find("visible")("a b"), "visible" in names()
     ('a b', True)
     """

@@ -6,6 +6,7 @@ Names and texts of other people may hold control codes; all output goes through 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import textwrap
@@ -17,11 +18,11 @@ from typing import Annotated, Any
 
 import typer
 
-from attn_flow.base.texts import visible
+from attn_flow.base.progress import visible
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of every random number.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of every random number.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto (CUDA if it is there).")]
 
 RESUMED = ("probe", "record", "train")  # commands that continue a run that was stopped
@@ -47,8 +48,6 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise typer.Exit(3) from None
             except (ValueError, OSError, ImportError, MemoryError) as error:
                 complain(f"error: {error}")
-            except RecursionError:
-                complain("error: the input is nested too deeply to be read.")
             except RuntimeError as error:  # torch has no error class of its own for memory on the CPU
                 if not any(words in str(error) for words in ("allocate", "out of memory", "Storage size")):
                     raise
@@ -82,24 +81,20 @@ def print_json(content: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table on standard output, without empty columns: the widest one is wrapped to fit the terminal."""
+    """A table on standard output, of which the widest column is wrapped to fit the terminal. None is "none"."""
     paragraph(title)
-    is_number = [isinstance(value, (int, float)) for value in (rows or [columns])[0]]
-    cells = [[f"{value:.4g}" if isinstance(value, float) else visible(value) for value in row] for row in rows]
-    shown = [i for i in range(len(columns)) if not rows or any(row[i] for row in cells)]
-    table = [[row[i] for i in shown] for row in (list(columns), *cells)]
-    widths = [max(map(len, column)) for column in zip(*table)]
+    words = lambda value: f"{value:.4g}" if isinstance(value, float) else "none" if value is None else visible(value)
+    cells = [list(columns), *([words(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
     widest = widths.index(max(widths))
     spare = _line_width() - sum(widths) + widths[widest] - 2 * (len(widths) - 1)
     widths[widest] = min(widths[widest], max(spare, MIN_WRAPPED))
-    table.insert(1, ["-" * width for width in widths])
-    for row in table:
+    cells.insert(1, ["-" * width for width in widths])
+    align = [str.rjust if isinstance(value, (int, float)) else str.ljust for value in (rows or [columns])[0]]
+    for row in cells:
         for number, part in enumerate(textwrap.wrap(row[widest], widths[widest]) or [""]):
             line = [part if i == widest else text * (number == 0) for i, text in enumerate(row)]
-            aligned = [
-                text.rjust(width) if is_number[i] else text.ljust(width) for text, width, i in zip(line, widths, shown)
-            ]
-            typer.echo("  ".join(aligned).rstrip())
+            typer.echo("  ".join(pad(text, width) for pad, text, width in zip(align, line, widths)).rstrip())
 
 
 def _line_width() -> int:
@@ -127,8 +122,6 @@ def refuse_options(context: typer.Context, reason: str, *names: str) -> None:
 
 def require_device(name: str) -> str:
     """The name of a device of this machine; under torchrun each process has a GPU of its own."""
-    import os
-
     import torch
 
     if name == "auto":
@@ -136,7 +129,6 @@ def require_device(name: str) -> str:
     try:
         torch.ones(1, device=name).item()
     except (RuntimeError, NotImplementedError, AssertionError):
-        count = torch.cuda.device_count()
-        devices = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
+        devices = f"{torch.cuda.device_count() or 'no'} CUDA devices"
         raise ValueError(f"device = {name!r} cannot be used: this machine has cpu and {devices}.") from None
     return name

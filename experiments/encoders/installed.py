@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from attn_flow.base.texts import lines
 from attn_flow.hooks.demo import word_tokenizer
 from attn_flow.hooks.safe_loading import package_folder, pretrained_model
 
@@ -38,7 +37,8 @@ def textbook_reactions() -> list[str]:
 
 def smiles_tokenizer(vocabulary: Path) -> Any:
     """A tokenizer that splits SMILES into atoms, bonds and rings and looks each up in a vocabulary file."""
-    return word_tokenizer([token for _, token in lines(vocabulary.read_text(encoding="utf-8"))], 512, SMILES)
+    tokens = [token for token in vocabulary.read_text(encoding="utf-8").split("\n") if token.strip()]
+    return word_tokenizer(tokens, 512, SMILES)
 
 
 def load_rxnmapper(pickle: bool = True) -> tuple[nn.Module, Any]:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attn_flow.base.files import lock_for_writing, versions, write_json
-from attn_flow.base.texts import lines, parse_json
+from attn_flow.base.files import lock_for_writing, read_json, versions, write_json
 from attn_flow.experiments.encoders.entries import ZOO, Entry
 from attn_flow.experiments.encoders.inputs import INPUTS
 from attn_flow.experiments.encoders.packages import download
@@ -49,7 +48,7 @@ def fetched(name: str, cache: str | Path | None = None) -> Path | None:
     card = folder / CARD
     if not card.is_file():
         return None
-    return folder if parse_json(card.read_text(), str(card)).get("sha256") == _digests(entry) else None
+    return folder if read_json(card).get("sha256") == _digests(entry) else None
 
 
 def _digests(entry: Entry) -> dict[str, str]:
@@ -121,7 +120,7 @@ def sample_inputs(name: str, cache: str | Path | None = None) -> list[str]:
     file = _here(name, cache) / INPUTS
     if not file.exists():
         raise ValueError(f"{name} takes no texts; draw tables with attn_flow.experiments.encoders.tables.draw_table.")
-    return [text for _, text in lines(file.read_text(encoding="utf-8"))]
+    return [text for text in file.read_text(encoding="utf-8").split("\n") if text.strip()]
 
 
 def own_inputs(name: str, tokenizer: Any, model: Any, number: int, length: int) -> tuple[Any, list[str] | None]:

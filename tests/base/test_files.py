@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_flow.base.files import lock_for_writing, read_tensors, source_digest, versions, write_json, write_tensors
+from attn_flow.base.files import lock_for_writing, read_json, read_tensors, source_digest, versions, write_json, write_tensors
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor(True), "c": torch.zeros(0, 2, dtype=torch.bfloat16)}
 ABOUT = {"format": "test", "about": "a word"}
@@ -69,6 +69,13 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     with lock_for_writing(path):  # released
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b'{"a": ', b"\xff"])
+def test_what_is_not_json_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.json is not JSON"):
+        read_json(tmp_path / "x.json")
 
 
 def test_source_digest_changes_with_content_and_names(tmp_path: Path) -> None:

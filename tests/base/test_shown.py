@@ -1,4 +1,4 @@
-"""What users see: progress, figures, texts, missing extras, and threads given back."""
+"""What users see: progress, figures, missing extras, and threads given back."""
 
 import io
 import sys
@@ -12,7 +12,6 @@ from attn_flow.base.figures import caption, save_figure, style, typeset
 from attn_flow.base.imports import require_extra
 from attn_flow.base.processes import limit_threads
 from attn_flow.base.progress import progress_bar
-from attn_flow.base.texts import lines, parse_json, read_text
 
 # --- progress --------------------------------------------------------------------------------------------------------
 
@@ -109,32 +108,6 @@ def test_a_broken_extra_shows_its_own_error(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="something_else"):
         require_extra("broken_extra")
-
-
-# --- texts -----------------------------------------------------------------------------------------------------------
-
-
-def test_texts_are_read_in_any_spelling(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"\xef\xbb\xbfone\r\n\r\nthree\x0cstill\rfour")
-    assert list(lines(read_text(path))) == [(1, "one"), (3, "three\x0cstill"), (4, "four")]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"\xff", r"is not UTF-8 text \(byte 0\)"), (None, "no file")],
-)
-def test_what_is_not_text_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
-    path = tmp_path / "a.txt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        read_text(path)
-
-
-def test_what_is_not_json_is_named() -> None:
-    with pytest.raises(ValueError, match="x is not JSON"):
-        parse_json("{", "x")
 
 
 # --- threads ---------------------------------------------------------------------------------------------------------
