@@ -11,8 +11,10 @@ the softmax, except where keys are rotated or multiplied with positions.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,51 +47,35 @@ def as_float(x: Any) -> Tensor:
 
 
 def read_linear(block: Block, path: str) -> tuple[Tensor, Tensor | None]:
-    """Weight (out, in) and bias of a projection: a Linear, GPT-2's Conv1D, or torch's MultiheadAttention.
+    """Weight (out, in) and bias of a projection: a Linear, torch's MultiheadAttention, or a linear function.
 
-    Parametrised weights are read as they are used and LoRA adapters are merged. A module that computes something else
-    is refused.
+    Other modules than Linear, such as GPT-2's Conv1D and LoRA adapters, are evaluated on unit vectors. One that computes
+    something else than a weight and a bias is refused.
     """
     module: Any = block[path]
     if isinstance(module, nn.MultiheadAttention):
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise ValueError("MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn is not self-attention.")
         return as_float(module.in_proj_weight), None if module.in_proj_bias is None else as_float(module.in_proj_bias)
-    base = getattr(module, "base_layer", module)
-    weight = as_float(base.weight.T if hasattr(base, "nf") else base.weight)  # Conv1D is (in, out)
-    bias = None if getattr(base, "bias", None) is None else as_float(base.bias)
-    if base is not module and not getattr(module, "merged", False) and not getattr(module, "disable_adapters", False):
-        weight = weight + _lora_product(module)
-    if type(module).forward is not nn.Linear.forward:
-        _check_projection(block, path, weight, bias, base.weight.dtype)
-    return weight, bias
-
-
-def _check_projection(block: Block, path: str, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-    """ValueError unless a module computes weight @ x + bias, up to rounding."""
-    module = block[path]
-    x = torch.linspace(-1, 2, weight.shape[1], dtype=dtype, device=weight.device)
-    with evaluation_mode(module):
-        output = type(module).forward(module, x[None])[0].double()  # without hooks, which are not weights
-    expected, largest = weight.double() @ x.double(), weight.double().abs() @ x.double().abs()
-    if bias is not None:
-        expected, largest = expected + bias.double(), largest + bias.double().abs()
-    # A sum of k terms is wrong by at most k rounding errors of the sum of their sizes.
-    if bool(((output - expected).abs() > (len(x) + 2) * relative_rounding(x) * largest).any()):
-        error = float((output - expected).norm() / output.norm())
+    base = getattr(module, "base_layer", module)  # inside an adapter
+    weight = as_float(base.weight)
+    if type(module).forward is nn.Linear.forward:
+        return weight, None if module.bias is None else as_float(module.bias)
+    inputs = base.nx if hasattr(base, "nx") else weight.shape[1]  # the weight of a Conv1D is transposed
+    evaluated = copy.deepcopy(module).double()
+    function = partial(type(module).forward, evaluated)  # without hooks, which are not weights
+    unit_vectors = torch.eye(inputs, dtype=torch.float64, device=weight.device)
+    x = torch.linspace(-1, 2, inputs, dtype=torch.float64, device=weight.device)[None]
+    with evaluation_mode(evaluated):
+        bias = function(torch.zeros_like(x))
+        exact, output = function(unit_vectors) - bias, function(x)
+    error = float((x @ exact + bias - output).norm() / output.norm())
+    if error > 1e-5:
         raise ValueError(
-            f"{block.path}.{path} is a {type(module).__name__} that computes something else than its weight and bias "
+            f"{block.path}.{path} is a {type(module).__name__} that computes something else than a weight and a bias "
             f"(error {error:.1e}): an adapter? Merge it into the weights first (peft: model.merge_and_unload())."
         )
-
-
-def _lora_product(module: Any) -> Tensor | float:
-    """The sum of scaling * B A over the active adapters of a LoRA layer, (out, in)."""
-    A, B = getattr(module, "lora_A", {}), getattr(module, "lora_B", {})
-    scaling, active = getattr(module, "scaling", {}), getattr(module, "active_adapters", list(A))
-    return sum(
-        scaling.get(name, 1.0) * as_float(B[name].weight) @ as_float(A[name].weight) for name in active if name in A
-    )
+    return exact.T.to(weight), bias[0].to(weight)
 
 
 def relative_rounding(x: Tensor) -> float:
@@ -191,31 +177,34 @@ class Positions:
 def read_positions(layers: Sequence[Block], n: int) -> list[Positions | None]:
     """The positions of n tokens, layer by layer; None where they do not enter the scores or it is not known how.
 
-    Layers that add the same table share it in memory.
+    Layers that add a table share it, as in the models themselves.
     """
-    tables: dict[Any, Tensor] = {}
-    return [_read_layer(block, n, tables) if block.knows_positions else None for block in layers]
-
-
-def _read_layer(block: Block, n: int, tables: dict[Any, Tensor]) -> Positions:
-    arch, (weight, bias) = block.architecture, projections(block)["k"]
-    with torch.no_grad():
-        if arch.angles is not None:
-            cos, sin = (angle.to(weight) for angle in arch.angles(block, n))
-            return Positions(n, (cos, sin), bias)
-        if arch.score_table is not None:
-            key = arch.score_table, block.root, weight.dtype, weight.device
-            if key not in tables:
-                tables[key] = arch.score_table(block, n).to(weight)
-            return Positions(n, table=tables[key])
-    score_terms, dtype, beta = arch.score_terms, next(block.module.parameters()).dtype, block.beta
-    assert score_terms is not None  # one of the three is there if positions are known
-
-    def terms(q: Tensor, k: Tensor) -> Tensor:
+    positions: list[Positions | None] = []
+    table: Tensor | None = None
+    for block in layers:
+        arch = block.architecture
+        if not block.knows_positions:
+            positions.append(None)
+            continue
+        weight, bias = projections(block)["k"]
         with torch.no_grad():
-            return score_terms(block, q.to(dtype), k.to(dtype)).to(q) / beta
+            if arch.angles is not None:
+                cos, sin = (angle.to(weight) for angle in arch.angles(block, n))
+                positions.append(Positions(n, (cos, sin), bias))
+            elif arch.score_table is not None:
+                table = arch.score_table(block, n).to(weight) if table is None else table
+                positions.append(Positions(n, table=table))
+            else:
+                positions.append(Positions(n, key_bias=bias, terms=partial(_score_terms, block)))
+    return positions
 
-    return Positions(n, key_bias=bias, terms=terms)
+
+@torch.no_grad()
+def _score_terms(block: Block, q: Tensor, k: Tensor) -> Tensor:
+    """The terms of the scores that depend on positions, before they are multiplied by beta."""
+    assert block.architecture.score_terms is not None  # `Block.knows_positions` has neither angles nor a table
+    dtype = next(block.module.parameters()).dtype
+    return block.architecture.score_terms(block, q.to(dtype), k.to(dtype)).to(q) / block.beta
 
 
 # --- queries, keys and scores of a pass ---
@@ -253,9 +242,9 @@ def attention_scores(block: Block, q: Tensor, k: Tensor, mask: Tensor, beta_fact
     beta = beta if beta_factor is None else beta * beta_factor.to(q)[:, None]
     positions = read_positions([block], n)[0]
     if positions is not None:
-        bias = 0 if positions.key_bias is None else positions.key_bias[:, None]  # the projection has added it already
+        positions = replace(positions, key_bias=None)  # the projection has added it already
         q = torch.stack([positions.queries(each, beta) for each in q])
-        k = torch.stack([positions.keys(each - bias) for each in k])
+        k = torch.stack([positions.keys(each) for each in k])
     scores = (beta[..., None] * q) @ k.mT
     i = torch.arange(n, device=q.device)
     is_visible = mask[:, None, None, :]
