@@ -15,7 +15,10 @@ def is_uniform(a: Array, b: Array) -> bool:
 
 
 def assignment(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:
-    """The permutation s with the smallest mean of c(x_i, y_s(i))^p, by the Jonker-Volgenant algorithm of scipy."""
+    """The permutation s with the smallest mean of c(x_i, y_s(i))^p, by the Jonker-Volgenant algorithm of scipy.
+
+    The algorithm of scipy does not return its dual potentials.
+    """
     if not is_uniform(a, b):
         raise ValueError(
             f"method 'assignment' needs two clouds of equally many points of equal mass, got {len(a)} and {len(b)} "
@@ -23,21 +26,3 @@ def assignment(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan
         )
     i, j = linear_sum_assignment(cost.matrix(x, y))
     return Plan(i, j, np.full(len(x), 1 / len(x)))
-
-
-def dual_potential(x: Array, y: Array, plan: Plan, cost: GroundCost) -> Array:
-    """The dual potential v (n,) of y for an optimal assignment.
-
-    Complementary slackness asks for v_j - v_s(i) <= c_ij - c_is(i) for all i and j. These are the inequalities of
-    shortest paths, which the Bellman-Ford iteration solves in at most n sweeps, and in far fewer as a rule.
-    """
-    C = cost.matrix(x, y)
-    largest = float(C.max())
-    C = C[plan.i] - C[plan.i, plan.j][:, None]
-    v = np.zeros(len(y))
-    for _ in range(len(y)):
-        shorter = np.minimum(v, (C + v[plan.j][:, None]).min(0))
-        if np.max(v - shorter) <= np.finfo(float).eps * largest:
-            break
-        v = shorter
-    return v

@@ -7,7 +7,6 @@ Every distance is returned with an error that was proved, and within a relative 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -179,12 +178,8 @@ def solve(
     except RuntimeError:
         received = f"a has batch shape {tuple(shapes[0])} and b {tuple(shapes[1])}"
         raise ValueError(f"{received}, expected shapes that broadcast.") from None
-    tokens_x, masses_x, masks_x = _measures(first, batch)
-    tokens_y, masses_y, masks_y = _measures(second, batch)
-    pairs = [
-        Pair(x[mask_x], a[mask_x], y[mask_y], b[mask_y], GroundCost(float(p), cost))
-        for x, a, mask_x, y, b, mask_y in zip(tokens_x, masses_x, masks_x, tokens_y, masses_y, masks_y)
-    ]
+    ground_cost = GroundCost(float(p), cost)
+    pairs = [Pair(*arrays, ground_cost) for arrays in zip(*_measures(first, batch), *_measures(second, batch))]
     solutions = [
         _solve_pair(pair, method, rtol, with_plan, f"pair {k} of {len(pairs)}") for k, pair in enumerate(pairs)
     ]
@@ -193,11 +188,11 @@ def solve(
     plan = potentials = None
     plans = [solution.plan for solution in solutions if solution.plan is not None]
     if with_plan and plans:
-        plan = _plan_tensor(plans, masks_x, masks_y, batch).to(device, dtype)
+        plan = _plan_tensor(plans, (*batch, x.shape[-2], y.shape[-2])).to(device, dtype)
     us_and_vs = [solution.potentials for solution in solutions if solution.potentials is not None]
     if with_plan and us_and_vs:
-        us, vs = zip(*us_and_vs)
-        potentials = to_batch(_pad(us, masks_x)), to_batch(_pad(vs, masks_y))
+        u, v = (to_batch(torch.stack(z))[..., None] for z in zip(*us_and_vs))
+        potentials = first.zero_padding(u)[..., 0], second.zero_padding(v)[..., 0]
     return Transport(
         value=to_batch(torch.stack([solution.value for solution in solutions])),
         error=to_batch(torch.tensor([solution.error for solution in solutions], dtype=torch.float64)),
@@ -209,14 +204,12 @@ def solve(
     )
 
 
-def _measures(cloud: Cloud, batch: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (B, n, d) and probabilities (B, n) in float64, and the mask (B, n), for all B pairs of the batch."""
+def _measures(cloud: Cloud, batch: torch.Size) -> tuple[Tensor, Tensor]:
+    """Tokens (B, n, d) and probabilities (B, n) in float64 for all B pairs of the batch; padding has no mass."""
     n, d = cloud.x.shape[-2:]
-    a = cloud.probabilities.double()
+    x, a = cloud.filled().double(), cloud.probabilities.double()
     a = a / a.sum(-1, keepdim=True)
-    mask = torch.ones_like(a, dtype=torch.bool) if cloud.mask is None else cloud.mask
-    x, a, mask = cloud.x.expand(*batch, n, d), a.expand(*batch, n), mask.expand(*batch, n)
-    return x.double().reshape(-1, n, d), a.reshape(-1, n), mask.reshape(-1, n)
+    return x.expand(*batch, n, d).reshape(-1, n, d), a.expand(*batch, n).reshape(-1, n)
 
 
 def _solve_pair(pair: Pair, method: str | Sinkhorn | Sliced, rtol: float, with_potentials: bool, name: str) -> Solution:
@@ -237,21 +230,11 @@ def _solve_pair(pair: Pair, method: str | Sinkhorn | Sliced, rtol: float, with_p
     return solution
 
 
-def _plan_tensor(plans: list[Plan], masks_x: Tensor, masks_y: Tensor, batch: torch.Size) -> Tensor:
-    """The plans of all pairs as one sparse tensor (*batch, n, m)."""
-    indices, masses = [], []
-    for k, plan in enumerate(plans):
-        rows, columns = (mask[k].nonzero()[:, 0].cpu().numpy() for mask in (masks_x, masks_y))
-        place = [np.full(len(plan.mass), index) for index in np.unravel_index(k, batch)]
-        indices.append(np.stack([*place, rows[plan.i], columns[plan.j]]))
-        masses.append(plan.mass)
-    shape = (*batch, masks_x.shape[1], masks_y.shape[1])
-    i, mass = torch.from_numpy(np.concatenate(indices, 1)), torch.from_numpy(np.concatenate(masses))
-    return torch.sparse_coo_tensor(i, mass, shape, check_invariants=False).coalesce()
-
-
-def _pad(potentials: Sequence[Tensor], masks: Tensor) -> Tensor:
-    """The potentials of all pairs as one tensor (B, n) with zeros on padding."""
-    padded = potentials[0].new_zeros(masks.shape)
-    padded[masks.to(padded.device)] = torch.cat(list(potentials))
-    return padded
+def _plan_tensor(plans: list[Plan], shape: tuple[int, ...]) -> Tensor:
+    """The plans of all pairs as one sparse tensor of this shape, (..., n, m)."""
+    pair = np.repeat(np.arange(len(plans)), [len(plan.mass) for plan in plans])
+    place = np.unravel_index(pair, (1, *shape[:-2]))[1:]
+    i, j = np.concatenate([plan.i for plan in plans]), np.concatenate([plan.j for plan in plans])
+    indices = torch.from_numpy(np.stack([*place, i, j]))
+    mass = torch.from_numpy(np.concatenate([plan.mass for plan in plans]))
+    return torch.sparse_coo_tensor(indices, mass, shape, check_invariants=False).coalesce()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from attn_flow.transport.ground_cost import GroundCost
+from attn_flow.transport.ground_cost import GroundCost, c_transform
 from attn_flow.transport.plan import Array, Plan
 
 # The lengths of points may differ by this much, relative to their mean, on what is called a sphere.
@@ -73,6 +74,29 @@ class Pair:
             x, y = (z / z.norm(dim=-1, keepdim=True) for z in (x, y))
             unit = unit * radius
         return replace(self, x=x, y=y), unit
+
+    def cost_of(self, plan: Plan) -> Tensor:
+        """(sum_k mass_k c(x_i, y_j)^p)^{1/p} of a fixed plan, with its gradients in the points and the masses."""
+        i, j, mass = (torch.from_numpy(z) for z in (plan.i, plan.j, plan.mass))
+        p, c = self.cost.p, self.cost.distance(self.x[i], self.y[j])
+        largest = c.detach().max()
+        if largest == 0:  # the p-th root has no derivative at zero; this has the derivative zero
+            return (mass * c).sum()
+        total = (mass * (c / largest) ** p).sum()
+        if self.has_mass_gradient:
+            u, v = self.dual_potentials(plan)
+            total = total + ((self.a - self.a.detach()) @ u + (self.b - self.b.detach()) @ v) / largest**p
+        return largest * total ** (1 / p)
+
+    def dual_potentials(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        """u (n,) and v (m,) with u_i + v_j <= c_ij^p for all points, with and without mass.
+
+        They are the derivatives of W_p^p in the masses, up to a constant.
+        """
+        x, _, y, _ = self.arrays()
+        is_known = np.isfinite(plan.potential)
+        u = c_transform(x, y[is_known], plan.potential[is_known], self.cost)
+        return torch.from_numpy(u), torch.from_numpy(c_transform(y, x, u, self.cost))
 
 
 @dataclass(frozen=True, eq=False)

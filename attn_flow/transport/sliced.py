@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attn_flow.transport.exact import plan_cost
 from attn_flow.transport.one_dimension import line
 from attn_flow.transport.pair import Pair, Solution
 
@@ -47,7 +46,7 @@ def sliced_distance(pair: Pair, options: Sliced) -> Solution:
     for direction in directions.cpu():
         direction = direction / direction.norm()
         projected = replace(pair, x=(x @ direction)[:, None], y=(y @ direction)[:, None])  # (n, 1) and (m, 1)
-        powers.append(plan_cost(projected, line(*projected.arrays(), pair.cost)) ** p)
+        powers.append(projected.cost_of(line(*projected.arrays(), pair.cost)) ** p)
     power = torch.stack(powers)
     mean = power.mean()
     if mean == 0:  # the p-th root has no derivative at zero
