@@ -11,10 +11,11 @@ from typing_extensions import Unpack
 
 from attn_flow.attention.attention import Attention, Kind
 from attn_flow.base import checks
-from attn_flow.geometry import Sphere
-from attn_flow.nn.masks import choose_mask, token_mask
+from attn_flow.nn.masks import token_mask
 from attn_flow.nn.module import FlowModule, require_input
 from attn_flow.nn.options import FlowKeywords
+
+WEIGHTS = ("Q", "K", "V", "O", "query_bias", "value_bias")
 
 
 class ContinuousAttentionLayer(FlowModule):
@@ -67,13 +68,11 @@ class ContinuousAttentionLayer(FlowModule):
         dtype: torch.dtype | None = None,
         **options: Unpack[FlowKeywords],
     ) -> None:
-        options["geometry"] = options.get("geometry") or Sphere()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(dim, heads, head_dim, beta, 0.5, factory, **options)
-        self.dim, self.heads, k = dim, heads, self.head_dim
+        k = self.head_dim
         # The weights are put in at every evaluation, because modules may exchange them.
-        beta = math.inf if self.is_hardmax else 1.0
-        self._attention = Attention(dim=dim, beta=beta, kind=kind, causal=causal, kernel="dense")
+        self._attention = Attention(dim=dim, kind=kind, causal=causal, kernel="dense")
         self.Q = nn.Parameter(torch.empty(heads, k, dim, **factory))
         self.K = nn.Parameter(torch.empty(heads, k, dim, **factory))
         self.V = nn.Parameter(torch.empty(heads, k, dim, **factory))
@@ -94,9 +93,7 @@ class ContinuousAttentionLayer(FlowModule):
 
     def attention(self) -> Attention:
         """The attention with the weights of the layer, without the checks of a new `Attention`."""
-        names = ("Q", "K", "V", "O", "query_bias", "value_bias")
-        beta = math.inf if self.is_hardmax else self.beta
-        return self._attention.copy_with(beta=beta, **{name: getattr(self, name) for name in names})
+        return self._attention.copy_with(beta=self.beta, **{name: getattr(self, name) for name in WEIGHTS})
 
     def forward(
         self,
@@ -117,7 +114,9 @@ class ContinuousAttentionLayer(FlowModule):
             A tensor like x, or (steps + 1, ..., n, dim) with return_path. Padding comes out as it went in.
         """
         require_input("x", x, self.dim, self.Q)
-        mask = choose_mask(mask, attention_mask)
+        if mask is not None and attention_mask is not None:
+            raise ValueError("mask and attention_mask are two names of one argument; pass one of them.")
+        mask = attention_mask if mask is None else mask
         tokens = log_weights = None
         start = x
         if mask is not None:
@@ -146,14 +145,11 @@ class ContinuousAttentionLayer(FlowModule):
 
     @torch.no_grad()
     def _logit_bound(self, x: Tensor, attention: Attention) -> Tensor:
-        """An upper bound on the logits, (). Only float32 needs it; beta shows whether a loaded one is infinite."""
+        """An upper bound on the logits, (); only float32 needs it. In flat space tokens may grow to twice their length."""
         if x.dtype != torch.float32:
-            return torch.zeros(()) if self.is_hardmax else self.beta.amax()
+            return torch.zeros(())
         radius = self.geometry.max_norm
-        # In flat space tokens may grow: the bound allows twice their length.
         return attention.logit_bound(2 * x.norm(dim=-1).amax() if radius is None else radius)
 
     def extra_repr(self) -> str:
-        beta, causal = "learned" if self.learn_beta else "fixed", "causal, " * self._attention.causal
-        sizes = f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, beta {beta}"
-        return f"{sizes}, {self._attention.kind}, {causal}{self.options}"
+        return f"{super().extra_repr()}, {self._attention.kind}{', causal' * self._attention.causal}"

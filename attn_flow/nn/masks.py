@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_flow.base import checks
-
-
-def choose_mask(mask: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-    """The mask that was given, under either of its two names."""
-    if mask is not None and attention_mask is not None:
-        raise ValueError("mask and attention_mask are two names of one argument; pass one of them.")
-    return attention_mask if mask is None else mask
 
 
 def token_mask(mask: Tensor, x: Tensor) -> Tensor:
@@ -45,39 +37,35 @@ def token_mask(mask: Tensor, x: Tensor) -> Tensor:
     return tokens.expand(x.shape[:-1])
 
 
-class LogitMask(NamedTuple):
-    """The masks of nn.MultiheadAttention.forward as numbers that are added to the logits."""
-
-    bias: Tensor | None = None  # ([batch,] heads or 1, n or 1, m), finite
-    is_blind: Tensor | None = None  # queries that see no key, ([batch,] heads or 1, n or 1, 1)
-    is_empty: Tensor | None = None  # clouds without keys, (batch) or ()
-
-
 def logit_mask(
     queries: Tensor, keys: Tensor, padding: Tensor | None, pairs: Tensor | None, is_causal: bool
-) -> LogitMask:
-    """The masks for queries ([batch,] heads, n, k) and keys ([batch,] heads, m, k), in their dtype.
+) -> tuple[Tensor | None, Tensor | None]:
+    """The masks of nn.MultiheadAttention.forward as finite numbers that are added to the logits.
 
     Args:
+        queries, keys: ([batch,] heads, n, k) and ([batch,] heads, m, k).
         padding, pairs: key_padding_mask and attn_mask of nn.MultiheadAttention.forward.
-        is_causal: replaces `pairs`.
+        is_causal: the causal mask, which replaces `pairs`.
+
+    Returns:
+        The numbers ([batch,] heads or 1, n or 1, m), and of which queries they hide every key, with m = 1. Both are
+        None without a mask.
     """
     *batch, heads, n, m = *queries.shape[:-1], keys.shape[-2]
-    bias = is_empty = None
+    masks = []
     if padding is not None:
-        bias = _additive("key_padding_mask", padding, queries, (*batch, m))
-        is_empty, bias = bias.isneginf().all(-1), bias[..., None, None, :]
+        masks.append(_additive("key_padding_mask", padding, queries, (*batch, m))[..., None, None, :])
     if is_causal:
         pairs = torch.ones(n, n, dtype=torch.bool, device=queries.device).triu(1)
     if pairs is not None:
         pairs = _additive("attn_mask", pairs, queries, (n, m), (math.prod(batch) * heads, n, m))
-        pairs = pairs if pairs.ndim == 2 else pairs.unflatten(0, (*batch, heads))
-        bias = pairs if bias is None else bias + pairs
-    if bias is None:
-        return LogitMask()
+        of_all = (1,) * (len(batch) + 1)
+        masks.append(pairs.unflatten(0, (*batch, heads)) if pairs.ndim == 3 else pairs.expand(*of_all, n, m))
+    if not masks:
+        return None, None
+    total = sum(masks[1:], start=masks[0])
     # A query that sees no key would have NaN; with finite numbers it has an average, which is then set to zero.
-    is_blind = bias.isneginf().all(-1, keepdim=True)
-    return LogitMask(bias.clamp_min(torch.finfo(bias.dtype).min / 4), is_blind, is_empty)
+    return total.clamp_min(torch.finfo(total.dtype).min / 4), total.isneginf().all(-1, keepdim=True)
 
 
 def _additive(name: str, mask: Tensor, queries: Tensor, *shapes: tuple[int, ...]) -> Tensor:

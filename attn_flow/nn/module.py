@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +11,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from attn_flow.base import checks
-from attn_flow.geometry import Ellipsoid, Geometry, Sphere, place
+from attn_flow.geometry import Geometry, place
 from attn_flow.nn.options import FlowKeywords, FlowOptions
-
-BETAS = ("log_beta", "log_beta_factor")  # the names of trained temperatures in layers and in replaced attention
 
 
 class FlowModule(nn.Module):
@@ -41,10 +38,10 @@ class FlowModule(nn.Module):
         checks.require_count(dim=dim, heads=heads, head_dim=1 if head_dim is None else head_dim)
         if head_dim is None and dim % heads:
             raise ValueError(f"the width {dim} is not a multiple of the {heads} heads; choose another number of heads.")
-        self.head_dim = dim // heads if head_dim is None else head_dim
+        self.dim, self.heads, self.head_dim = dim, heads, dim // heads if head_dim is None else head_dim
         self.learn_beta = options.pop("learn_beta", False)
         self.validate = options.pop("validate", True)
-        self.options = FlowOptions(**options)  # type: ignore[arg-type, misc]
+        self.options = FlowOptions(**options)  # type: ignore[misc]
         if beta is None:
             radius = self.geometry.max_norm
             beta = spread * dim / (math.sqrt(self.head_dim) * (dim if radius is None else radius**2))
@@ -53,7 +50,6 @@ class FlowModule(nn.Module):
             self.log_beta = nn.Parameter(log_beta)
         else:
             self.register_buffer("log_beta", log_beta)
-        self.is_hardmax = not isinstance(beta, Tensor) and beta == math.inf
         self._initial_beta = beta.detach().clone() if isinstance(beta, Tensor) else beta
         self.beta = beta
 
@@ -71,26 +67,11 @@ class FlowModule(nn.Module):
     def beta(self, beta: float | Tensor) -> None:
         device = None if isinstance(beta, Tensor) else "cpu"  # under torch.device("meta") it would have no value
         value = torch.as_tensor(beta, dtype=torch.float64, device=device).detach()
-        checks.require_beta(value)
-        heads = self.log_beta.shape[0]
-        if value.shape not in ((), (1,), (heads,)):
-            raise ValueError(f"beta has shape {tuple(value.shape)}, expected () or (heads,) = ({heads},).")
-        if self.learn_beta:
-            checks.require((value > 0) & value.isfinite(), f"beta = {beta} cannot be learned; expected 0 < beta < inf.")
-        kinds = "infinite" if self.is_hardmax else "finite"
-        message = f"beta = {beta}, expected {kinds} numbers as at the start; beta = inf makes another layer (hardmax)."
-        checks.require(value.isinf() == self.is_hardmax, message)
+        if value.shape not in ((), (1,), (self.heads,)):
+            raise ValueError(f"beta has shape {tuple(value.shape)}, expected () or (heads,) = ({self.heads},).")
+        checks.require((value > 0) & value.isfinite(), f"beta = {beta}, expected positive, finite numbers.")
         with torch.no_grad():
-            self.log_beta.copy_(value.log().expand(heads))
-
-    def _apply(self, *args: Any, **kwargs: Any) -> FlowModule:
-        super()._apply(*args, **kwargs)
-        geometry, like = self.geometry, self.log_beta
-        if isinstance(geometry, Ellipsoid) and not like.is_meta:  # its tensors move along, in float32 at least
-            dtype = torch.promote_types(like.dtype, torch.float32)
-            centre, axes = geometry.centre.to(like.device, dtype), geometry.axes.to(like.device, dtype)
-            self.options = replace(self.options, geometry=Ellipsoid(centre, axes))
-        return self
+            self.log_beta.copy_(value.log().expand(self.heads))
 
     @torch.no_grad()
     def needs_float64(self, clouds: dict[str, Tensor], logit_bound: Tensor, is_empty: Tensor | None) -> bool:
@@ -102,22 +83,25 @@ class FlowModule(nn.Module):
             is_empty: whether a mask hides all tokens of a cloud, (...).
         """
         (name, x), *_ = clouds.items()
-        image, no = self.geometry.retract(x), torch.zeros_like(logit_bound)
-        # On a sphere a token whose square overflows is retracted to zero.
-        is_lost = (image == 0).all(-1).any() if isinstance(self.geometry, Sphere) else no
-        has_empty = no if is_empty is None else is_empty.any()
-        total = image.sum(dtype=torch.promote_types(x.dtype, torch.float32))  # which float16 could not hold
-        numbers = [z.to(x.device, torch.float64) for z in (total, logit_bound, is_lost, has_empty)]
-        size, bound, is_lost_token, has_empty_cloud = torch.stack(numbers).tolist()
-        if is_lost_token or not math.isfinite(size) or not math.isfinite(bound):
+        wide = torch.promote_types(x.dtype, torch.float32)  # float16 could not hold the sums
+        # NaN if a token has no direction, infinite if it is too long to square.
+        size = self.geometry.retract(x).sum(dtype=wide) + torch.linalg.vector_norm(x, dtype=wide)
+        has_empty = torch.zeros(()) if is_empty is None else is_empty.any()
+        numbers = [z.to(x.device, torch.float64) for z in (size, logit_bound, has_empty)]
+        total, bound, has_empty_cloud = torch.stack(numbers).tolist()
+        if not math.isfinite(total + bound):
             for each, z in clouds.items():
                 checks.require_finite(each, z)
             place(name, x, self.geometry)
-            raise ValueError(f"the logits of {name} overflow; use smaller tokens, weights or a finite beta.")
+            raise ValueError(f"the logits of {name} overflow; use smaller tokens, weights or beta.")
         if has_empty_cloud:
             warnings.warn("a mask hides every token of a cloud, which does not move.", stacklevel=6)
         is_autocast = torch.is_autocast_enabled(x.device.type)
         return not is_autocast and checks.working_dtype(x.dtype, torch.tensor(bound)) != x.dtype
+
+    def extra_repr(self) -> str:
+        beta = "learned" if self.learn_beta else "fixed"
+        return f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, beta {beta}, {self.options}"
 
 
 def parameter_groups(module: nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
@@ -138,23 +122,20 @@ def parameter_groups(module: nn.Module, weight_decay: float = 0.01) -> list[dict
         >>> [(len(group["params"]), group["weight_decay"]) for group in groups]
         [(4, 0.01), (1, 0.0)]
     """
-    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    betas, others = [], []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            groups[name.rpartition(".")[2] in BETAS].append(parameter)
-    return [{"params": groups[False], "weight_decay": weight_decay}, {"params": groups[True], "weight_decay": 0.0}]
+            is_beta = name.endswith(("log_beta", "log_beta_factor"))  # of a layer, or of replaced attention
+            (betas if is_beta else others).append(parameter)
+    return [{"params": others, "weight_decay": weight_decay}, {"params": betas, "weight_decay": 0.0}]
 
 
 def require_input(name: str, x: Tensor, dim: int, weight: Any) -> None:
-    """Raise an error unless x is a tensor of tokens (..., n, dim) that fits a weight of the module.
-
-    A quantised weight may be anything and is not compared.
-    """
+    """Raise an error unless x is a tensor of tokens (..., n, dim) that fits a weight, which may be a quantised one."""
     checks.require_floating(name, x)
     if x.ndim < 2 or x.shape[-1] != dim or 0 in x.shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (..., n, dim) = (..., n, {dim}), n >= 1.")
-    if not isinstance(weight, Tensor) or not weight.is_floating_point():
-        return
-    checks.require_same_device(name, x, "the layer", weight)
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise ValueError(f"{name} has dtype {x.dtype} and the layer {weight.dtype}; use {name}.to({weight.dtype}).")
+    if isinstance(weight, Tensor) and weight.is_floating_point():
+        checks.require_same_device(name, x, "the layer", weight)
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"{name} has dtype {x.dtype} and the layer {weight.dtype}; use {name}.to({weight.dtype}).")

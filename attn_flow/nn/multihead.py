@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from attn_flow.base import checks
 from attn_flow.geometry import Euclidean
-from attn_flow.nn.masks import logit_mask, token_mask
+from attn_flow.nn.masks import logit_mask
 from attn_flow.nn.module import FlowModule, require_input
 from attn_flow.nn.options import FlowKeywords
 
@@ -73,11 +73,9 @@ class ContinuousMultiheadAttention(FlowModule):
     ) -> None:
         if dropout != 0:
             raise ValueError(f"dropout = {dropout}, expected 0: a flow is deterministic. Put dropout around the layer.")
-        options["geometry"] = options.get("geometry") or Euclidean()
+        options.setdefault("geometry", Euclidean())
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(embed_dim, num_heads, None, beta, 1.0, factory, **options)
-        if self.is_hardmax:
-            raise ValueError("beta = inf, expected finite numbers; ContinuousAttentionLayer has hardmax attention.")
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.dropout, self.batch_first = 0.0, batch_first
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **factory)
@@ -130,7 +128,10 @@ class ContinuousMultiheadAttention(FlowModule):
             **options,
         )
         module.load_state_dict(multihead.state_dict())
-        _copy_frozen(multihead, module)
+        frozen = {name for name, p in multihead.named_parameters() if not p.requires_grad}
+        for name, p in module.named_parameters():
+            packed = f"in_proj_{name.rpartition('.')[2]}" if name.startswith(PROJECTIONS) else name
+            p.requires_grad_(packed not in frozen)
         return module.train(multihead.training)
 
     @torch.no_grad()
@@ -151,7 +152,6 @@ class ContinuousMultiheadAttention(FlowModule):
         if has_bias:
             state["in_proj_bias"] = torch.cat([self.q_proj.bias * factor, self.k_proj.bias, self.v_proj.bias])
         multihead.load_state_dict(state | self.out_proj.state_dict(prefix="out_proj."))
-        _copy_frozen(self, multihead)
         return multihead.train(self.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -172,7 +172,6 @@ class ContinuousMultiheadAttention(FlowModule):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As nn.MultiheadAttention.forward: the displacement, and the attention weights at the start if need_weights.
 
@@ -183,67 +182,48 @@ class ContinuousMultiheadAttention(FlowModule):
             key_padding_mask: ([batch,] m), True hides a key, or numbers that are added to the logits.
             attn_mask: (n, m) or (batch * heads, n, m), the same for pairs.
             is_causal: the causal mask, which replaces attn_mask.
-            attention_mask: HuggingFace's padding mask, 1 for tokens: see `attn_flow.nn.masks.token_mask`.
         """
-        x, y, is_self = self._check_inputs(query, key, value)
-        if attention_mask is not None:
-            if key_padding_mask is not None:
-                raise ValueError("attention_mask and key_padding_mask both hide padding; pass one of them.")
-            key_padding_mask = ~token_mask(attention_mask, y)
-        start = self.geometry.retract(x)
-        q, k = self._split(self.q_proj(start)), self._split(self.k_proj(start if is_self else y))
-        mask = logit_mask(q, k, key_padding_mask, attn_mask, is_causal and is_self)
-        if self.validate and checks.can_read(q, k, self.log_beta):
-            clouds = {"query": x.detach(), "key": y.detach()}
-            if self.needs_float64(clouds, self._logit_bound(q, k), mask.is_empty):
-                options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-                return self._forward_in_float64(query, query if is_self else key, *options)
-        # The first evaluation has its queries and keys; a checkpoint has to compute them again.
-        first = [] if self.options.checkpoint else [(q, k)]
-        context = None if is_self else (k, self._split(self.v_proj(y)))
-
-        def velocity(t: float, z: Tensor) -> Tensor:
-            if first:
-                q, k = first.pop()
-            else:
-                q = self._split(self.q_proj(z))
-                k = self._split(self.k_proj(z)) if context is None else context[0]
-            v = self._split(self.v_proj(z)) if context is None else context[1]
-            average = F.scaled_dot_product_attention(self._scale(q), k, v, attn_mask=mask.bias, scale=1.0)
-            average = average if mask.is_blind is None else torch.where(mask.is_blind, 0.0, average)
-            return self.geometry.tangent(z, self.out_proj(average.transpose(-2, -3).flatten(-2)).to(z.dtype))
-
-        shift = self.options.displacement(velocity, x)
-        shift = shift if mask.is_empty is None else torch.where(mask.is_empty[..., None, None], 0.0, shift)
-        shift = shift.transpose(0, 1) if self._is_sequence_first(query) else shift
-        if not need_weights:
-            return shift, None
-        logits = self._scale(q) @ k.mT
-        weights = (logits if mask.bias is None else logits + mask.bias).softmax(-1)
-        weights = weights if mask.is_blind is None else torch.where(mask.is_blind, 0.0, weights)
-        return shift, weights.mean(-3) if average_attn_weights else weights
-
-    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """Tokens x ([batch,] n, d) and keys y ([batch,] m, d), and whether they are the same."""
         for name, z in (("query", query), ("key", key)):
             require_input(name, z, self.embed_dim, getattr(self.q_proj, "weight", None))
-        if not _is_same(key, value):
-            raise ValueError("key and value are different tensors, expected one: a flow attends to one cloud.")
-        x, y = (z.transpose(0, 1) if self._is_sequence_first(z) else z for z in (query, key))
+        is_sequence_first = query.ndim == 3 and not self.batch_first
+        x, y = (z.transpose(0, 1) if is_sequence_first else z for z in (query, key))  # ([batch,] n or m, embed_dim)
         if x.ndim > 3 or x.shape[:-2] != y.shape[:-2]:
             shapes = f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}"
             raise ValueError(f"{shapes}, expected ([batch,] n, {self.embed_dim}) with one batch.")
-        return x, y, _is_same(query, key)
+        if not _is_same(key, value):
+            raise ValueError("key and value are different tensors, expected one: a flow attends to one cloud.")
+        context = None if _is_same(query, key) else (self._split(self.k_proj(y)), self._split(self.v_proj(y)))
 
-    def _is_sequence_first(self, query: Tensor) -> bool:
-        return query.ndim == 3 and not self.batch_first
+        def project(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Queries times beta, keys and values of tokens z, ([batch,] heads, n or m, head_dim) each."""
+            q = self._split(self.q_proj(z))
+            k, v = (self._split(self.k_proj(z)), self._split(self.v_proj(z))) if context is None else context
+            return q * self.beta[:, None, None].to(q.dtype), k, v
 
-    @torch.no_grad()
-    def _logit_bound(self, q: Tensor, k: Tensor) -> Tensor:
-        """An upper bound on the logits while tokens at most double their length, ()."""
-        # The heads are last but one in memory, where norms are faster.
-        lengths = [torch.linalg.vector_norm(z.transpose(-2, -3), dim=-1).amax().float() for z in (q, k)]
-        return 4 * lengths[0] * lengths[1] * self.beta.amax()
+        start = project(self.geometry.retract(x))
+        q, k, _ = start
+        bias, is_blind = logit_mask(q, k, key_padding_mask, attn_mask, is_causal and context is None)
+        is_empty = None if is_blind is None else is_blind.all(-3).all(-2, keepdim=True)  # ([batch,] 1, 1)
+        if self.validate and checks.can_read(q, k):
+            if self.needs_float64({"query": x.detach(), "key": y.detach()}, _logit_bound(q, k), is_empty):
+                options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+                return self._forward_in_float64(query, query if context is None else key, *options)
+        known = [] if self.options.checkpoint else [start]  # a checkpoint has to compute it again
+
+        def velocity(t: float, z: Tensor) -> Tensor:
+            q, k, v = known.pop() if known else project(z)
+            average = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+            average = average if is_blind is None else torch.where(is_blind, 0.0, average)
+            return self.geometry.tangent(z, self.out_proj(average.transpose(-2, -3).flatten(-2)).to(z.dtype))
+
+        shift = self.options.displacement(velocity, x)
+        shift = shift if is_empty is None else torch.where(is_empty, 0.0, shift)
+        shift = shift.transpose(0, 1) if is_sequence_first else shift
+        if not need_weights:
+            return shift, None
+        weights = (q @ k.mT if bias is None else q @ k.mT + bias).softmax(-1)
+        weights = weights if is_blind is None else torch.where(is_blind, 0.0, weights)
+        return shift, weights.mean(-3) if average_attn_weights else weights
 
     def _forward_in_float64(self, query: Tensor, key: Tensor, *options: Any) -> tuple[Tensor, Tensor | None]:
         """The forward pass with weights and tokens in float64, returned in the dtype of the tokens."""
@@ -260,26 +240,13 @@ class ContinuousMultiheadAttention(FlowModule):
         """([batch,] n, heads * k) -> ([batch,] heads, n, k)."""
         return z.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
 
-    def _scale(self, q: Tensor) -> Tensor:
-        """beta times the queries ([batch,] heads, n, k)."""
-        return q * self.beta[:, None, None].to(q.dtype)
 
-    def extra_repr(self) -> str:
-        beta = "learned" if self.learn_beta else "fixed"
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, beta {beta}, {self.options}"
-
-
-def _copy_frozen(source: nn.Module, target: nn.Module) -> None:
-    """Freeze the parameters of `target` whose counterparts in `source` are frozen; all projections are one in torch."""
-    is_trained = {_torch_name(name): p.requires_grad for name, p in source.named_parameters()}
-    for name, p in target.named_parameters():
-        p.requires_grad_(is_trained.get(_torch_name(name), p.requires_grad))
-
-
-def _torch_name(name: str) -> str:
-    """The name of a parameter in nn.MultiheadAttention."""
-    projection, _, kind = name.partition(".")
-    return f"in_proj_{kind}" if projection in PROJECTIONS else name
+@torch.no_grad()
+def _logit_bound(q: Tensor, k: Tensor) -> Tensor:
+    """An upper bound on the logits <q, k> while tokens at most double their length, ()."""
+    # The heads are last but one in memory, where norms are faster.
+    lengths = [torch.linalg.vector_norm(z.transpose(-2, -3), dim=-1).amax().float() for z in (q, k)]
+    return 4 * lengths[0] * lengths[1]
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypedDict
 
 import torch
@@ -25,7 +26,7 @@ class FlowKeywords(TypedDict, total=False):
     horizon: float
     steps: int
     step: Step
-    geometry: Geometry | None
+    geometry: Geometry
     checkpoint: bool
     validate: bool
 
@@ -61,15 +62,13 @@ class FlowOptions:
             raise TypeError(f"geometry is a {kind}, expected a Geometry such as Sphere() or Euclidean().")
         checks.require_positive(horizon=self.horizon)
         checks.require_count(steps=self.steps)
-        _ = self.method  # checked
+        if not isinstance(as_method(self.step), RungeKutta):
+            raise ValueError(f"step = {self.step!r}, expected a fixed step such as 'rk4': a layer takes equal steps.")
 
     @property
     def method(self) -> RungeKutta:
         """The Runge-Kutta method of a step."""
-        method = as_method(self.step)
-        if not isinstance(method, RungeKutta):
-            raise ValueError(f"step = {self.step!r}, expected a fixed step such as 'rk4': a layer takes equal steps.")
-        return method
+        return as_method(self.step)  # type: ignore[return-value]
 
     @property
     def evaluations(self) -> int:
@@ -78,13 +77,11 @@ class FlowOptions:
 
     def states(self, velocity: Velocity, x: Tensor) -> Iterator[Tensor]:
         """Yield the tokens (..., n, d) after each step, for a velocity (t, x) -> tangent vectors (..., n, d)."""
-        h = self.horizon / self.steps
+        step, h = self.method.step, self.horizon / self.steps
+        if self.checkpoint and torch.is_grad_enabled():
+            step = partial(checkpoint, step, use_reentrant=False)
         for i in range(self.steps):
-            arguments = (velocity, i * h, x, h, self.geometry)
-            if self.checkpoint and torch.is_grad_enabled():
-                x = checkpoint(self.method.step, *arguments, use_reentrant=False)
-            else:
-                x = self.method.step(*arguments)
+            x = step(velocity, i * h, x, h, self.geometry)
             yield x
 
     def run(self, velocity: Velocity, x: Tensor) -> Tensor:

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.geometry import Geometry
 from attn_flow.nn.layer import ContinuousAttentionLayer
-from attn_flow.nn.masks import choose_mask
 from attn_flow.nn.options import FlowOptions
 
 Readout = Literal["mean", "token"]
@@ -30,7 +28,6 @@ class DeepStack(nn.Module):
         outputs: the number of classes.
         dim: the width of the tokens.
         depth: the number of layers.
-        shared: apply one layer `depth` times instead of layers with weights of their own.
         options: arguments of `ContinuousAttentionLayer`, such as heads, beta and horizon; four RK4 steps by default.
             One Euler step is the ordinary discrete layer.
 
@@ -54,7 +51,6 @@ class DeepStack(nn.Module):
         *,
         dim: int = 32,
         depth: int = 1,
-        shared: bool = False,
         ffn: int = 0,
         length: int | None = None,
         points: bool = False,
@@ -64,17 +60,15 @@ class DeepStack(nn.Module):
     ) -> None:
         super().__init__()
         checks.require_count(inputs=inputs, outputs=outputs, depth=depth, length=1 if length is None else length)
-        checks.require_nonnegative(ffn=ffn)
         checks.require_choice("readout", readout, get_args(Readout))
-        self.depth, self.shared, self.readout, self.points = depth, shared, readout, points
+        self.depth, self.readout, self.points = depth, readout, points
         self.embedding: nn.Module = (nn.Linear if points else nn.Embedding)(inputs, dim, dtype=dtype)
         self.positions = None if length is None else nn.Parameter(waves(length, dim).to(dtype or torch.float32))
         options = {"steps": 4, "dtype": dtype, **options}
-        count = 1 if shared else depth
-        self.layers = nn.ModuleList(ContinuousAttentionLayer(dim, **options) for _ in range(count))
+        self.layers = nn.ModuleList(ContinuousAttentionLayer(dim, **options) for _ in range(depth))
         self.ffns = nn.ModuleList(
             nn.Sequential(nn.Linear(dim, ffn, dtype=dtype), nn.GELU(), nn.Linear(ffn, dim, dtype=dtype))
-            for _ in range(count if ffn else 0)
+            for _ in range(depth if ffn else 0)
         )
         self.head = nn.Linear(dim, outputs, dtype=dtype)
 
@@ -83,26 +77,19 @@ class DeepStack(nn.Module):
         """The options of every layer's flow."""
         return self.layer(0).options
 
-    @property
-    def geometry(self) -> Geometry:
-        """The set that tokens live on."""
-        return self.options.geometry
-
     def layer(self, l: int) -> ContinuousAttentionLayer:
         """Layer number l."""
-        layer = self.layers[0 if self.shared else l]
+        layer = self.layers[l]
         assert isinstance(layer, ContinuousAttentionLayer)
         return layer
 
-    def forward(self, inputs: Tensor, mask: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits (batch, outputs), or (batch, n, outputs) with readout="token".
 
         Args:
             inputs: ids or vectors, see the class.
             mask: (batch, n), True for tokens.
-            attention_mask: HuggingFace's name for `mask`.
         """
-        mask = choose_mask(mask, attention_mask)
         x = self.embed(inputs)
         for l in range(self.depth):
             x = self._feed_forward(l, self.layer(l)(x, mask))
@@ -128,8 +115,8 @@ class DeepStack(nn.Module):
         """The tokens after the FFN of layer l, if there is one."""
         if len(self.ffns) == 0:
             return x
-        drift = self.ffns[0 if self.shared else l](x).to(x.dtype)
-        return self.geometry.retract(x + self.geometry.tangent(x, drift))
+        geometry = self.options.geometry
+        return geometry.retract(x + geometry.tangent(x, self.ffns[l](x).to(x.dtype)))
 
     @torch.no_grad()
     def paths(self, inputs: Tensor, mask: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
@@ -150,11 +137,11 @@ class DeepStack(nn.Module):
         for path, x in self.paths(inputs, mask):
             states[-1:] = [*path[:-1], x]
         t = torch.linspace(0, self.depth * self.options.horizon, len(states), dtype=torch.float64)
-        about = {"stack": "DeepStack", "depth": self.depth, "shared": self.shared, "layer": str(self.options)}
+        about = {"stack": "DeepStack", "depth": self.depth, "layer": str(self.options)}
         return Trajectory(t, torch.stack(states), None, mask, about)
 
     def attentions(self) -> list[Attention]:
-        """One `Attention` per layer, without gradient (the same `depth` times if shared)."""
+        """One `Attention` per layer, without gradient."""
         attentions = [self.layer(l).attention() for l in range(self.depth)]
         return [a.copy_with(**{name: z.detach() for name, z in a.tensors.items()}) for a in attentions]
 
@@ -165,10 +152,9 @@ class DeepStack(nn.Module):
             beta_factor: a factor of every beta.
             options: of `FlowOptions`: horizon, steps, step.
         """
-        checks.require_positive(beta_factor=beta_factor)
         stack = copy.deepcopy(self)
-        for layer in stack.layers:
-            assert isinstance(layer, ContinuousAttentionLayer)
+        for l in range(self.depth):
+            layer = stack.layer(l)
             layer.options = replace(layer.options, **options)
             layer.beta = layer.beta.detach() * beta_factor
         return stack

@@ -68,7 +68,7 @@ def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: T
         "clusters": {name: float(count_clusters(x).double().mean()) for name, x in (("start", start), ("end", end))},
         "w2": None,
     }
-    if not isinstance(stack.geometry, Sphere):
+    if not isinstance(stack.options.geometry, Sphere):
         return numbers | {"w2_missing": "the limit map is for tokens on the sphere"}
     t = torch.linspace(0, stack.options.horizon, path.shape[0], dtype=torch.float64)
     try:

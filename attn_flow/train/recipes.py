@@ -41,7 +41,7 @@ class Recipe:
     Args:
         task: "majority", "recall", "side", or "own" for data of your own.
         tokens: the number of tokens of one input.
-        dim, heads, depth, shared, ffn: see `DeepStack`. Vectors of dimension `dim` are the tokens themselves.
+        dim, heads, depth, ffn: see `DeepStack`. Vectors of dimension `dim` are the tokens themselves.
         horizon, steps, step: the flow of each layer, see `FlowOptions`.
         beta, learn_beta: the inverse temperature at the start, and whether each head learns its own.
         symmetric: symmetric matrices of a single head: "none"; "GV"; "positive" (GV, with G positive); "V alone" (G is
@@ -61,7 +61,6 @@ class Recipe:
     dim: int = 32
     heads: int = 1
     depth: int = 1
-    shared: bool = False
     ffn: int = 0
     horizon: float = 1.0
     steps: int = 4

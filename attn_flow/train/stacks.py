@@ -12,7 +12,7 @@ from attn_flow.nn.stack import DeepStack
 from attn_flow.train.recipes import Recipe
 from attn_flow.train.tasks import seed_of
 
-FIELDS = ("dim", "heads", "depth", "shared", "ffn", "horizon", "steps", "step", "beta", "learn_beta")
+FIELDS = ("dim", "heads", "depth", "ffn", "horizon", "steps", "step", "beta", "learn_beta")
 
 
 class Symmetric(nn.Module):

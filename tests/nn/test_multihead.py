@@ -186,20 +186,6 @@ def test_left_padding_with_a_causal_mask_has_finite_gradients(
     assert bool(low.grad.isfinite().all())
 
 
-def test_huggingface_attention_mask(multihead: nn.MultiheadAttention, generator: torch.Generator) -> None:
-    ours = ContinuousMultiheadAttention.from_multihead(multihead, steps=2)
-    x = draw(2, 4, 12, generator=generator)
-    ones = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    expected = ours(x, x, x, key_padding_mask=ones == 0)[0]
-    close(ours(x, x, x, attention_mask=ones)[0], expected)
-    extended = (1.0 - ones[:, None, None, :]) * torch.finfo(torch.float32).min
-    close(ours(x, x, x, attention_mask=extended)[0], expected)
-    with pytest.raises(ValueError, match="pass one of them"):
-        ours(x, x, x, key_padding_mask=ones == 0, attention_mask=ones)
-    with pytest.raises(ValueError, match=r"mask has shape \(2, 1, 4, 4\), expected padding"):
-        ours(x, x, x, attention_mask=torch.ones(2, 1, 4, 4, dtype=torch.bool).tril())
-
-
 # --- weights there and back -------------------------------------------------------------------------------------------
 
 
@@ -225,8 +211,6 @@ def test_frozen_weights_stay_frozen(multihead: nn.MultiheadAttention) -> None:
     ours = ContinuousMultiheadAttention.from_multihead(multihead, learn_beta=True)
     frozen = {name for name, p in ours.named_parameters() if not p.requires_grad}
     assert frozen == {"q_proj.weight", "k_proj.weight", "v_proj.weight"}
-    again = ours.to_multihead()
-    assert {name for name, p in again.named_parameters() if not p.requires_grad} == {"in_proj_weight"}
 
 
 def test_meta_device_and_reset(generator: torch.Generator) -> None:
@@ -332,7 +316,7 @@ def test_compile_and_export(multihead: nn.MultiheadAttention, generator: torch.G
 def test_it_is_called_and_made_as_torchs() -> None:
     theirs, ours = nn.MultiheadAttention, ContinuousMultiheadAttention
     called = list(inspect.signature(ours.forward).parameters)
-    assert called == [*inspect.signature(theirs.forward).parameters, "attention_mask"]
+    assert called == list(inspect.signature(theirs.forward).parameters)
     made = list(inspect.signature(theirs).parameters)
     assert list(inspect.signature(ours).parameters)[:4] == made[:4]
     assert {"batch_first", "device", "dtype"} <= set(inspect.signature(ours).parameters)
@@ -341,7 +325,7 @@ def test_it_is_called_and_made_as_torchs() -> None:
 def test_errors(multihead: nn.MultiheadAttention) -> None:
     with pytest.raises(ValueError, match=r"dropout = 0.1, expected 0: a flow is deterministic"):
         ContinuousMultiheadAttention(12, 3, dropout=0.1)
-    with pytest.raises(ValueError, match="ContinuousAttentionLayer has hardmax"):
+    with pytest.raises(ValueError, match="beta = inf, expected positive, finite"):
         ContinuousMultiheadAttention(12, 3, beta=math.inf)
     with pytest.raises(ValueError, match="add_bias_kv"):
         ContinuousMultiheadAttention.from_multihead(nn.MultiheadAttention(12, 3, add_bias_kv=True))
@@ -355,7 +339,7 @@ def test_errors(multihead: nn.MultiheadAttention) -> None:
         ours(x, x, x, key_padding_mask=torch.zeros(1, 2, dtype=torch.int))
     with pytest.raises(ValueError, match=r"attn_mask has shape \(1, 2\), expected \(2, 2\) or \(3, 2, 2\)"):
         ours(x, x, x, attn_mask=torch.zeros(1, 2))
-    with pytest.raises(ValueError, match=r"query has 24 NaN or infinite entries"):
+    with pytest.raises(ValueError, match=r"query has NaN or infinite entries"):
         ours(*[x * math.nan] * 3)
     with pytest.raises(ValueError, match=r"query has dtype torch.float32 and the layer torch.float64; use query.to"):
         ours(*[x.float()] * 3)

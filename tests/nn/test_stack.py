@@ -1,4 +1,4 @@
-"""DeepStack: a literal loop, the flows of its attentions, noise, shared weights, memory, errors."""
+"""DeepStack: a literal loop, the flows of its attentions, memory, errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_stack_of_euler_steps_is_the_literal_loop(ffn: int) -> None:
     x = ids(2, 5)
     mask = torch.tensor([[True] * 5, [True, True, False, True, False]])
     with torch.no_grad():
-        logits = stack(x, attention_mask=mask)
+        logits = stack(x, mask)
         for b, hidden in enumerate((set(), {2, 4})):
             assert logits[b].tolist() == pytest.approx(literal(stack, x[b].tolist(), hidden, 0.7), abs=1e-12)
 
@@ -61,10 +61,10 @@ def test_a_stack_of_euler_steps_is_the_literal_loop(ffn: int) -> None:
 def test_the_trajectory_is_the_flow_of_the_attentions() -> None:
     stack = make(horizon=1.3, steps=10)
     path = stack.trajectory(ids(4, 5))
-    x = stack.geometry.retract(stack.embed(ids(4, 5)).detach())
+    x = stack.options.geometry.retract(stack.embed(ids(4, 5)).detach())
     for l, attention in enumerate(stack.attentions()):
         assert not attention.Q.requires_grad
-        x = flow(attention, x, [0.0, 1.3], h=0.13, geometry=stack.geometry).x[-1]
+        x = flow(attention, x, [0.0, 1.3], h=0.13, geometry=stack.options.geometry).x[-1]
         torch.testing.assert_close(path.x[10 * (l + 1)], x)
     assert isinstance(path, Trajectory)
     assert (len(path), float(path.t[-1])) == (21, pytest.approx(2.6))
@@ -80,15 +80,6 @@ def test_rerun_changes_a_copy() -> None:
     assert float(colder.trajectory(ids(2, 5)).t[-1]) == 4.0
     errors = [float((stack.rerun(step="euler", steps=k)(ids(2, 5)) - before).abs().max().detach()) for k in (64, 128)]
     assert math.log2(errors[0] / errors[1]) == pytest.approx(1, abs=0.25)
-
-
-def test_shared_weights_are_one_layer_run_longer() -> None:
-    stack = make(shared=True, depth=3, horizon=0.5, steps=8)
-    assert len(stack.layers) == 1
-    longer = stack.rerun(horizon=1.5, steps=24)
-    longer.depth = 1
-    torch.testing.assert_close(stack(ids(2, 5)), longer(ids(2, 5)))
-    assert len(stack.attentions()) == 3
 
 
 def test_symmetries() -> None:
@@ -129,7 +120,7 @@ def test_dtype_geometry_and_autocast_follow_the_module() -> None:
     torch.testing.assert_close(x.mean(-1), torch.zeros(2, 5, dtype=F64))
     torch.testing.assert_close(x.var(-1, correction=0), torch.ones(2, 5, dtype=F64))
     exact = stack.float()(ids(2, 5))
-    assert exact.dtype == stack.geometry.axes.dtype == torch.float32
+    assert exact.dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = stack(ids(2, 5))
         assert stack.embed(ids(2, 5)).dtype == torch.float32

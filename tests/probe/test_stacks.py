@@ -20,7 +20,7 @@ def ids(texts: int = 3) -> Tensor:
     return torch.randint(12, (texts, 24), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("options", [{}, {"shared": True, "ffn": 0}, {"step": "euler"}])
+@pytest.mark.parametrize("options", [{}, {"ffn": 0}, {"step": "euler"}])
 def test_what_is_recorded_is_what_the_stack_computes(options: dict) -> None:
     model, x = stack(dtype=torch.float64, **options), ids()
     recording = record_stack(model, x)
