@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attn_flow.base.files import read_tensors, write_json, write_tensors
+from attn_flow.base.files import read_json, read_tensors, write_json, write_tensors
 from attn_flow.base.imports import require_extra
-from attn_flow.base.texts import parse_json
 from attn_flow.probe.averaging import Averaging
 from attn_flow.probe.clusters import Clusters
 from attn_flow.probe.findings import QUESTIONS, Finding
@@ -141,7 +140,7 @@ class ProbeResult:
         path = Path(folder) / "probe.json"
         if not path.is_file():
             raise ValueError(f"no finished probe in {folder}: {path} is missing.")
-        content = parse_json(path.read_text(encoding="utf-8"), str(path))
+        content = read_json(path)
         tensors, words = read_tensors(path.with_name("probe.safetensors"))
         try:
             about, tokens = About(**content["about"]), content["tokens"]
