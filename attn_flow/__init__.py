@@ -11,54 +11,68 @@
 pretrained HuggingFace models in the same terms, `attn_flow.probe` a report on one of them.
 """
 
+import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from attn_flow.base.imports import lazy_names
-
 if TYPE_CHECKING:
-    from attn_flow.attention import Attention, Drift, Layers
+    from attn_flow.attention.attention import Attention
+    from attn_flow.attention.fields import Drift, Layers
     from attn_flow.dynamics.densities import DensityPath, density_flow
     from attn_flow.dynamics.flow import consensus, flow
     from attn_flow.dynamics.linearisation import linearise, lyapunov
     from attn_flow.dynamics.steppers import Adaptive, dopri5, euler, rk4
     from attn_flow.dynamics.trajectory import Trajectory
     from attn_flow.geometry import Ellipsoid, Euclidean, Sphere
-    from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Mixture, UniformSphere, VonMisesFisher
-    from attn_flow.nn import ContinuousAttentionLayer, ContinuousMultiheadAttention
-    from attn_flow.prediction import LimitMap, Sweep, limit, phases, resolution, sweep, zero_temperature_flow
+    from attn_flow.measures.cloud import Cloud
+    from attn_flow.measures.gaussian import EllipsoidSupport, Gaussian
+    from attn_flow.measures.mixture import Mixture
+    from attn_flow.measures.sphere import UniformSphere
+    from attn_flow.measures.von_mises_fisher import VonMisesFisher
+    from attn_flow.nn.layer import ContinuousAttentionLayer
+    from attn_flow.nn.multihead import ContinuousMultiheadAttention
+    from attn_flow.prediction.limit_map import LimitMap, limit
+    from attn_flow.prediction.phases import phases
+    from attn_flow.prediction.requirements import resolution
+    from attn_flow.prediction.sweep import Sweep, sweep
+    from attn_flow.prediction.zero_temperature import zero_temperature_flow
     from attn_flow.transport.distances import wasserstein
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "attn_flow.attention": ("Attention", "Drift", "Layers"),
-            "attn_flow.dynamics.densities": ("DensityPath", "density_flow"),
-            "attn_flow.dynamics.flow": ("consensus", "flow"),
-            "attn_flow.dynamics.linearisation": ("linearise", "lyapunov"),
-            "attn_flow.dynamics.steppers": ("Adaptive", "dopri5", "euler", "rk4"),
-            "attn_flow.dynamics.trajectory": ("Trajectory",),
-            "attn_flow.geometry": ("Ellipsoid", "Euclidean", "Sphere"),
-            "attn_flow.measures": (
-                "Cloud",
-                "EllipsoidSupport",
-                "Gaussian",
-                "Mixture",
-                "UniformSphere",
-                "VonMisesFisher",
-            ),
-            "attn_flow.nn": ("ContinuousAttentionLayer", "ContinuousMultiheadAttention"),
-            "attn_flow.prediction": (
-                "LimitMap",
-                "Sweep",
-                "limit",
-                "phases",
-                "resolution",
-                "sweep",
-                "zero_temperature_flow",
-            ),
-            "attn_flow.transport.distances": ("wasserstein",),
-        },
-    )
+    _NAMES = {  # imported on first use (PEP 562), so that `import attn_flow` and the help of commands need no torch
+        "attention.attention": ("Attention",),
+        "attention.fields": ("Drift", "Layers"),
+        "dynamics.densities": ("DensityPath", "density_flow"),
+        "dynamics.flow": ("consensus", "flow"),
+        "dynamics.linearisation": ("linearise", "lyapunov"),
+        "dynamics.steppers": ("Adaptive", "dopri5", "euler", "rk4"),
+        "dynamics.trajectory": ("Trajectory",),
+        "geometry": ("Ellipsoid", "Euclidean", "Sphere"),
+        "measures.cloud": ("Cloud",),
+        "measures.gaussian": ("EllipsoidSupport", "Gaussian"),
+        "measures.mixture": ("Mixture",),
+        "measures.sphere": ("UniformSphere",),
+        "measures.von_mises_fisher": ("VonMisesFisher",),
+        "nn.layer": ("ContinuousAttentionLayer",),
+        "nn.multihead": ("ContinuousMultiheadAttention",),
+        "prediction.requirements": ("resolution",),
+        "prediction.limit_map": ("LimitMap", "limit"),
+        "prediction.phases": ("phases",),
+        "prediction.sweep": ("Sweep", "sweep"),
+        "prediction.zero_temperature": ("zero_temperature_flow",),
+        "transport.distances": ("wasserstein",),
+    }
+    _MODULES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+
+    def __getattr__(name):
+        if name in _MODULES:
+            return globals().setdefault(name, getattr(importlib.import_module(_MODULES[name]), name))
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *_MODULES})
+
 
 __version__ = "0.3.0.dev0"
 __all__ = [

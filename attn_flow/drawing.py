@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attn_flow.base.checks import require_extra
 from attn_flow.base.figures import BASELINE, COLOURS, PREDICTION, TRUTH, caption, style
 from attn_flow.base.files import write_atomically
-from attn_flow.base.imports import require_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -54,7 +54,7 @@ def draw() -> None:
     rings = view(np.array([[1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]]))
     outline = [patheffects.withStroke(linewidth=3, foreground=BACKGROUND)]
     frames = []
-    with style(width=8.0, dark=True) as pyplot:
+    with style(width=8.0) as pyplot, pyplot.style.context("dark_background"):
         for i in range(FRAMES):
             figure = pyplot.figure(figsize=(6.2, 5.6), facecolor=BACKGROUND, layout="none")
             top = figure.add_axes((0.0, 0.27, 1.0, 0.73))

@@ -1,1 +1,1 @@
-"""What all packages use: checks of arguments, files, texts, progress, processes and the style of figures."""
+"""What all packages use: checks of arguments, files, progress, processes and the style of figures."""

@@ -1,7 +1,8 @@
-"""Checks of what users pass in, and the one rule of precision. Only entry points call these functions.
+"""Checks of what users pass in and of what is installed, and the one rule of precision. Only entry points call them.
 
 Entry points are constructors, `Attention.drift`, `flow`, `wasserstein`, `limit`, the layers' forward passes and the
 like. Checks of shapes always run. Checks of values are skipped where there are no values to read (`can_read`).
+The names of torch that are not public stand here too, each with what replaces it in a version without it.
 """
 
 from __future__ import annotations
@@ -11,39 +12,40 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_flow.base.torch_private import is_transformed
-
 # float32 logits above this size have errors above 1e-5, which exp() turns into relative errors of the weights.
 MAX_FLOAT32_LOGIT = 200.0
 
+# The operation behind torch's fused attention on CPUs, which also returns the log-sum-exp. None: ordinary operations.
+fused_with_log_sum: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+# Whether a tensor stands for others inside torch.func (vmap, jvp, grad). Without it, none is taken to.
+is_transformed: Any = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
+
+
+def uses_forward_mode() -> bool:
+    """Whether forward-mode derivatives are being computed (torch.func.jvp, jacfwd, dual numbers)."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
 
 def can_read(*tensors: Tensor) -> bool:
-    """Whether the tensors have values that Python can read.
-
-    They have none while torch.compile or torch.export traces, inside torch.func transforms (vmap, jvp, grad), and on
-    the meta device.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return not any(z.is_meta or is_transformed(z) for z in tensors)
+    """Whether the tensors have values that Python can read: not on the meta device, in torch.compile or torch.func."""
+    return not torch.compiler.is_compiling() and not any(z.is_meta or is_transformed(z) for z in tensors)
 
 
 def working_dtype(dtype: torch.dtype, logit_bound: Tensor) -> torch.dtype:
-    """The dtype to compute attention in: float64 if float32 cannot resolve the logits, otherwise `dtype`.
+    """The dtype to compute attention in: float64 if float32 cannot resolve logits of this size, otherwise `dtype`.
 
     This is the only rule of precision. Where values cannot be read, `dtype` is used.
 
-    Args:
-        dtype: the dtype of the tokens.
-        logit_bound: an upper bound on the size of the logits, shape ().
-
-    Example:
-        >>> working_dtype(torch.float32, torch.tensor(1000.0))
-        torch.float64
+    >>> working_dtype(torch.float32, torch.tensor(1000.0))
+    torch.float64
     """
     if dtype != torch.float32 or not can_read(logit_bound):
         return dtype
@@ -58,11 +60,8 @@ def require(is_valid: Tensor, message: str) -> None:
 
 def require_finite(name: str, x: Tensor) -> None:
     """Raise ValueError if x has NaN or infinite entries."""
-    if not can_read(x) or math.isfinite(float(x.detach().sum())):  # one pass: a NaN or infinity shows in the sum
-        return
-    count = int((~x.detach().isfinite()).sum())
-    if count:
-        raise ValueError(f"{name} has {count} NaN or infinite entries, expected finite numbers.")
+    if can_read(x) and not math.isfinite(float(x.detach().sum())):  # one pass: a NaN or infinity shows in the sum
+        require(x.isfinite(), f"{name} has NaN or infinite entries, expected finite numbers.")
 
 
 def require_shape(name: str, x: Tensor, sizes: Sequence[int]) -> None:
@@ -72,14 +71,17 @@ def require_shape(name: str, x: Tensor, sizes: Sequence[int]) -> None:
         raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (..., {expected}).")
 
 
-def require_floating(name: str, x: Tensor) -> None:
-    """Raise TypeError unless x is a dense tensor of real floating-point numbers."""
+def require_tensor(name: str, x: Tensor) -> None:
+    """Raise TypeError unless x is a tensor: it is often an array or a list."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}, expected a torch.Tensor.")
+
+
+def require_floating(name: str, x: Tensor) -> None:
+    """Raise TypeError unless x is a tensor of real floating-point numbers."""
+    require_tensor(name, x)
     if not x.is_floating_point():
         raise TypeError(f"{name} has dtype {x.dtype}, expected a floating-point dtype; use {name}.float().")
-    if x.layout is not torch.strided or x.is_nested:
-        raise TypeError(f"{name} is sparse or nested, expected a dense tensor; use {name}.to_dense().")
 
 
 def require_tokens(name: str, x: Tensor) -> None:
@@ -90,37 +92,26 @@ def require_tokens(name: str, x: Tensor) -> None:
     require_finite(name, x)
 
 
-def require_mask(mask: Tensor, x: Tensor) -> None:
-    """Raise an error unless the mask is boolean (..., n) and every cloud has a token."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask is {kind}, expected a boolean tensor: True for tokens, False for padding.")
-    _require_token_axis("mask", mask, x)
-    require(mask.any(-1), "mask hides every token of a cloud; expected at least one True in each. Drop empty rows.")
-
-
-def require_weights(weights: Tensor, x: Tensor, mask: Tensor | None) -> None:
-    """Raise an error unless weights (..., n) are finite, nonnegative and not all zero on the tokens."""
-    if not isinstance(weights, Tensor) or weights.dtype == torch.bool or weights.is_complex():
-        kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
-        raise TypeError(f"weights are {kind}, expected a tensor of real numbers; a choice of tokens is a mask.")
-    _require_token_axis("weights", weights, x)
-    w = weights.detach()
-    require(w.isfinite() & (w >= 0), "weights must be finite and nonnegative; use a mask to hide tokens.")
-    is_positive = w > 0 if mask is None else (w > 0) & mask
-    require(is_positive.any(-1), "weights are all zero in a cloud; expected a token of positive weight in each.")
-
-
-def _require_token_axis(name: str, z: Tensor, x: Tensor) -> None:
-    """Raise ValueError unless z (..., n) matches the tokens x (..., n, d)."""
-    error = f"{name} has shape {tuple(z.shape)}, expected (..., n) = {tuple(x.shape[:-1])} to match x."
-    if z.shape[-1:] != x.shape[-2:-1]:
-        raise ValueError(error)
-    try:
-        torch.broadcast_shapes(z.shape[:-1], x.shape[:-2])
-    except RuntimeError:
-        raise ValueError(error) from None
-    require_same_device(name, z, "x", x)
+def require_cloud(x: Tensor, weights: Tensor | None, mask: Tensor | None) -> None:
+    """Raise an error unless tokens x (..., n, d), their weights (..., n) and their mask (..., n) are a measure."""
+    require_tokens("x", x)
+    for name, z in (("mask", mask), ("weights", weights)):
+        if z is not None:
+            require_tensor(name, z)
+            if z.shape[-1:] != x.shape[-2:-1]:
+                raise ValueError(f"{name} has shape {tuple(z.shape)}, expected (..., {x.shape[-2]}) to match x.")
+            require_same_device(name, z, "x", x)
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask is {mask.dtype}, expected a boolean tensor: True for tokens, False for padding.")
+        require(mask.any(-1), "mask hides every token of a cloud; expected at least one True in each. Drop empty rows.")
+    if weights is not None:
+        if weights.dtype == torch.bool or weights.is_complex():
+            raise TypeError(f"weights are {weights.dtype}, expected real numbers; a choice of tokens is a mask.")
+        w = weights.detach()
+        require(w.isfinite() & (w >= 0), "weights must be finite and nonnegative; use a mask to hide tokens.")
+        is_positive = w > 0 if mask is None else (w > 0) & mask
+        require(is_positive.any(-1), "weights are all zero in a cloud; expected a token of positive weight in each.")
 
 
 def require_same_device(name: str, a: Tensor, other_name: str, b: Tensor) -> None:
@@ -153,32 +144,23 @@ def require_count(**numbers: int) -> None:
 def require_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise ValueError unless the value is one of the choices; a mistyped one gets a suggestion."""
     choices = list(choices)
-    if value in choices:
-        return
-    close = difflib.get_close_matches(str(value), choices, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"{name} = {value!r}, expected one of {', '.join(map(repr, choices))}.{hint}")
+    if value not in choices:
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{name} = {value!r}, expected one of {', '.join(map(repr, choices))}.{hint}")
 
 
 def require_beta(beta: float | Tensor) -> None:
     """Raise an error unless beta is a nonnegative number or tensor; infinity is allowed."""
     if isinstance(beta, Tensor):
-        require(beta.detach() >= 0, "beta has negative or NaN entries, expected 0 <= beta <= inf.")
+        require(beta >= 0, "beta has negative or NaN entries, expected 0 <= beta <= inf.")
     elif not beta >= 0:
         raise ValueError(f"beta = {beta}, expected 0 <= beta <= inf; for repulsion negate V instead.")
 
 
 def time_grid(t: float | Sequence[float] | Tensor) -> list[float]:
-    """The times to save: t itself, or 101 equidistant times from 0 to t if t is one number.
-
-    Example:
-        >>> len(time_grid(20.0)), time_grid([0, 1])
-        (101, [0.0, 1.0])
-    """
-    times = t.detach() if isinstance(t, Tensor) else torch.as_tensor(t, dtype=torch.float64)  # not through float32
-    if times.is_complex() or times.dtype == torch.bool:
-        raise TypeError(f"t has dtype {times.dtype}, expected real times.")
-    times = times.to("cpu", torch.float64)
+    """The times to save: t itself, or 101 equidistant times from 0 to t if t is one number."""
+    times = torch.as_tensor(t, dtype=torch.float64, device="cpu").detach()
     if times.ndim == 0:
         require_positive(t=float(times))
         times = torch.linspace(0, float(times), 101, dtype=torch.float64)
@@ -186,3 +168,15 @@ def time_grid(t: float | Sequence[float] | Tensor) -> list[float]:
     if not grid or not all(map(math.isfinite, grid)) or any(a >= b for a, b in itertools.pairwise(grid)):
         raise ValueError(f"t has shape {tuple(times.shape)}, expected one positive time or strictly increasing times.")
     return grid
+
+
+def require_extra(module_name: str) -> ModuleType:
+    """An optional dependency such as "matplotlib.pyplot"; ImportError that says how to install it if it is missing."""
+    package = module_name.partition(".")[0]
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:  # a broken installation, not a missing one
+            raise
+        message = f'{package} is not installed; install it with: pip install "attn-flow[all]"'
+        raise ImportError(message, name=package) from None

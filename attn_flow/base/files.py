@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import json
 import math
@@ -33,9 +34,7 @@ FilePath = str | os.PathLike[str]
 def write_atomically(path: FilePath, write: Callable[[str], Any]) -> None:
     """Write a temporary file beside `path` and move it there, so that others see the old file or the new one.
 
-    Args:
-        path: the file; its folder is created.
-        write: a function that writes to the file whose name it gets, which ends as that of `path`.
+    The folder is created. `write` gets the name of the temporary file, which ends as that of `path`.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
@@ -70,15 +69,9 @@ def read_json(path: FilePath) -> Any:
 
 
 def to_plain(value: Any) -> Any:
-    """Tensors, arrays and numpy numbers as JSON values; NaN and infinities, which JSON lacks, as strings.
-
-    >>> to_plain({"beta": np.float64(2.0), "x": torch.tensor([1.0, math.inf])})
-    {'beta': 2.0, 'x': [1.0, 'inf']}
-    """
-    if isinstance(value, (Tensor, np.ndarray)):
+    """Tensors, arrays and numpy numbers as JSON values; NaN and infinities, which JSON lacks, as strings."""
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
         return to_plain(value.tolist())
-    if isinstance(value, np.generic):
-        return to_plain(value.item())
     if isinstance(value, dict):
         return {str(key): to_plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -121,21 +114,15 @@ def digest(tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None
 @functools.cache
 def source_digest(folder: Path = Path(__file__).parent.parent) -> str:
     """A digest of the source code of the package, which changes with every edit, unlike its version."""
-    names = sorted(os.path.join(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names)
     total = hashlib.sha256()
-    for name in names:
-        if name.endswith(".py"):
-            content = Path(name).read_bytes()
-            total.update(f"{os.path.relpath(name, folder)} {len(content)} ".encode() + content)
+    for name in sorted(glob.glob("**/*.py", root_dir=folder, recursive=True)):  # it follows links, as of hooks
+        content = (folder / name).read_bytes()
+        total.update(f"{name} {len(content)} ".encode() + content)
     return total.hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:
-    """The versions that a result depends on: python, the source digest, and PACKAGES.
-
-    >>> sorted(versions())[:3]
-    ['POT', 'attn-flow', 'geomloss']
-    """
+    """The versions that a result depends on: python, the source digest, and PACKAGES."""
     installed = {found.name: found.version for found in metadata.distributions() if found.name in PACKAGES}
     known = {"python": platform.python_version(), "source": source_digest()}
     return known | {package: installed.get(package, "not installed") for package in PACKAGES}
@@ -154,11 +141,8 @@ def lock_for_writing(path: FilePath) -> Iterator[None]:
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = os.path.samestat(os.stat(lock), os.fstat(file.fileno()))
-        except (BlockingIOError, FileNotFoundError):  # another process has it, or removed it after it was opened
-            is_ours = False
-        if not is_ours:
-            raise ValueError(f"another run is writing {path}; wait for it, or use another folder.")
+        except BlockingIOError:
+            raise ValueError(f"another run is writing {path}; wait for it, or use another folder.") from None
         try:
             yield
         finally:

@@ -8,25 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-T = TypeVar("T")
+PATIENCE = timedelta(days=1)  # a process that waits longer for another fails; the first one may write a long report
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The rank of this process, from 0, among `count` processes, and the device it works on. Made by `processes()`.
-
-    Example:
-        >>> world = processes()
-        >>> texts = ["a", "b", "c"]
-        >>> texts[world.rank :: world.count]  # the share of this process
-        ['a', 'b', 'c']
-    """
+    """This process, number `rank` of `count`, and the device it works on. Its share of a list is x[rank::count]."""
 
     rank: int
     count: int
@@ -49,7 +42,7 @@ class Processes:
             dist.all_reduce(x)
         return x
 
-    def gather_objects(self, value: T) -> list[T]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """A picklable value from every process, in the order of their ranks."""
         if self.count == 1:
             return [value]
@@ -66,12 +59,10 @@ class Processes:
 ALONE = Processes(0, 1, torch.device("cpu"))
 
 
-def processes(device: str | torch.device = "cpu", timeout: timedelta = timedelta(minutes=30)) -> Processes:
+def processes(device: str | torch.device = "cpu") -> Processes:
     """The processes that torchrun started, those of an existing process group, or this one alone.
 
-    Args:
-        device: "cpu" (communication by gloo), or "cuda" (by nccl), where each process takes the GPU of its local rank.
-        timeout: a process that waits longer than this for another raises an error.
+    They communicate by gloo, on "cuda" by nccl, where each process takes the GPU of its local rank.
     """
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -82,7 +73,7 @@ def processes(device: str | torch.device = "cpu", timeout: timedelta = timedelta
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
         atexit.register(leave)  # torchrun's rendezvous serves one group, so it stays open for the next run
     return Processes(dist.get_rank(), dist.get_world_size(), device)
 
@@ -95,15 +86,7 @@ def leave() -> None:
 
 @contextmanager
 def limit_threads(count: int) -> Iterator[None]:
-    """Let torch use at most this many threads inside the context, and as many as before afterwards.
-
-    One thread is best for eigenvalues and singular values of matrices of up to about a thousand rows: LAPACK computes
-    them in hundreds of small products, and threads take longer to wake up than to work.
-
-    >>> with limit_threads(1):
-    ...     torch.get_num_threads()
-    1
-    """
+    """At most this many threads of torch inside: one is best for eigenvalues, which need hundreds of small products."""
     previous = torch.get_num_threads()
     torch.set_num_threads(min(previous, count))
     try:

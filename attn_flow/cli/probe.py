@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -87,7 +86,7 @@ def probe(
         refuse_options(context, "without --texts there is no field to read", "field")
     else:
         refuse_options(context, "--texts gives the texts", "demo")
-    world = processes(timeout=timedelta(days=1))  # while the first process writes a report, the others wait
+    world = processes()
     shows, progress = world.is_first and not as_json, not (quiet or as_json)
     has_own_inputs = texts is None and names[0].partition("@")[0] in WITHOUT_TEXTS
     source = read_texts(texts, field, demo, names[0])[:first] if not has_own_inputs else None

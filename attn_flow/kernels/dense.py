@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attn_flow.base.checks import can_read
-from attn_flow.base.torch_private import fused_with_log_sum, uses_forward_mode
+from attn_flow.base.checks import can_read, fused_with_log_sum, uses_forward_mode
 
 MIN_WIDTH = 16  # the fused CPU kernel takes 1.5 times as long for narrower queries, keys and values
 BLOCK_ENTRIES = 2**18  # logits in memory at a time in `average_by_rows`: 1 MB of float32

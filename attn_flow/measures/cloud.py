@@ -38,11 +38,7 @@ class Cloud:
     mask: Tensor | None = None
 
     def __post_init__(self) -> None:
-        checks.require_tokens("x", self.x)
-        if self.mask is not None:
-            checks.require_mask(self.mask, self.x)
-        if self.weights is not None:
-            checks.require_weights(self.weights, self.x, self.mask)
+        checks.require_cloud(self.x, self.weights, self.mask)
         for z in (self.mask, self.weights):  # their leading axes are a batch of clouds on the same tokens
             if z is not None and z.ndim >= self.x.ndim:
                 batch = torch.broadcast_shapes(z.shape, self.x.shape[:-1])

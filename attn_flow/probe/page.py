@@ -13,9 +13,9 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from attn_flow.base.figures import LIGHT, save_figure
+from attn_flow.base.figures import INK, save_figure
 from attn_flow.base.files import write_bytes
-from attn_flow.base.imports import require_extra
+from attn_flow.base.checks import require_extra
 from attn_flow.probe.figures import CLUSTER_METHODS, PIXELS_PER_INCH, comparison_figure, draw
 from attn_flow.probe.findings import QUESTIONS, Finding
 from attn_flow.probe.tokens import as_words
@@ -111,7 +111,7 @@ def _svg(figure: Any, name: str, label: str) -> str:
     width = figure.get_figwidth() * PIXELS_PER_INCH
     require_extra("matplotlib.pyplot").close(figure)
     text = buffer.getvalue()
-    text = text[text.index("<svg") :].replace(LIGHT[1], "currentColor")
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', rf'\1 width="{width:.0f}"', text, count=1)
     text = re.sub(r'\b(id="|xlink:href="#|url\(#)', rf"\g<1>{name}-", text)

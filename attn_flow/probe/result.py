@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from attn_flow.base.files import read_json, read_tensors, write_json, write_tensors
-from attn_flow.base.imports import require_extra
+from attn_flow.base.checks import require_extra
 from attn_flow.probe.averaging import Averaging
 from attn_flow.probe.clusters import Clusters
 from attn_flow.probe.findings import QUESTIONS, Finding

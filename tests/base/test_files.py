@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_flow.base.files import lock_for_writing, read_json, read_tensors, source_digest, versions, write_json, write_tensors
+from attn_flow.base.files import (
+    lock_for_writing,
+    read_json,
+    read_tensors,
+    source_digest,
+    versions,
+    write_json,
+    write_tensors,
+)
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor(True), "c": torch.zeros(0, 2, dtype=torch.bfloat16)}
 ABOUT = {"format": "test", "about": "a word"}

@@ -2,14 +2,15 @@
 
 import io
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from attn_flow.base import progress
+from attn_flow.base.checks import require_extra
 from attn_flow.base.figures import caption, save_figure, style, typeset
-from attn_flow.base.imports import require_extra
 from attn_flow.base.processes import limit_threads
 from attn_flow.base.progress import progress_bar
 
@@ -21,41 +22,31 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_a_file_gets_a_line_every_ten_seconds(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar("flow", total=40) as advance:
-        for _ in range(25):
-            clock[0] += 1
-            advance(note="t = 1")
-    expected = [
-        "flow: 25% done, 0:00:30 left (t = 1)",
-        "flow: 50% done, 0:00:20 left (t = 1)",
-        "flow: done in 0:00:25",
-    ]
-    assert capsys.readouterr().err.splitlines() == expected
-
-
-def test_a_terminal_gets_one_line_that_is_rewritten(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_one_line_that_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with progress_bar("a\x1b[2Jb", total=4) as advance:
-        for _ in range(4):
-            clock[0] += 1
-            advance(note="\x07")
-    shown = terminal.getvalue().split("\r")[1:]
-    assert shown[0].rstrip() == r"[#####               ] a\x1b[2Jb: 25% done, 0:00:03 left (\x07)"
-    assert len(shown) == 5
-    assert "done in 0:00:04" in shown[-1]
-    assert "".join(shown).count("\n") == 1
-    with pytest.raises(KeyboardInterrupt), progress_bar("stopped", total=4):
+    with progress_bar("a\x1b[2Jb", total=4.0) as advance:
+        for _ in range(2):
+            time.sleep(0.25)
+            advance(2, note="\x07")
+    shown = terminal.getvalue()
+    assert r"a\x1b[2Jb:  50% |" in shown
+    assert r"a\x1b[2Jb: 100% |" in shown
+    assert r"left, \x07" in shown
+    assert shown.count("\n") == 1
+    assert not {"\x1b", "\x07"} & set(shown)
+    with suppress(KeyboardInterrupt), progress_bar("stopped", total=4) as advance:
+        time.sleep(0.25)
+        advance()
         raise KeyboardInterrupt
     assert terminal.getvalue().endswith("\n")  # the prompt begins a line
+
+
+def test_a_file_gets_nothing_of_a_short_computation(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("flow", total=2) as advance:
+        advance()
+        advance()
+    assert capsys.readouterr().err == ""
 
 
 # --- figures and extras ----------------------------------------------------------------------------------------------
@@ -77,11 +68,8 @@ def test_plain_mathematics_is_typeset_once(plain: str, mathematics: str) -> None
     assert typeset(mathematics) == mathematics
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_figures_are_readable_on_a_page(tmp_path: Path, dark: bool) -> None:
-    from matplotlib.image import imread
-
-    with style(width=8, dark=dark) as pyplot:
+def test_figures_are_readable_on_a_page(tmp_path: Path) -> None:
+    with style(width=8) as pyplot:
         figure, axes = pyplot.subplots(figsize=(8, 3))
         axes.plot([0, 1], label="a line")
         axes.legend()
@@ -90,7 +78,7 @@ def test_figures_are_readable_on_a_page(tmp_path: Path, dark: bool) -> None:
         save_figure(figure, tmp_path / "a.png")
         pyplot.close(figure)
     assert min(pixels) > 10  # at a width of 748 pixels
-    assert (float(imread(tmp_path / "a.png")[0, 0, :3].mean()) < 0.5) == dark
+    assert (tmp_path / "a.png").stat().st_size > 1000
 
 
 def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
