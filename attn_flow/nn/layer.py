@@ -9,20 +9,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from attn_flow.attention.attention import Attention, Kind
+from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
-from attn_flow.nn.masks import token_mask
 from attn_flow.nn.module import FlowModule, require_input
 from attn_flow.nn.options import FlowKeywords
-
-WEIGHTS = ("Q", "K", "V", "O", "query_bias", "value_bias")
 
 
 class ContinuousAttentionLayer(FlowModule):
     """x(horizon) of the flow x' = P_x F(x) of multi-head attention F, from x(0) = x.
 
-    The residual connection is inside: the layer returns x(horizon) and not a displacement to be added. (In place of an
-    nn.MultiheadAttention, use `ContinuousMultiheadAttention`, which returns the displacement.)
+    The residual connection is inside. (`ContinuousMultiheadAttention`, in place of an nn.MultiheadAttention, returns
+    the displacement x(horizon) - x.)
 
     Args:
         dim: the width d of the tokens.
@@ -31,15 +28,13 @@ class ContinuousAttentionLayer(FlowModule):
         beta: the inverse temperature of the scores <Q x, K y>, a number or one per head. The default,
             dim / (2 sqrt(head_dim) r^2) for tokens of length r, gives logits at initialisation the same spread, 1/2, as
             an nn.MultiheadAttention has on layer-normalised tokens. `layer.beta` reads it and `layer.beta = 8.0` sets
-            it. The state dict has it as `log_beta`. Weight decay would pull a learned beta to 1, which
-            `parameter_groups` avoids.
-        learn_beta: train beta.
+            it; the state dict has its logarithm, `log_beta`.
+        learn_beta: train beta; see `parameter_groups` for weight decay, which would pull it to 1.
         horizon, steps, step, geometry, checkpoint: see `FlowOptions`. By default one RK4 step on the unit sphere, which
             costs about 4 times an nn.MultiheadAttention. Inputs are first retracted to the geometry.
 
     Other arguments:
-        kind, causal: see `Attention`.
-        bias: with a bias of the queries and a constant drift.
+        causal: token i sees only the tokens j <= i.
         validate: check the values of the input and whether logits need float64, with one read from the device per
             forward pass. Compiled code does neither.
 
@@ -60,40 +55,31 @@ class ContinuousAttentionLayer(FlowModule):
         heads: int = 1,
         head_dim: int | None = None,
         *,
-        beta: float | Tensor | None = None,
-        kind: Kind = "softmax",
         causal: bool = False,
-        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[FlowKeywords],
     ) -> None:
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(dim, heads, head_dim, beta, 0.5, factory, **options)
-        k = self.head_dim
+        super().__init__(dim, heads, head_dim, 0.5, factory, **options)
         # The weights are put in at every evaluation, because modules may exchange them.
-        self._attention = Attention(dim=dim, kind=kind, causal=causal, kernel="dense")
-        self.Q = nn.Parameter(torch.empty(heads, k, dim, **factory))
-        self.K = nn.Parameter(torch.empty(heads, k, dim, **factory))
-        self.V = nn.Parameter(torch.empty(heads, k, dim, **factory))
-        self.O = nn.Parameter(torch.empty(heads, dim, k, **factory))
-        self.query_bias = nn.Parameter(torch.empty(heads, k, **factory)) if bias else None
-        self.value_bias = nn.Parameter(torch.empty(dim, **factory)) if bias else None
+        self._attention = Attention(dim=dim, causal=causal, kernel="dense")
+        self.Q = nn.Parameter(torch.empty(heads, self.head_dim, dim, **factory))
+        self.K = nn.Parameter(torch.empty(heads, self.head_dim, dim, **factory))
+        self.V = nn.Parameter(torch.empty(heads, self.head_dim, dim, **factory))
+        self.O = nn.Parameter(torch.empty(heads, dim, self.head_dim, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw Q, K, V, O with |Q x|, ... of order |x|; set biases to zero and beta to its initial value."""
+        """Draw Q, K, V, O with |Q x|, ... of order |x|, and set beta to its initial value."""
         for weight in (self.Q, self.K, self.V):
             nn.init.normal_(weight, std=1 / math.sqrt(self.dim))
         nn.init.normal_(self.O, std=1 / math.sqrt(self.heads * self.head_dim))
-        for bias in (self.query_bias, self.value_bias):
-            if bias is not None:
-                nn.init.zeros_(bias)
         self.beta = self._initial_beta
 
     def attention(self) -> Attention:
         """The attention with the weights of the layer, without the checks of a new `Attention`."""
-        return self._attention.copy_with(beta=self.beta, **{name: getattr(self, name) for name in WEIGHTS})
+        return self._attention.copy_with(Q=self.Q, K=self.K, V=self.V, O=self.O, beta=self.beta)
 
     def forward(
         self,
@@ -106,7 +92,7 @@ class ContinuousAttentionLayer(FlowModule):
 
         Args:
             x: tokens (..., n, dim).
-            mask: padding, True (or 1) for tokens, (..., n); or one of HuggingFace's extended masks, see `token_mask`.
+            mask: (..., n), True or 1 for tokens and False or 0 for padding.
             return_path: return all states.
             attention_mask: HuggingFace's name for `mask`.
 
@@ -117,39 +103,32 @@ class ContinuousAttentionLayer(FlowModule):
         if mask is not None and attention_mask is not None:
             raise ValueError("mask and attention_mask are two names of one argument; pass one of them.")
         mask = attention_mask if mask is None else mask
-        tokens = log_weights = None
-        start = x
+        attention, geometry, start = self.attention(), self.options.geometry, x
+        is_token = log_weights = None
         if mask is not None:
-            tokens = token_mask(mask, x)
-            count = tokens.sum(-1, keepdim=True).clamp_min(1).to(x.dtype)
-            log_weights = torch.where(tokens, -count.log(), -torch.inf)
-            unit = torch.arange(self.dim, device=x.device).eq(0).to(x.dtype)
-            start = torch.where(tokens[..., None], x, unit)  # padding may hold zeros, which have no direction
-        attention, geometry, dtype = self.attention(), self.geometry, x.dtype
+            checks.require_same_device("mask", mask, "x", x)
+            if mask.shape != x.shape[:-1]:
+                raise ValueError(f"mask has shape {tuple(mask.shape)}, expected (..., n) = {tuple(x.shape[:-1])}.")
+            is_token, log_weights = (mask > 0)[..., None], torch.where(mask > 0, 0.0, -torch.inf)
+            start = torch.where(is_token, x, torch.eye(1, self.dim).to(x))  # padding of zeros has no direction
         if self.validate and checks.can_read(x, self.Q, self.log_beta):
-            is_empty = None if tokens is None else ~tokens.any(-1)
-            if self.needs_float64({"x": start.detach()}, self._logit_bound(start, attention), is_empty):
-                attention, dtype = attention.in_float64(), torch.float64
+            radius = geometry.max_norm or 2 * start.detach().norm(dim=-1).amax()  # in flat space tokens may grow
+            bound = attention.logit_bound(radius) if x.dtype == torch.float32 else torch.zeros(())
+            is_empty = None if is_token is None else ~is_token.any(-2)
+            if self.needs_float64({"x": start.detach()}, bound, is_empty):
+                attention, start = attention.in_float64(), start.double()
 
         def velocity(t: float, y: Tensor) -> Tensor:
             drift = attention(t, y, log_weights).to(y.dtype)
-            return geometry.tangent(y, drift if tokens is None else torch.where(tokens[..., None], drift, 0.0))
+            return geometry.tangent(y, drift if is_token is None else torch.where(is_token, drift, 0.0))
 
         def output(y: Tensor) -> Tensor:
-            return y.to(x.dtype) if tokens is None else torch.where(tokens[..., None], y.to(x.dtype), x)
+            return y.to(x.dtype) if is_token is None else torch.where(is_token, y.to(x.dtype), x)
 
-        start = geometry.retract(start.to(dtype))
+        start = geometry.retract(start)
         if return_path:
             return torch.stack([output(y) for y in (start, *self.options.states(velocity, start))])
         return output(self.options.run(velocity, start))
 
-    @torch.no_grad()
-    def _logit_bound(self, x: Tensor, attention: Attention) -> Tensor:
-        """An upper bound on the logits, (); only float32 needs it. In flat space tokens may grow to twice their length."""
-        if x.dtype != torch.float32:
-            return torch.zeros(())
-        radius = self.geometry.max_norm
-        return attention.logit_bound(2 * x.norm(dim=-1).amax() if radius is None else radius)
-
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self._attention.kind}{', causal' * self._attention.causal}"
+        return super().extra_repr() + ", causal" * self._attention.causal

@@ -1,4 +1,4 @@
-"""Masks in the forms that HuggingFace models and nn.MultiheadAttention use."""
+"""The masks of nn.MultiheadAttention as numbers that are added to the logits."""
 
 from __future__ import annotations
 
@@ -8,33 +8,6 @@ import torch
 from torch import Tensor
 
 from attn_flow.base import checks
-
-
-def token_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """A padding mask in any of HuggingFace's forms as a boolean one.
-
-    Args:
-        mask: (batch, n), with True or 1 for tokens; or (batch, 1, 1, n), where a floating-point mask without positive
-            entries is one that is added to logits: 0 for tokens and a large negative number for padding.
-        x: tokens (..., n, d).
-
-    Returns:
-        The mask (..., n), True for tokens.
-
-    Example:
-        >>> token_mask(torch.tensor([[[[0.0, -1e9]]]]), torch.ones(1, 2, 3))
-        tensor([[ True, False]])
-    """
-    checks.require_same_device("mask", mask, "x", x)
-    tokens = mask > 0
-    if mask.is_floating_point() and mask.ndim >= x.ndim:
-        tokens = torch.where(tokens.any(), tokens, mask >= 0)
-    while tokens.ndim >= x.ndim and tokens.shape[-2] == 1:
-        tokens = tokens.squeeze(-2)
-    if tokens.ndim != x.ndim - 1 or any(a not in (1, b) for a, b in zip(tokens.shape, x.shape)):
-        expected = f"padding (batch, n) = {tuple(x.shape[:-1])} or (batch, 1, 1, n)"
-        raise ValueError(f"mask has shape {tuple(mask.shape)}, expected {expected}; causal attention is an option.")
-    return tokens.expand(x.shape[:-1])
 
 
 def logit_mask(
@@ -48,8 +21,8 @@ def logit_mask(
         is_causal: the causal mask, which replaces `pairs`.
 
     Returns:
-        The numbers ([batch,] heads or 1, n or 1, m), and of which queries they hide every key, with m = 1. Both are
-        None without a mask.
+        The numbers ([batch or 1,] heads or 1, n or 1, m), and from which queries they hide every key (with m = 1);
+        both None without a mask.
     """
     *batch, heads, n, m = *queries.shape[:-1], keys.shape[-2]
     masks = []
@@ -59,8 +32,8 @@ def logit_mask(
         pairs = torch.ones(n, n, dtype=torch.bool, device=queries.device).triu(1)
     if pairs is not None:
         pairs = _additive("attn_mask", pairs, queries, (n, m), (math.prod(batch) * heads, n, m))
-        of_all = (1,) * (len(batch) + 1)
-        masks.append(pairs.unflatten(0, (*batch, heads)) if pairs.ndim == 3 else pairs.expand(*of_all, n, m))
+        of = (*batch, heads) if pairs.ndim == 3 else (1,) * (len(batch) + 1)
+        masks.append(pairs.reshape(*of, n, m))
     if not masks:
         return None, None
     total = sum(masks[1:], start=masks[0])

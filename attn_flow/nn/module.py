@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from attn_flow.base import checks
-from attn_flow.geometry import Geometry, place
+from attn_flow.geometry import place
 from attn_flow.nn.options import FlowKeywords, FlowOptions
 
 
@@ -24,14 +24,7 @@ class FlowModule(nn.Module):
     log_beta: Tensor
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        head_dim: int | None,
-        beta: float | Tensor | None,
-        spread: float,
-        factory: dict[str, Any],
-        **options: Unpack[FlowKeywords],
+        self, dim: int, heads: int, head_dim: int | None, spread: float, factory: Any, **options: Unpack[FlowKeywords]
     ) -> None:
         """Without beta it is `spread` / sqrt(head_dim) for tokens of length sqrt(dim), which flat space should hold."""
         super().__init__()
@@ -39,11 +32,11 @@ class FlowModule(nn.Module):
         if head_dim is None and dim % heads:
             raise ValueError(f"the width {dim} is not a multiple of the {heads} heads; choose another number of heads.")
         self.dim, self.heads, self.head_dim = dim, heads, dim // heads if head_dim is None else head_dim
-        self.learn_beta = options.pop("learn_beta", False)
+        beta, self.learn_beta = options.pop("beta", None), options.pop("learn_beta", False)
         self.validate = options.pop("validate", True)
         self.options = FlowOptions(**options)  # type: ignore[misc]
         if beta is None:
-            radius = self.geometry.max_norm
+            radius = self.options.geometry.max_norm
             beta = spread * dim / (math.sqrt(self.head_dim) * (dim if radius is None else radius**2))
         log_beta = torch.empty(heads, device=factory["device"], dtype=factory["dtype"] or torch.float32)
         if self.learn_beta:
@@ -52,11 +45,6 @@ class FlowModule(nn.Module):
             self.register_buffer("log_beta", log_beta)
         self._initial_beta = beta.detach().clone() if isinstance(beta, Tensor) else beta
         self.beta = beta
-
-    @property
-    def geometry(self) -> Geometry:
-        """The set that tokens live on."""
-        return self.options.geometry
 
     @property
     def beta(self) -> Tensor:
@@ -77,22 +65,20 @@ class FlowModule(nn.Module):
     def needs_float64(self, clouds: dict[str, Tensor], logit_bound: Tensor, is_empty: Tensor | None) -> bool:
         """Whether float32 cannot resolve the logits. Values are checked on the way, with one read from the device.
 
-        Args:
-            clouds: tokens (..., n, d) by their names in errors; the first is the one that flows.
-            logit_bound: (), see `checks.working_dtype`.
-            is_empty: whether a mask hides all tokens of a cloud, (...).
+        `clouds` has tokens (..., n, d) by their names in errors, first those that flow; `is_empty` says of which
+        clouds a mask hides every token.
         """
         (name, x), *_ = clouds.items()
         wide = torch.promote_types(x.dtype, torch.float32)  # float16 could not hold the sums
         # NaN if a token has no direction, infinite if it is too long to square.
-        size = self.geometry.retract(x).sum(dtype=wide) + torch.linalg.vector_norm(x, dtype=wide)
+        size = self.options.geometry.retract(x).sum(dtype=wide) + torch.linalg.vector_norm(x, dtype=wide)
         has_empty = torch.zeros(()) if is_empty is None else is_empty.any()
         numbers = [z.to(x.device, torch.float64) for z in (size, logit_bound, has_empty)]
         total, bound, has_empty_cloud = torch.stack(numbers).tolist()
         if not math.isfinite(total + bound):
             for each, z in clouds.items():
                 checks.require_finite(each, z)
-            place(name, x, self.geometry)
+            place(name, x, self.options.geometry)  # an error for tokens without a direction
             raise ValueError(f"the logits of {name} overflow; use smaller tokens, weights or beta.")
         if has_empty_cloud:
             warnings.warn("a mask hides every token of a cloud, which does not move.", stacklevel=6)
@@ -105,16 +91,16 @@ class FlowModule(nn.Module):
 
 
 def parameter_groups(module: nn.Module, weight_decay: float = 0.01) -> list[dict[str, Any]]:
-    """Two groups of parameters for an optimiser: the trained betas without weight decay, and all others with it.
+    """Two groups of parameters for an optimiser: all but the betas, with weight decay, and the betas without it.
 
     Weight decay on the logarithm of beta would pull every beta to 1, or to the trained one in a pretrained model.
 
     Args:
-        module: any module, with continuous layers or replaced attention somewhere inside.
+        module: any module with continuous layers or replaced attention inside; frozen parameters are left out.
         weight_decay: of all parameters but the betas.
 
     Returns:
-        A list for `torch.optim.AdamW(parameter_groups(model), lr=1e-3)`. Frozen parameters are left out.
+        The first argument of an optimiser, as in `torch.optim.AdamW(parameter_groups(model), lr=1e-3)`.
 
     Example:
         >>> from attn_flow.nn import ContinuousAttentionLayer

@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +35,7 @@ class ContinuousMultiheadAttention(FlowModule):
 
     One Euler step of size one is nn.MultiheadAttention itself. With more steps the tokens move and attend again.
     nn.TransformerEncoderLayer takes it as `self_attn`; torch's fused path then stays off. The projections q_proj,
-    k_proj, v_proj and out_proj are nn.Linear modules, and `load_state_dict` also takes the state of an
-    nn.MultiheadAttention.
+    k_proj, v_proj and out_proj are nn.Linear; `load_state_dict` also takes the state of an nn.MultiheadAttention.
 
     Args:
         embed_dim, num_heads, bias, batch_first, device, dtype: as in nn.MultiheadAttention. Its other arguments do not
@@ -68,16 +67,14 @@ class ContinuousMultiheadAttention(FlowModule):
         batch_first: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        beta: float | Tensor | None = None,
         **options: Unpack[FlowKeywords],
     ) -> None:
         if dropout != 0:
             raise ValueError(f"dropout = {dropout}, expected 0: a flow is deterministic. Put dropout around the layer.")
         options.setdefault("geometry", Euclidean())
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(embed_dim, num_heads, None, beta, 1.0, factory, **options)
-        self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.dropout, self.batch_first = 0.0, batch_first
+        super().__init__(embed_dim, num_heads, None, 1.0, factory, **options)
+        self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **factory)
         self.k_proj = nn.Linear(embed_dim, embed_dim, bias, **factory)  # softmax ignores the bias of the keys
         self.v_proj = nn.Linear(embed_dim, embed_dim, bias, **factory)
@@ -86,24 +83,21 @@ class ContinuousMultiheadAttention(FlowModule):
 
     def reset_parameters(self) -> None:
         """Draw the weights as nn.MultiheadAttention does, and set beta to its initial value."""
-        bound = math.sqrt(6 / (4 * self.embed_dim))  # xavier_uniform_ of the packed weight (3 embed_dim, embed_dim)
         self.out_proj.reset_parameters()
-        for projection in (self.q_proj, self.k_proj, self.v_proj):
-            nn.init.uniform_(projection.weight, -bound, bound)
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
+        for projection in (self.q_proj, self.k_proj, self.v_proj):  # as the packed weight (3 embed_dim, embed_dim)
+            nn.init.xavier_uniform_(projection.weight, gain=math.sqrt(0.5))
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
         self.beta = self._initial_beta
 
     @classmethod
-    def from_multihead(
-        cls, multihead: nn.MultiheadAttention, *, beta: float | Tensor | None = None, **options: Unpack[FlowKeywords]
-    ) -> ContinuousMultiheadAttention:
+    def from_multihead(cls, multihead: nn.MultiheadAttention, **options: Unpack[FlowKeywords]) -> Self:
         """With the weights of an nn.MultiheadAttention; by default one Euler step of size one, which equals it.
 
         Args:
             multihead: frozen weights stay frozen. Attention dropout is left out, with a warning.
-            beta, options: keyword arguments of the constructor. beta is 1 / sqrt(head width) by default.
+            options: keyword arguments of the constructor. beta is 1 / sqrt(head width) by default.
 
         Example:
             >>> multihead = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -117,16 +111,11 @@ class ContinuousMultiheadAttention(FlowModule):
         if multihead.dropout:
             warnings.warn(f"attention dropout {multihead.dropout} is left out: a flow is deterministic.", stacklevel=2)
         options.setdefault("step", "euler")
-        module = cls(
-            multihead.embed_dim,
-            multihead.num_heads,
-            bias=multihead.in_proj_bias is not None,
-            batch_first=multihead.batch_first,
-            device=multihead.in_proj_weight.device,
-            dtype=multihead.in_proj_weight.dtype,
-            beta=1 / math.sqrt(multihead.embed_dim // multihead.num_heads) if beta is None else beta,
-            **options,
-        )
+        options.setdefault("beta", 1 / math.sqrt(multihead.head_dim))
+        has_bias, weight = multihead.in_proj_bias is not None, multihead.in_proj_weight
+        factory: Any = {"bias": has_bias, "device": weight.device, "dtype": weight.dtype}
+        sizes = (multihead.embed_dim, multihead.num_heads)
+        module = cls(*sizes, batch_first=multihead.batch_first, **factory, **options)
         module.load_state_dict(multihead.state_dict())
         frozen = {name for name, p in multihead.named_parameters() if not p.requires_grad}
         for name, p in module.named_parameters():
@@ -180,8 +169,7 @@ class ContinuousMultiheadAttention(FlowModule):
                 Otherwise key, which must be value, is a context that stays where it is (cross-attention). Compiled
                 code compares the objects.
             key_padding_mask: ([batch,] m), True hides a key, or numbers that are added to the logits.
-            attn_mask: (n, m) or (batch * heads, n, m), the same for pairs.
-            is_causal: the causal mask, which replaces attn_mask.
+            attn_mask: the same for pairs, (n, m) or (batch * heads, n, m); is_causal replaces it by the causal mask.
         """
         for name, z in (("query", query), ("key", key)):
             require_input(name, z, self.embed_dim, getattr(self.q_proj, "weight", None))
@@ -200,12 +188,14 @@ class ContinuousMultiheadAttention(FlowModule):
             k, v = (self._split(self.k_proj(z)), self._split(self.v_proj(z))) if context is None else context
             return q * self.beta[:, None, None].to(q.dtype), k, v
 
-        start = project(self.geometry.retract(x))
+        start = project(self.options.geometry.retract(x))
         q, k, _ = start
         bias, is_blind = logit_mask(q, k, key_padding_mask, attn_mask, is_causal and context is None)
         is_empty = None if is_blind is None else is_blind.all(-3).all(-2, keepdim=True)  # ([batch,] 1, 1)
         if self.validate and checks.can_read(q, k):
-            if self.needs_float64({"query": x.detach(), "key": y.detach()}, _logit_bound(q, k), is_empty):
+            # The logits while tokens at most double their length. In memory the heads are last but one: faster norms.
+            lengths = [z.detach().transpose(-2, -3).norm(dim=-1).amax().float() for z in (q, k)]
+            if self.needs_float64({"query": x.detach(), "key": y.detach()}, 4 * lengths[0] * lengths[1], is_empty):
                 options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
                 return self._forward_in_float64(query, query if context is None else key, *options)
         known = [] if self.options.checkpoint else [start]  # a checkpoint has to compute it again
@@ -214,7 +204,7 @@ class ContinuousMultiheadAttention(FlowModule):
             q, k, v = known.pop() if known else project(z)
             average = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
             average = average if is_blind is None else torch.where(is_blind, 0.0, average)
-            return self.geometry.tangent(z, self.out_proj(average.transpose(-2, -3).flatten(-2)).to(z.dtype))
+            return self.options.geometry.tangent(z, self.out_proj(average.transpose(-2, -3).flatten(-2)).to(z.dtype))
 
         shift = self.options.displacement(velocity, x)
         shift = shift if is_empty is None else torch.where(is_empty, 0.0, shift)
@@ -238,15 +228,7 @@ class ContinuousMultiheadAttention(FlowModule):
 
     def _split(self, z: Tensor) -> Tensor:
         """([batch,] n, heads * k) -> ([batch,] heads, n, k)."""
-        return z.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
-
-
-@torch.no_grad()
-def _logit_bound(q: Tensor, k: Tensor) -> Tensor:
-    """An upper bound on the logits <q, k> while tokens at most double their length, ()."""
-    # The heads are last but one in memory, where norms are faster.
-    lengths = [torch.linalg.vector_norm(z.transpose(-2, -3), dim=-1).amax().float() for z in (q, k)]
-    return 4 * lengths[0] * lengths[1]
+        return z.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -22,6 +22,7 @@ UNIT_SPHERE = Sphere()
 class FlowKeywords(TypedDict, total=False):
     """The keyword arguments that all continuous modules share."""
 
+    beta: float | Tensor | None
     learn_beta: bool
     horizon: float
     steps: int
@@ -40,7 +41,7 @@ class FlowOptions:
         steps: the number of equal steps.
         step: "euler", "rk4", "dopri5" or another `RungeKutta` method: 1, 4 or 7 evaluations of attention a step.
         geometry: the set that tokens live on.
-        checkpoint: recompute each step in the backward pass. Memory is then that of one step instead of all of them.
+        checkpoint: recompute each step in the backward pass, which takes the memory of one step.
 
     Example:
         >>> options = FlowOptions(horizon=1.0, steps=50, geometry=Euclidean())

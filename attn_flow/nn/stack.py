@@ -55,33 +55,24 @@ class DeepStack(nn.Module):
         length: int | None = None,
         points: bool = False,
         readout: Readout = "mean",
-        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         checks.require_count(inputs=inputs, outputs=outputs, depth=depth, length=1 if length is None else length)
         checks.require_choice("readout", readout, get_args(Readout))
         self.depth, self.readout, self.points = depth, readout, points
-        self.embedding: nn.Module = (nn.Linear if points else nn.Embedding)(inputs, dim, dtype=dtype)
-        self.positions = None if length is None else nn.Parameter(waves(length, dim).to(dtype or torch.float32))
-        options = {"steps": 4, "dtype": dtype, **options}
-        self.layers = nn.ModuleList(ContinuousAttentionLayer(dim, **options) for _ in range(depth))
-        self.ffns = nn.ModuleList(
-            nn.Sequential(nn.Linear(dim, ffn, dtype=dtype), nn.GELU(), nn.Linear(ffn, dim, dtype=dtype))
-            for _ in range(depth if ffn else 0)
-        )
-        self.head = nn.Linear(dim, outputs, dtype=dtype)
+        self.embedding: nn.Module = (nn.Linear if points else nn.Embedding)(inputs, dim)
+        self.positions = None if length is None else nn.Parameter(waves(length, dim))
+        options.setdefault("steps", 4)
+        self.layers: Any = nn.ModuleList(ContinuousAttentionLayer(dim, **options) for _ in range(depth))
+        networks = (nn.Sequential(nn.Linear(dim, ffn), nn.GELU(), nn.Linear(ffn, dim)) for _ in range(depth))
+        self.ffns = nn.ModuleList(networks if ffn else ())
+        self.head = nn.Linear(dim, outputs)
 
     @property
     def options(self) -> FlowOptions:
         """The options of every layer's flow."""
-        return self.layer(0).options
-
-    def layer(self, l: int) -> ContinuousAttentionLayer:
-        """Layer number l."""
-        layer = self.layers[l]
-        assert isinstance(layer, ContinuousAttentionLayer)
-        return layer
+        return self.layers[0].options
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
         """Logits (batch, outputs), or (batch, n, outputs) with readout="token".
@@ -91,8 +82,8 @@ class DeepStack(nn.Module):
             mask: (batch, n), True for tokens.
         """
         x = self.embed(inputs)
-        for l in range(self.depth):
-            x = self._feed_forward(l, self.layer(l)(x, mask))
+        for l, layer in enumerate(self.layers):
+            x = self._feed_forward(l, layer(x, mask))
         if self.readout == "mean":
             weights = torch.ones_like(x[..., :1]) if mask is None else mask[..., None].to(x.dtype)
             x = (x * weights).sum(-2) / weights.sum(-2).clamp_min(1)
@@ -122,8 +113,8 @@ class DeepStack(nn.Module):
     def paths(self, inputs: Tensor, mask: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
         """For every layer the clouds of its flow (steps + 1, batch, n, dim), and the cloud after its FFN."""
         x, paths = self.embed(inputs), []
-        for l in range(self.depth):
-            path = self.layer(l)(x, mask, return_path=True)
+        for l, layer in enumerate(self.layers):
+            path = layer(x, mask, return_path=True)
             x = self._feed_forward(l, path[-1])
             paths.append((path, x))
         return paths
@@ -142,7 +133,7 @@ class DeepStack(nn.Module):
 
     def attentions(self) -> list[Attention]:
         """One `Attention` per layer, without gradient."""
-        attentions = [self.layer(l).attention() for l in range(self.depth)]
+        attentions = [layer.attention() for layer in self.layers]
         return [a.copy_with(**{name: z.detach() for name, z in a.tensors.items()}) for a in attentions]
 
     def rerun(self, *, beta_factor: float = 1.0, **options: Any) -> DeepStack:
@@ -153,8 +144,7 @@ class DeepStack(nn.Module):
             options: of `FlowOptions`: horizon, steps, step.
         """
         stack = copy.deepcopy(self)
-        for l in range(self.depth):
-            layer = stack.layer(l)
+        for layer in stack.layers:
             layer.options = replace(layer.options, **options)
             layer.beta = layer.beta.detach() * beta_factor
         return stack
@@ -163,8 +153,7 @@ class DeepStack(nn.Module):
 def waves(length: int, dim: int) -> Tensor:
     """Initial positions (length, dim): sqrt(2) cos and sin of p omega, omega from 1 down to 1/length.
 
-    A shift of p is a rotation, hence a linear map that Q and K can learn quickly. From random positions a stack needs
-    thousands of updates to attend to neighbours.
+    A shift of p is a rotation, which Q and K learn quickly; random positions would take thousands of updates.
     """
     omega = length ** -torch.linspace(0, 1, (dim + 1) // 2)
     phase = torch.arange(length)[:, None] * omega

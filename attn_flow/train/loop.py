@@ -120,7 +120,7 @@ def train_stack(
         "accuracy": numbers["held_out_accuracy"],
         "chance": task.chance,
         "stated_accuracy": recipe.stated_accuracy,
-        "beta": [stack.layer(l).beta.tolist() for l in range(len(stack.layers))],
+        "beta": [layer.beta.tolist() for layer in stack.layers],
         "seconds": round(time.perf_counter() - start_time, 1),
         "recipe": asdict(recipe),
     }
@@ -150,8 +150,7 @@ def _betas(recipe: Recipe, stack: DeepStack) -> dict[str, float]:
     """The beta of every layer and head, if it is learned."""
     if not recipe.learn_beta:
         return {}
-    layers = range(len(stack.layers))
-    return {f"beta.{l}.{h}": b for l in layers for h, b in enumerate(stack.layer(l).beta.tolist())}
+    return {f"beta.{l}.{h}": b for l, layer in enumerate(stack.layers) for h, b in enumerate(layer.beta.tolist())}
 
 
 def _require_convergence(numbers: dict[str, float], recipe: Recipe, task: Task, update: int) -> None:

@@ -42,7 +42,7 @@ def make_stack(recipe: Recipe, options: dict[str, Any]) -> DeepStack:
         nn.init.eye_(stack.embedding.weight)
         nn.init.zeros_(stack.embedding.bias)
         stack.embedding.requires_grad_(False)
-    for layer in (stack.layer(l) for l in range(len(stack.layers))):
+    for layer in stack.layers:
         if recipe.symmetric == "none":
             continue
         for name in ("Q", "K", "O") if recipe.symmetric == "V alone" else ("K", "O"):

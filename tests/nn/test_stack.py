@@ -16,8 +16,8 @@ F64 = torch.float64
 
 def make(**options: object) -> DeepStack:
     torch.manual_seed(3)
-    defaults = {"inputs": 7, "outputs": 3, "dim": 6, "heads": 2, "depth": 2, "length": 5, "beta": 4.0, "dtype": F64}
-    return DeepStack(**{**defaults, **options})  # type: ignore[arg-type]
+    defaults = {"inputs": 7, "outputs": 3, "dim": 6, "heads": 2, "depth": 2, "length": 5, "beta": 4.0}
+    return DeepStack(**{**defaults, **options}).double()  # type: ignore[arg-type]
 
 
 def ids(*shape: int) -> Tensor:
@@ -129,7 +129,7 @@ def test_dtype_geometry_and_autocast_follow_the_module() -> None:
 
 @pytest.mark.cuda
 def test_stack_on_cuda_equals_cpu() -> None:
-    stack = make(dtype=torch.float32)
+    stack = make().float()
     expected = stack(ids(2, 5)).detach()
     torch.testing.assert_close(stack.cuda()(ids(2, 5).cuda()).cpu(), expected, rtol=0, atol=1e-4)
 

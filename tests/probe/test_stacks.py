@@ -22,7 +22,7 @@ def ids(texts: int = 3) -> Tensor:
 
 @pytest.mark.parametrize("options", [{}, {"ffn": 0}, {"step": "euler"}])
 def test_what_is_recorded_is_what_the_stack_computes(options: dict) -> None:
-    model, x = stack(dtype=torch.float64, **options), ids()
+    model, x = stack(**options).double(), ids()
     recording = record_stack(model, x)
     for t in range(3):
         paths = model.paths(x[t : t + 1])
