@@ -14,15 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from attn_flow.measures import Cloud
+from attn_flow.attention.attention import Attention
+from attn_flow.measures.cloud import Cloud
 from attn_flow.probe import findings
 from attn_flow.probe.findings import Finding
-from attn_flow.probe.limit_flow import SMALL, GaussianFlow, Weights, leading_subspace, read_weights
+from attn_flow.probe.limit_flow import SMALL, GaussianFlow, leading_subspace, read_weights, rotate
 from attn_flow.probe.recording import Recording, directions
 from attn_flow.probe.replacement import w2
 
@@ -44,49 +44,43 @@ class LimitApproach:
     reduction: Tensor  # (layers, texts), 1 - W2(after, limit) / W2(before, limit) of the layer
     flow_reduction: Tensor  # (layers, texts), the same of the flow
 
-    @cached_property
-    def global_p(self) -> float:
-        """p value of the mean agreement of all layers among joint rotations."""
-        return sequential_p(float(self.agreement.mean()), self.rotated[:, ~self.rotated.isnan().any(0)].mean(0))
-
-    @cached_property
-    def p_values(self) -> list[float]:
-        """p value of every layer by itself."""
-        return [sequential_p(float(own.mean()), row[~row.isnan()]) for own, row in zip(self.agreement, self.rotated)]
-
     def finding(self, seed: int = 0) -> Finding:
         """The verdict and its numbers.
 
-        "supported": the global p value is at most 0.05, the weights agree better than every shift of heads and of
-        layers, and at least half of the layers pass by themselves after Holm's correction. "partly": fewer layers do.
+        "supported": the p value of the mean agreement among joint rotations of all layers is at most 0.05, the weights
+        agree better than every shift of heads and of layers, and at least half of the layers pass by themselves after
+        Holm's correction. "partly": fewer layers do.
         """
-        named, (L, texts) = holm(self.p_values), self.agreement.shape
-        own, made, expected, rotated = (
-            z.nanmean(-1) for z in (self.agreement, self.reduction, self.flow_reduction, self.rotated)
-        )
+        L, texts = self.agreement.shape
+        own, made, expected = (z.mean(-1) for z in (self.agreement, self.reduction, self.flow_reduction))
+        joint = self.rotated[:, ~self.rotated.isnan().any(0)].mean(0)
+        global_p = sequential_p(float(self.agreement.mean()), joint)
+        p_values = [sequential_p(float(mean), draws[~draws.isnan()]) for mean, draws in zip(own, self.rotated)]
+        named = holm(p_values)
         shifted = {"permuted_heads": self.permuted_heads, "other_layers": self.other_layers}
-        rivals = {name: float(z.mean()) for name, z in shifted.items() if len(z)}
-        beaten = {name: bool(own.mean() > z.max()) for name, z in shifted.items() if len(z)}
+        low, high = (self.rotated.nanquantile(q, dim=-1) for q in (0.05, 0.95))
         share = float(made.mean() / expected.mean()) if expected.mean() > 0 else math.nan
         numbers = {
-            "p_value": self.p_values,
-            "fraction": torch.where(expected > 0, made / expected, torch.nan),
-            "global_p": self.global_p,
+            "global_p": global_p,
+            "p_value": p_values,
             "named_layers": named,
+            "agreement": own,
+            "rotated": self.rotated.nanmean(-1),
+            "rotated_low": low,
+            "rotated_high": high,
+            "rotations": (~self.rotated.isnan()).sum(-1),
+            "rivals": {name: draws.mean() for name, draws in shifted.items()},  # NaN where there is no shift
             "percent_of_distance": 100 * made,
             "percent_of_flow": 100 * expected,
+            "fraction": torch.where(expected > 0, made / expected, torch.nan),
             "mean_fraction": share,
-            "agreement": own,
-            "rotated": rotated,
-            "rivals": {name: rivals.get(name) for name in shifted},
-            "rivals_beaten": {name: beaten.get(name) for name in shifted},
-            "rotations": (~self.rotated.isnan()).sum(-1),
         }
-        unbeaten = " and ".join(name.replace("_", " ") for name, is_beaten in beaten.items() if not is_beaten)
-        if self.global_p > LEVEL:
+        unbeaten = [name.replace("_", " ") for name, draws in shifted.items() if (own.mean() <= draws).any()]
+        if global_p > LEVEL:
             verdict, words = "not supported", "Layers follow the limit of their weights no more than of rotated weights"
         elif unbeaten:
-            verdict, words = "not supported", f"The limit of {unbeaten} is followed as well as that of the weights"
+            words = f"The limit of {' and '.join(unbeaten)} is followed as well as that of the weights"
+            verdict = "not supported"
         else:
             verdict = "supported" if 2 * len(named) >= L else "partly"
             passing = findings.layers_named(named, L)
@@ -95,12 +89,12 @@ class LimitApproach:
         measured = f"W2 to the limit {'shrinks' if percent >= 0 else 'grows'} by {abs(percent):.1f}% a layer"
         if verdict != "not supported" and not math.isnan(share):
             measured += f", {share:.2f} of what the flow would do"
-        measured += f"; p = {self.global_p:.2g} against rotated weights"
-        value = f"p = {self.global_p:.2g}; agreement {float(own.mean()):z.2f}"
-        baselines = {"rotated weights": float(rotated.mean()), **rivals}
-        best = max(baselines, key=lambda name: baselines[name])
-        baseline = f"{best.replace('_', ' ')}: {baselines[best]:z.2f}"
-        return findings.answer(verdict, words, measured, texts, numbers, value, baseline)
+        measured += f"; p = {global_p:.2g} against rotated weights"
+        value = f"p = {global_p:.2g}; agreement {float(own.mean()):z.2f}"
+        baselines = {"rotated weights": float(self.rotated.nanmean(-1).mean())}
+        baselines |= {name.replace("_", " "): float(draws.mean()) for name, draws in shifted.items() if len(draws)}
+        best, agreement = max(baselines.items(), key=lambda item: item[1])
+        return findings.answer(verdict, words, measured, texts, numbers, value, f"{best}: {agreement:z.2f}")
 
 
 def sequential_p(own: float, draws: Tensor) -> float:
@@ -134,19 +128,19 @@ def holm(p_values: Sequence[float], level: float = LEVEL) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """The tokens that a layer is followed on, all texts one after the other."""
+    """The tokens that a layer is followed on, all texts one after the other, evenly spaced in every text."""
 
     start: Tensor  # (n, d), directions of the tokens whose limits are the targets
     before: Tensor  # (n, d), tokens before the layer
     after: Tensor  # (n, d), their directions after it
     start_cov: Tensor  # (d, d), covariance of the tokens of all texts at the start
     cov: Tensor  # (d, d), the same before the layer
-    text: Tensor  # (n,), the text of every token
+    lengths: list[int]  # the number of these tokens in every text
     max_shift: float  # see `GaussianFlow`
     horizon: float  # the time that the layer lasts
     steps: int  # of the flow in that time
 
-    def agreement(self, weights: Weights) -> Tensor:
+    def agreement(self, weights: Attention) -> Tensor:
         """The agreement of every text with the flow of these weights, (texts,)."""
         flow = GaussianFlow(weights, self.start_cov, self.max_shift)
         U, W = (z.to(self.start) for z in leading_subspace(flow.M))
@@ -154,10 +148,8 @@ class Passage:
         along = lambda x: ((x @ U) * target).sum(-1)
         here = along(_unit(self.before))
         made, expected = along(self.after) - here, along(_unit(self.move(self.before, flow))) - here
-        sums = torch.zeros(3, int(self.text[-1]) + 1, dtype=torch.float64, device=self.text.device)
-        products = torch.stack([made * expected, made.square(), expected.square()]).double()
-        product, a, b = sums.index_add(1, self.text, products)
-        return (product / (a * b).sqrt().clamp(min=1e-30)).cpu()
+        pairs = zip(made.double().split(self.lengths), expected.double().split(self.lengths))
+        return torch.stack([a @ b / (a.norm() * b.norm()).clamp(min=1e-30) for a, b in pairs]).cpu()
 
     def move(self, x: Tensor, flow: GaussianFlow) -> Tensor:
         """Tokens x (n, d) after the flow, each with its own norm."""
@@ -187,55 +179,37 @@ def measure_limit(
     A, L = recording.attentions, recording.layers
     dtype = torch.float64 if A[0].dim <= SMALL else torch.float32
     weights = [read_weights(a, dtype, recording.device) for a in A]
-    groups = [next(j for j in range(L) if weights[i].equals(weights[j])) for i in range(L)]
+    are_equal = lambda a, b: all(torch.equal(a.tensors[name], b.tensors[name]) for name in ("Q", "K", "V", "O", "beta"))
+    groups = [next(j for j in range(L) if are_equal(weights[i], weights[j])) for i in range(L)]
     first = [next(j for j in range(i + 1) if len(set(groups[j : i + 1])) == 1) for i in range(L)]
     passages = [_read_passage(recording, l, first[l], dtype) for l in range(L)]
 
-    def mean_agreement(shifted: Sequence[Weights]) -> Tensor:
+    def mean_agreement(shifted: Sequence[Attention]) -> Tensor:
         return torch.stack([p.agreement(w).mean() for p, w in zip(passages, shifted)]).mean()
 
+    def shift_heads(by: int) -> list[Attention]:
+        return [w.copy_with(**{name: w.tensors[name].roll(by, 0) for name in ("Q", "K", "beta")}) for w in weights]
+
     own = torch.stack([p.agreement(w) for p, w in zip(passages, weights)])
-    reductions = []
-    for l in range(L):
-        reductions.append(_reductions(recording, l, first[l], passages[l], weights[l]))
-        progress(0.1 * (l + 1) / L)
+    reductions = [_reductions(recording, l, first[l], passages[l], weights[l]) for l in range(L)]
     made, expected = torch.tensor(reductions, dtype=torch.float64).permute(2, 0, 1)
-    shifts = range(1, L) if len(set(groups)) > 1 else ()
-    layers = [mean_agreement(weights[by:] + weights[:by]) for by in shifts]
-    heads = [mean_agreement([w.shift_heads(by) for w in weights]) for by in range(1, max(a.heads for a in A))]
+    heads = [mean_agreement(shift_heads(by)) for by in range(1, max(a.heads for a in A))]
+    layers = [mean_agreement(weights[by:] + weights[:by]) for by in range(1, L) if len(set(groups)) > 1]
     by_head, by_layer = (torch.tensor(draws, dtype=torch.float64) for draws in (heads, layers))
-    progress(0.2)
-    rotations = max(199, 20 * L - 1) if rotations is None else rotations
-    rotated = _rotate(passages, weights, groups, own.mean(-1), rotations, generator, progress)
-    return LimitApproach(own, rotated, by_head, by_layer, made, expected)
-
-
-def _rotate(
-    passages: list[Passage],
-    weights: list[Weights],
-    groups: list[int],
-    own: Tensor,
-    rotations: int,
-    generator: torch.Generator,
-    progress: Callable[[float], None],
-) -> Tensor:
-    """Agreement (layers, draws) of rotated weights, equal ones rotated alike; NaN where no test needs the draw."""
-    L, d = len(passages), passages[0].start.shape[1]
-    drawn = torch.full((L, rotations), torch.nan, dtype=torch.float64)
-    exceedances, joint_exceedances = torch.zeros(L), 0
-    for k in range(rotations):
-        is_joint = joint_exceedances < EXCEEDANCES
-        layers = [l for l in range(L) if is_joint or exceedances[l] < EXCEEDANCES]
-        if not layers:
-            break
-        turned = {g: random_rotation(d, generator).to(passages[0].start) for g in sorted({groups[l] for l in layers})}
-        for l in layers:
-            drawn[l, k] = passages[l].agreement(weights[l].rotate(turned[groups[l]])).mean()
-        exceedances += drawn[:, k] >= own  # NaN exceeds nothing
-        joint_exceedances += bool(is_joint and drawn[:, k].mean() >= own.mean())
-        progress(0.2 + 0.8 * (k + 1) / rotations)
+    count = max(199, 20 * L - 1) if rotations is None else rotations
+    rotated = torch.full((L, count), torch.nan, dtype=torch.float64)
+    for k in range(count):
+        progress(0.2 + 0.8 * k / count)
+        needed = (rotated >= own.mean(-1, keepdim=True)).sum(-1) < EXCEEDANCES  # NaN exceeds nothing
+        if (rotated.mean(0) >= own.mean()).sum() < EXCEEDANCES:
+            needed[:] = True  # a joint rotation is one of all layers
+        rotations_of: dict[int, Tensor] = {}  # equal weights are rotated alike
+        for l in needed.nonzero()[:, 0].tolist():
+            if groups[l] not in rotations_of:
+                rotations_of[groups[l]] = random_rotation(A[0].dim, generator).to(passages[0].start)
+            rotated[l, k] = passages[l].agreement(rotate(weights[l], rotations_of[groups[l]])).mean()
     progress(1.0)
-    return drawn
+    return LimitApproach(own, rotated, by_head, by_layer, made, expected)
 
 
 def random_rotation(d: int, generator: torch.Generator) -> Tensor:
@@ -245,32 +219,31 @@ def random_rotation(d: int, generator: torch.Generator) -> Tensor:
 
 
 def _read_passage(recording: Recording, layer: int, first: int, dtype: torch.dtype) -> Passage:
-    """The tokens that are followed through a layer: at most MAX_TOKENS, evenly spaced in every text."""
     T = min(MAX_TEXTS, recording.texts)
     lengths = [len(x) for x in recording.states[layer][:T]]
     rows = [_evenly(n, MAX_TOKENS // T).to(recording.device) for n in lengths]
     pick = lambda level: torch.cat([recording.states[level][t][rows[t]] for t in range(T)])
     cov, start_cov = (Cloud(torch.cat(recording.states[l]).double()).moments()[1].to(dtype) for l in (layer, first))
     return Passage(
-        directions(pick(first)).to(dtype),
-        pick(layer).to(dtype),
-        directions(pick(layer + 1)).to(dtype),
-        start_cov,
-        cov,
-        torch.repeat_interleave(torch.arange(T), torch.tensor([len(r) for r in rows])).to(recording.device),
-        math.sqrt(min(cov.shape[0], 2 * math.log(sum(lengths) / T))),
-        recording.horizon,
-        recording.steps,
+        start=directions(pick(first)).to(dtype),
+        before=pick(layer).to(dtype),
+        after=directions(pick(layer + 1)).to(dtype),
+        start_cov=start_cov,
+        cov=cov,
+        lengths=[len(r) for r in rows],
+        max_shift=math.sqrt(min(cov.shape[0], 2 * math.log(sum(lengths) / T))),
+        horizon=recording.horizon,
+        steps=recording.steps,
     )
 
 
 def _evenly(n: int, count: int) -> Tensor:
     """At most `count` indices below n at equal distances."""
-    return torch.arange(n) if n <= count else (torch.arange(count) * n) // count
+    return torch.arange(min(n, count)) * n // min(n, count)
 
 
 def _reductions(
-    recording: Recording, layer: int, first: int, passage: Passage, weights: Weights
+    recording: Recording, layer: int, first: int, passage: Passage, weights: Attention
 ) -> list[tuple[float, float]]:
     """By how much W2 to the limit shrinks in every text, of itself: through the layer, and through its flow."""
     U, W = leading_subspace(GaussianFlow(weights, passage.start_cov, passage.max_shift).M)

@@ -1,9 +1,7 @@
-"""The weights of a layer, the flow that they make of tokens whose distribution is Gaussian, and where it leads."""
+"""The flow that the weights of a layer make of tokens whose distribution is Gaussian, and where it leads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
 from inspect import signature
 
 import numpy as np
@@ -11,7 +9,7 @@ import torch
 from scipy.sparse.linalg import ArpackError, eigs
 from torch import Tensor
 
-from attn_flow.attention import Attention
+from attn_flow.attention.attention import Attention
 from attn_flow.base.processes import limit_threads
 from attn_flow.prediction.spectrum import spectrum
 
@@ -21,49 +19,22 @@ RTOL = 1e-6  # of eigenvalues
 SEED = {"rng": 0} if "rng" in signature(eigs).parameters else {}
 
 
-@dataclass(frozen=True, eq=False)
-class Weights:
-    """Matrices of the heads of a layer: Q, K (heads, k, d), V (heads, v, d), O (heads, d, v), beta (heads, 1, 1)."""
-
-    Q: Tensor
-    K: Tensor
-    V: Tensor
-    O: Tensor
-    beta: Tensor
-
-    def rotate(self, R: Tensor) -> Weights:
-        """G_h -> R^T G_h R for all heads: the same spectrum in other directions; O_h V_h if G_h has no directions."""
-        turn = lambda matrix: (matrix.reshape(-1, len(R)) @ R).view(matrix.shape)
-        if self._is_isotropic:
-            return replace(self, V=turn(self.V), O=R.mT @ self.O)
-        return replace(self, Q=turn(self.Q), K=turn(self.K))
-
-    @cached_property
-    def _is_isotropic(self) -> bool:
-        """Whether every G_h is a multiple of the identity, which no rotation changes."""
-        if self.Q.shape[-2] < self.Q.shape[-1]:  # of lower rank than the identity
-            return False
-        G = self.K.mT @ self.Q
-        multiple = G.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(G.shape[-1]).to(G)
-        return bool((G - multiple).norm() <= 1e-6 * G.norm())
-
-    def shift_heads(self, by: int) -> Weights:
-        """G_h stands with the values of a later head."""
-        return replace(self, Q=self.Q.roll(by, 0), K=self.K.roll(by, 0), beta=self.beta.roll(by, 0))
-
-    def equals(self, other: Weights) -> bool:
-        """Whether all matrices are equal."""
-        return all(torch.equal(getattr(self, name), getattr(other, name)) for name in ("Q", "K", "V", "O", "beta"))
+def read_weights(attention: Attention, dtype: torch.dtype, device: torch.device) -> Attention:
+    """The same attention in another dtype, with identity matrices written out and one beta per head."""
+    identity = torch.eye(attention.dim)
+    matrices = {name: getattr(attention, name) for name in ("Q", "K", "V", "O")}
+    written = {
+        name: (identity if matrix is None else matrix).to(device, dtype).expand(attention.heads, -1, -1)
+        for name, matrix in matrices.items()
+    }
+    beta = torch.as_tensor(attention.beta, dtype=dtype, device=device).expand(attention.heads)
+    return attention.copy_with(**written, beta=beta)
 
 
-def read_weights(attention: Attention, dtype: torch.dtype, device: torch.device) -> Weights:
-    """The matrices of an attention; those that are None are identities, and an infinite beta is a large one."""
-    H, d = attention.heads, attention.dim
-    identity = torch.eye(d, dtype=dtype, device=device)
-    matrices = [getattr(attention, name) for name in ("Q", "K", "V", "O")]
-    Q, K, V, O = (identity.expand(H, d, d) if m is None else m.to(device, dtype).expand(H, -1, -1) for m in matrices)
-    beta = torch.as_tensor(attention.beta, dtype=dtype, device=device).expand(H)[:, None, None].clamp(max=1e6)
-    return Weights(Q, K, V, O, beta)
+def rotate(attention: Attention, R: Tensor) -> Attention:
+    """Attention with R^T G_h R in place of G_h for all heads: the same spectrum in other directions."""
+    Q, K = ((z.reshape(-1, len(R)) @ R).view(z.shape) for z in (attention.tensors["Q"], attention.tensors["K"]))
+    return attention.copy_with(Q=Q, K=K)
 
 
 class GaussianFlow:
@@ -71,15 +42,22 @@ class GaussianFlow:
 
     A head adds beta O V S g with g = G x and the covariance S, which in a cold head leaves the range of the tokens: the
     shift of their mean is s standard deviations, s^2 = beta^2 <g, S g>. It is divided by sqrt(1 + s^2/max_shift^2).
+
+    Args:
+        attention: from `read_weights`.
+        cov: S, (d, d).
+        max_shift: the number of standard deviations at which the shift saturates.
     """
 
-    def __init__(self, weights: Weights, cov: Tensor, max_shift: float) -> None:
-        H, k, d = weights.Q.shape
-        self.Q, self.O = weights.Q.reshape(H * k, d), weights.O.transpose(0, 1).reshape(d, -1)
-        key_cov = ((weights.K.reshape(H * k, d) @ cov).view(H, k, d)).mT  # S K^T
-        self.values = weights.beta * (weights.V @ key_cov)  # (H, v, k)
-        self.spread = weights.beta.square() * (weights.K @ key_cov) / max_shift**2  # (H, k, k)
-        self.M = (weights.O @ self.values).transpose(0, 1).reshape(d, H * k) @ self.Q  # without saturation
+    def __init__(self, attention: Attention, cov: Tensor, max_shift: float) -> None:
+        Q, K, V, O, beta = (attention.tensors[name] for name in ("Q", "K", "V", "O", "beta"))
+        H, k, d = Q.shape
+        beta = beta[:, None, None]
+        self.Q, self.O = Q.reshape(H * k, d), O.transpose(0, 1).reshape(d, -1)
+        key_cov = ((K.reshape(H * k, d) @ cov).view(H, k, d)).mT  # S K^T
+        self.values = beta * (V @ key_cov)  # (H, v, k)
+        self.spread = beta.square() * (K @ key_cov) / max_shift**2  # (H, k, k)
+        self.M = (O @ self.values).transpose(0, 1).reshape(d, H * k) @ self.Q  # without saturation
 
     def drift(self, x: Tensor) -> Tensor:
         """What is added to tokens x (n, d)."""
