@@ -6,7 +6,6 @@ row to `SOLVERS` in `exact`, and a line to the docstring of `solve` in `distance
 """
 
 from attn_flow.transport.distances import CertificateError, Transport, solve, wasserstein
-from attn_flow.transport.sinkhorn import Sinkhorn
 from attn_flow.transport.sliced import Sliced
 
-__all__ = ["CertificateError", "Sinkhorn", "Sliced", "Transport", "solve", "wasserstein"]
+__all__ = ["CertificateError", "Sliced", "Transport", "solve", "wasserstein"]

@@ -2,8 +2,7 @@
 
 A solver takes points x (n, d), y (m, d) with positive probabilities a (n,), b (m,) and a `GroundCost`, and returns a
 `Plan`. The distance is the cost of that fixed plan, whose gradient in x and y is the gradient of W_p by the envelope
-theorem; the gradient in the masses is given by the dual potentials. A new solver is a function in a file of its own, a
-row in `SOLVERS` and a line in the docstring of `solve`.
+theorem; the gradient in the masses is given by the dual potentials.
 """
 
 from __future__ import annotations
@@ -37,13 +36,7 @@ COINCIDENT, MERGED_PART = 1e-10, 0.25
 
 
 def exact_distance(pair: Pair, method: str, with_potentials: bool) -> Solution:
-    """W_p of a pair with the error that was proved.
-
-    Args:
-        pair: the two clouds, on the CPU.
-        method: a name in `SOLVERS`, or "auto" for the fastest of them.
-        with_potentials: whether to compute dual potentials.
-    """
+    """W_p of a pair on the CPU with the error that was proved, by a method in `SOLVERS` or the fastest of them."""
     pair, unit = pair.scaled()
     method, plan, moved = _solve(pair, method, with_potentials or pair.has_mass_gradient)
     value = pair.cost_of(plan)

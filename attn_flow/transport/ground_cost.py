@@ -18,10 +18,8 @@ from attn_flow.transport.plan import Array, Index
 # The most entries of an n x m matrix that a solver may build: n = m = 5,000. The matrix takes 0.2 GB in float64, and
 # solvers hold up to seven of them.
 MAX_ENTRIES = 25_000_000
-# The largest dimension where a k-d tree is faster than rows of the cost matrix.
-MAX_TREE_DIMENSION = 6
-# Entries of the cost matrix in memory at a time while rows are searched: 8 MB.
-BLOCK_ENTRIES = 2**20
+MAX_TREE_DIMENSION = 6  # above it, rows of the cost matrix are faster than a k-d tree
+BLOCK_ENTRIES = 2**20  # of the cost matrix in memory at a time while rows are searched: 8 MB
 
 
 def require_matrix(n: int, m: int) -> None:

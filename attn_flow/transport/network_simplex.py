@@ -5,15 +5,14 @@ minimise sum_ij P_ij c_ij    subject to    P 1 = a,  P^T 1 = b,  P >= 0
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from dataclasses import replace
-from types import ModuleType
 
 import numpy as np
 
+from attn_flow.base.checks import require_extra
 from attn_flow.transport.ground_cost import GroundCost
-from attn_flow.transport.plan import Array, Plan, north_west_corner
+from attn_flow.transport.plan import Array, Plan
 
 # Pivots after which the network simplex stops; its error bound then shows what is missing.
 MAX_PIVOTS = 10_000_000
@@ -24,27 +23,14 @@ def has_pot() -> bool:
     return importlib.util.find_spec("ot") is not None
 
 
-def import_pot() -> ModuleType:
-    """The package POT, which takes seconds to import; ImportError with the remedy if it is missing."""
-    try:
-        return importlib.import_module("ot")
-    except ImportError:
-        raise ImportError(
-            "the exact distance between clouds of unequal masses or of many points needs the optional package POT; "
-            "install it with pip install \"attn-flow[all]\", or use method='sinkhorn' or 'sliced'."
-        ) from None
-
-
 def simplex(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:
     """The optimal plan, with the gap that its own potentials prove."""
     C = cost.matrix(x, y)
     largest = float(C.max())
-    if largest == 0:
-        return Plan(*north_west_corner(a, b), v=np.zeros(len(y)))
-    # The solver stops at absolute tolerances, so it gets costs of order one.
-    P, log = import_pot().emd(a, b, C / largest, numItermax=MAX_PIVOTS, log=True)
+    unit = largest or 1.0  # the solver stops at absolute tolerances, so it gets costs of order one
+    P, log = require_extra("ot").emd(a, b, C / unit, numItermax=MAX_PIVOTS, log=True)
     i, j = np.nonzero(P)
-    v = log["v"] * largest
+    v = log["v"] * unit
     plan = Plan(i, j, P[i, j], v=v)
     gap = max(float(plan.mass @ C[i, j] - (a @ (C - v).min(1) + b @ v)), 0.0)
     return replace(plan, gap=gap + plan.mass_error(a, b) * largest)

@@ -12,9 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 
+from attn_flow.base.checks import require_extra
+from attn_flow.kernels.near import cut_into_patches
 from attn_flow.transport.ground_cost import GroundCost, c_transform, smallest_reduced_costs
-from attn_flow.transport.network_simplex import MAX_PIVOTS, import_pot, simplex
+from attn_flow.transport.network_simplex import MAX_PIVOTS, simplex
 from attn_flow.transport.plan import Array, Index, Plan, refine
 
 # Up to this many points in each cloud the dense program is solved.
@@ -77,7 +80,7 @@ def _sparse_simplex(
     x: Array, a: Array, y: Array, b: Array, cost: GroundCost, pairs: Index, u: Array, v: Array
 ) -> tuple[Plan, Array]:
     """The network simplex on a shortlist of pairs, started at the potentials (u, v): its plan and its u."""
-    emd_c_sparse = import_pot().lp.emd_wrap.emd_c_sparse  # the public function of POT does not take a start
+    emd_c_sparse = require_extra("ot").lp.emd_wrap.emd_c_sparse  # the public function of POT does not take a start
     i, j = np.divmod(pairs, len(y))
     c = cost.of_pairs(x[i], y[j])
     unit = c.mean() or 1.0  # the solver stops at an absolute tolerance, so it gets costs of order one
@@ -95,18 +98,10 @@ def _union(*pairs: Index) -> Index:
 
 
 def _blocks(x: Array) -> Index:
-    """Labels (n,) of blocks of at most `BLOCK_POINTS` near points, which are halved along their longest side."""
-    label = np.empty(len(x), dtype=np.int64)
-    stack, count = [np.arange(len(x))], 0
-    while stack:
-        block = stack.pop()
-        if len(block) > BLOCK_POINTS:
-            side = np.ptp(x[block], axis=0).argmax()
-            stack += np.array_split(block[x[block, side].argsort()], 2)
-        else:
-            label[block] = count
-            count += 1
-    return label
+    """Labels (n,) of blocks of at most `BLOCK_POINTS` near points."""
+    patches = cut_into_patches(torch.from_numpy(x), BLOCK_POINTS)
+    number = torch.arange(len(patches.index))[:, None].expand(patches.index.shape)
+    return np.unique(patches.scatter(number).numpy(), return_inverse=True)[1]  # some patches only fill up
 
 
 def _representatives(x: Array, a: Array, label: Index) -> tuple[Array, Array]:

@@ -9,50 +9,22 @@ Feydy, PhD thesis (2020), chapter 3; rounding of plans: Altschuler, Weed and Rig
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attn_flow.base import checks
 from attn_flow.kernels import dense
 from attn_flow.transport.ground_cost import require_matrix
 from attn_flow.transport.pair import Pair, Solution
 
-# Blurs that are tried in turn if none is given, as parts of the diameter.
+# geomloss does not resolve lengths below its blur. These are tried in turn, as parts of the diameter.
 BLURS = (0.1, 0.05, 0.02, 0.01, 0.005)
+SCALING = 0.9  # the ratio of successive lengths of geomloss's annealing
 # Sinkhorn iterations that tighten the bounds of one blur, and how often the bounds are computed.
 ITERATIONS, CHECK_EVERY = 40, 10
 
 
-@dataclass(frozen=True)
-class Sinkhorn:
-    """The method "sinkhorn" with its options: W_2 by geomloss, with proved bounds.
-
-    Args:
-        blur: the length below which geomloss does not resolve the clouds. None tries shorter and shorter lengths,
-            from 0.1 to 0.005 of the diameter, until the error is proved to be within rtol.
-        scaling: the ratio of successive lengths of geomloss's annealing, between 0 and 1. A larger one is more exact
-            and slower.
-
-    Example:
-        >>> from attn_flow.transport import wasserstein
-        >>> x = torch.linspace(0, 1, 20)[:, None]
-        >>> wasserstein(x, x + 2, method=Sinkhorn(blur=0.05, scaling=0.5))
-        tensor(2.)
-    """
-
-    blur: float | None = None
-    scaling: float = 0.9
-
-    def __post_init__(self) -> None:
-        if self.blur is not None:
-            checks.require_positive(blur=self.blur)
-        if not 0 < self.scaling < 1:
-            raise ValueError(f"scaling = {self.scaling}, expected a number between 0 and 1.")
-
-
-def sinkhorn_distance(pair: Pair, options: Sinkhorn, rtol: float) -> Solution:
+def sinkhorn_distance(pair: Pair, rtol: float) -> Solution:
     """W_2 of a pair on any device; smaller blurs are tried until the relative error is at most rtol."""
     cost = pair.cost
     if not cost.is_squared_euclidean:
@@ -66,24 +38,21 @@ def sinkhorn_distance(pair: Pair, options: Sinkhorn, rtol: float) -> Solution:
     diameter = float((points.amax(0) - points.amin(0)).norm())  # or more
     if diameter == 0:  # geomloss raises where all points coincide
         return Solution(0.0 * pair.x.sum(), 0.0, "sinkhorn", potentials=(u, v))
-    blurs = [part * diameter for part in BLURS] if options.blur is None else [options.blur / unit]
-    for blur in blurs:
-        value, error, u[has_mass_x], v[has_mass_y] = _at_blur(masses, blur, options.scaling, diameter, rtol)
+    for part in BLURS:
+        value, error, u[has_mass_x], v[has_mass_y] = _at_blur(masses, part * diameter, diameter, rtol)
         if error <= rtol * value.item():
             break
     return Solution(value * unit, error * unit, "sinkhorn", potentials=(u * unit * unit, v * unit * unit))
 
 
-def _at_blur(
-    pair: Pair, blur: float, scaling: float, diameter: float, rtol: float
-) -> tuple[Tensor, float, Tensor, Tensor]:
+def _at_blur(pair: Pair, blur: float, diameter: float, rtol: float) -> tuple[Tensor, float, Tensor, Tensor]:
     """The estimate of geomloss at one blur, its error, and potentials that prove the lower bound."""
     from geomloss import SamplesLoss
 
-    settings = {"blur": blur, "scaling": scaling, "diameter": diameter, "backend": "tensorized"}
+    settings = {"p": 2, "blur": blur, "scaling": SCALING, "diameter": diameter, "backend": "tensorized"}
     x, a, y, b = (z.detach() for z in (pair.x, pair.a, pair.y, pair.b))
-    S = SamplesLoss("sinkhorn", p=2, **settings)(pair.a, pair.x, pair.b, pair.y)  # an estimate of W_2^2 / 2
-    _, g = SamplesLoss("sinkhorn", p=2, debias=False, potentials=True, **settings)(a, x, b, y)
+    S = SamplesLoss("sinkhorn", **settings)(pair.a, pair.x, pair.b, pair.y)  # an estimate of W_2^2 / 2
+    _, g = SamplesLoss("sinkhorn", debias=False, potentials=True, **settings)(a, x, b, y)
     estimate = max(float(S.detach()), 0.0)
     half_low, half_high, u, v = _bounds(x, a, y, b, g.reshape(b.shape), blur**2, rtol * estimate)
     low = math.sqrt(2 * half_low)

@@ -14,7 +14,7 @@ from scipy.special import ndtri
 from torch import Tensor
 
 from attn_flow.geometry import angle
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
 from attn_flow.transport import Transport, solve, wasserstein
 
 F64 = torch.float64

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.geometry import Sphere
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
 from attn_flow.transport import CertificateError, solve, wasserstein
 
 F64 = torch.float64
