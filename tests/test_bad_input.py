@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attn_flow import Attention, Cloud, ContinuousAttentionLayer, Drift, Layers, Sphere, flow, limit, wasserstein
+from attn_flow import Attention, Cloud, ContinuousAttentionLayer, Drift, Layers, Sphere, flow, wasserstein
 
 X = Sphere().uniform(6, 3, generator=torch.Generator().manual_seed(0))
 A = Attention.identity(3, beta=2.0)
@@ -71,7 +71,7 @@ WRONG_TYPES: dict[str, Callable[[], object]] = {
     "a list of tokens": lambda: A.drift([[1.0, 0.0, 0.0]]),  # type: ignore[arg-type]
     "integer tokens": lambda: A.drift(torch.ones(4, 3, dtype=torch.long)),
     "a mask of numbers": lambda: Cloud(X, mask=torch.ones(6)),
-    "a support as a word": lambda: limit(A, support="sphere"),  # type: ignore[arg-type]
+    "a context as a word": lambda: A.with_context("sphere"),  # type: ignore[arg-type]
     "tokens as words": lambda: flow(A, "tokens", 1.0),  # type: ignore[arg-type]
     "a drift that is not a function": lambda: flow(Drift(3.0), X, 1.0),  # type: ignore[arg-type]
     "an attention that is a number": lambda: flow(3.0, X, 1.0),  # type: ignore[arg-type]

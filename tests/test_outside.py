@@ -68,7 +68,7 @@ def things() -> dict[str, Any]:
         "path": path,
         "limit": target,
         "phases": phases(path, target),
-        "resolution": resolution(attention, x, warn=False),
+        "resolution": resolution(attention, x),
         "transport": attn_flow.transport.solve(x, target.push_forward(x)),
         "adaptive": Adaptive(),
         "step": attn_flow.rk4,

@@ -106,7 +106,7 @@ def _run_numbers(
     run |= {"t_min_predicted": None, "doubts": [], "note": ""}
     if target is None:
         return run
-    measured = resolution(attention, path.cloud(0), warn=False)
+    measured = resolution(attention, path.cloud(0))
     is_cold = 1 < beta < math.inf and not is_noisy
     return {
         **run,

@@ -1,22 +1,12 @@
-"""Where a flow ends: the limit map, zero-temperature flows, rates, certificates, what n tokens resolve, phases."""
+"""Where a flow ends: the limit map, zero-temperature flows, rates, what n tokens resolve, phases."""
 
 from attn_flow.prediction.bound import Bound, fit_bound
-from attn_flow.prediction.finite_n import Resolution, ResolutionWarning, resolution
 from attn_flow.prediction.limit_map import LimitMap, limit
-from attn_flow.prediction.phases import (
-    OverSeeds,
-    Phase,
-    Phases,
-    PhasesOverSeeds,
-    phases,
-    phases_over_seeds,
-    w2_curve,
-)
-from attn_flow.prediction.rates import Rates
-from attn_flow.prediction.requirements import PredictionWarning, Requirement
+from attn_flow.prediction.phases import OverSeeds, Phase, Phases, phases, phases_over_seeds, w2_curve
+from attn_flow.prediction.rates import Rates, TerminalPhase
+from attn_flow.prediction.requirements import PredictionWarning, Requirement, Resolution, resolution
 from attn_flow.prediction.spectrum import Spectrum, spectrum
 from attn_flow.prediction.sweep import Sweep, starting_cloud, sweep
-from attn_flow.prediction.terminal import TerminalPhase
 from attn_flow.prediction.zero_temperature import zero_temperature_flow
 
 __all__ = [
@@ -25,12 +15,10 @@ __all__ = [
     "OverSeeds",
     "Phase",
     "Phases",
-    "PhasesOverSeeds",
     "PredictionWarning",
     "Rates",
     "Requirement",
     "Resolution",
-    "ResolutionWarning",
     "Spectrum",
     "Sweep",
     "TerminalPhase",

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 from scipy.optimize import least_squares
 
@@ -19,12 +18,9 @@ from attn_flow.prediction.spectrum import Array
 
 @dataclass(frozen=True)
 class Bound:
-    """K (sqrt(log(beta+1)/beta) e^{Ct} + e^{-ct}), fitted to W2.
+    """K (sqrt(log(beta+1)/beta) e^{Ct} + e^{-ct}), with standard errors over seeds (NaN for one path of each beta).
 
-    Attributes:
-        C_error, c_error, K_error: standard errors over seeds; NaN for one path of each beta.
-        cover: the factor by which K must be raised to lie above every point.
-        residual: the root mean square of the residuals of log W2.
+    `residual` is the root mean square of the residuals of log W2.
     """
 
     C: float
@@ -33,17 +29,11 @@ class Bound:
     C_error: float
     c_error: float
     K_error: float
-    cover: float
     residual: float
 
     def __call__(self, t: ArrayLike, beta: ArrayLike) -> Array:
         """The fitted W2 at times t and inverse temperatures beta, which broadcast."""
-        return np.exp(_log_bound(np.array([math.log(self.K), self.C, self.c]), np.asarray(t), np.asarray(beta)))
-
-    def __repr__(self) -> str:
-        numbers = ((name, getattr(self, name), getattr(self, f"{name}_error")) for name in "CcK")
-        words = ", ".join(f"{name} = {value:.4g} +- {error:.2g}" for name, value, error in numbers)
-        return f"Bound({words}, above all points by {self.cover:.3g} K, residual {self.residual:.2g})"
+        return np.exp(_log_bound((math.log(self.K), self.C, self.c), np.asarray(t), np.asarray(beta)))
 
 
 def fit_bound(paths: Sequence[Trajectory], limit: LimitMap, *, w2: Sequence[ArrayLike] | None = None) -> Bound:
@@ -58,10 +48,8 @@ def fit_bound(paths: Sequence[Trajectory], limit: LimitMap, *, w2: Sequence[Arra
         limit: the prediction `limit(attention)`.
         w2: their distances, each (T,) or (T, seeds), if they are known already.
 
-    Returns:
-        A `Bound`, fitted to all seeds together; its errors come from fits to every seed alone.
-
     Example:
+        >>> import torch
         >>> from attn_flow import Attention, flow, limit
         >>> from attn_flow.measures.quadrature import circle
         >>> G, V = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.diag(torch.tensor([1.0, 2.0])).double()
@@ -74,27 +62,22 @@ def fit_bound(paths: Sequence[Trajectory], limit: LimitMap, *, w2: Sequence[Arra
     betas = [path.about.get("field", {}).get("beta") for path in paths]
     if not all(isinstance(b, (int, float)) and 0 < b < math.inf for b in betas) or len(set(betas)) < 2:
         raise ValueError(f"paths of beta {betas}; expected two or more finite inverse temperatures to tell C from c.")
-    curves = [w2_curve(path, limit) for path in paths] if w2 is None else [torch.as_tensor(np.asarray(w)) for w in w2]
-    for path, curve in zip(paths, curves, strict=True):
-        if curve.ndim not in (1, 2) or len(curve) != len(path):
-            raise ValueError(
-                f"w2 has shape {tuple(curve.shape)}, expected ({len(path)},) or ({len(path)}, seeds), as its path."
-            )
-    columns = [curve.detach().cpu().double().reshape(len(curve), -1).T.numpy() for curve in curves]  # (seeds, T) each
-    counts = [len(each) for each in columns]
-    if len(set(counts)) > 1:
-        raise ValueError(f"paths of {counts} seeds, expected the same number for each beta.")
+    curves = [w2_curve(path, limit).detach().cpu() for path in paths] if w2 is None else w2
+    columns = [np.asarray(curve, dtype=np.float64) for curve in curves]
+    columns = [curve[:, None] if curve.ndim == 1 else curve for curve in columns]
+    expected = [(len(path), columns[0].shape[1]) for path in paths]
+    if [curve.shape for curve in columns] != expected:
+        raise ValueError(f"w2 has shapes {[curve.shape for curve in columns]}, expected (T, seeds) = {expected}.")
     seeds = [
-        np.hstack([_before_saturation(path, beta, w) for path, beta, w in zip(paths, betas, curves_of_seed)])
-        for curves_of_seed in zip(*columns)
+        np.hstack([_before_saturation(*one) for one in zip(paths, betas, curves_of_seed)])
+        for curves_of_seed in zip(*(curve.T for curve in columns))
     ]
-    best, residuals = _fit(np.hstack(seeds), np.array([0.5, 0.5 if limit.rates is None else limit.rates.decay()]))
-    K, errors = math.exp(best[0]), np.full(3, math.nan)
+    (log_K, C, c), residual = _fit(np.hstack(seeds), (0.5, 0.5 if limit.rates is None else limit.rates.decay()))
+    K, errors = math.exp(log_K), [math.nan] * 3
     if len(seeds) > 1:
-        errors = np.std([_fit(points, best[1:])[0] for points in seeds], axis=0, ddof=1) / math.sqrt(len(seeds))
-    (C, c), (K_error, C_error, c_error) = best[1:].tolist(), (errors * [K, 1, 1]).tolist()
-    cover, residual = float(np.exp(-residuals.min())), float(np.sqrt(np.mean(residuals**2)))
-    return Bound(C, c, K, C_error, c_error, K_error, cover, residual)
+        fits = [_fit(points, (C, c))[0] for points in seeds]
+        errors = (np.std(fits, axis=0, ddof=1) / math.sqrt(len(seeds))).tolist()
+    return Bound(C, c, K, errors[1], errors[2], K * errors[0], residual)
 
 
 def _before_saturation(path: Trajectory, beta: float, w: Array) -> Array:
@@ -105,8 +88,8 @@ def _before_saturation(path: Trajectory, beta: float, w: Array) -> Array:
     return np.stack([t[is_valid], np.full(int(is_valid.sum()), beta), np.log(w[is_valid])])
 
 
-def _fit(points: Array, rates: Array) -> tuple[Array, Array]:
-    """(log K, C, c) and the residuals of log W2 for times, beta and log W2 (3, points), from a first guess (C, c)."""
+def _fit(points: Array, rates: tuple[float, float]) -> tuple[list[float], float]:
+    """[log K, C, c] and the rms residual of times, beta and log W2 (3, points), from a first guess of (C, c)."""
     t, beta, log_w = points
     if len(t) < 6:
         raise ValueError(f"{len(t)} points before W2 saturates, expected six or more to fit three constants.")
@@ -114,10 +97,11 @@ def _fit(points: Array, rates: Array) -> tuple[Array, Array]:
     start = np.array([log_w.max(), *np.maximum(rates, 1e-3)])
     residuals = lambda z: _log_bound(z, t, beta) - log_w
     fit = least_squares(residuals, start, x_scale=(1.0, 0.3, 0.3), bounds=(lower, np.inf))
-    return np.where(fit.x <= lower + 1e-6, 0.0, fit.x), fit.fun  # the solver stops just inside
+    best = np.where(fit.x <= lower + 1e-6, 0.0, fit.x)  # the solver stops just inside
+    return best.tolist(), float(np.sqrt(np.mean(fit.fun**2)))
 
 
-def _log_bound(z: Array, t: Array, beta: Array) -> Array:
-    log_K, C, c = z
+def _log_bound(constants: Sequence[float], t: Array, beta: Array) -> Array:
+    log_K, C, c = constants
     cold = np.log(np.log1p(beta) / beta) / 2
     return np.asarray(log_K + np.logaddexp(cold + C * t, -c * t), dtype=np.float64)

@@ -9,30 +9,25 @@ docs/theory.md says which formulas are proved there and which are derived here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Attention
+from attn_flow.attention.attention import Attention
+from attn_flow.attention.weights import AXES
 from attn_flow.base import checks
 from attn_flow.base.files import to_plain
 from attn_flow.drawing import html_text
-from attn_flow.measures import Cloud, Measure, UniformSphere, as_cloud
-from attn_flow.prediction.rates import Rates, concentration_rates
+from attn_flow.measures.cloud import Cloud, as_cloud
+from attn_flow.measures.sphere import UniformSphere
+from attn_flow.prediction.rates import Rates, TerminalPhase, concentration_rates, exit_of_clusters
 from attn_flow.prediction.requirements import Requirement, check_requirements, requirements
 from attn_flow.prediction.spectrum import Spectrum, spectrum
-from attn_flow.prediction.terminal import TerminalPhase, exit_of_clusters
 from attn_flow.prediction.words import limit_sentences
-from attn_flow.prediction.zero_temperature import (
-    check_support,
-    is_nonzero,
-    linear_part,
-    resting_points,
-    zero_temperature_flow,
-)
+from attn_flow.prediction.zero_temperature import linear_part, resting_points, zero_temperature_flow
 
 Times = float | Sequence[float] | Tensor
 
@@ -43,15 +38,15 @@ class LimitMap:
 
     Attributes:
         case: "fixed": P(x) = Pi x/|Pi x|. "rotating": tokens concentrate on E and rotate in it. "jordan": they approach
-            algebraically. "stationary": M = c I, nothing moves. "nonlinear": several heads, biases or other supports,
+            algebraically. "stationary": M = c I, nothing moves. "nonlinear": several heads, biases or other contexts,
             where tokens are followed until they rest. "undefined": no limit is established. "batch": the weights are a
-            batch, and `limit(attention)[i]` is one of its limits.
+            batch, and `elements` has its limits.
         reason: how the case is known, in words.
-        attention, support: the arguments of `limit`.
+        attention: that of `limit`, at beta = 1.
         spectrum: the leading spectral subspace E of M, its projector and gap.
         rates, power: the exponential rates of concentration; the exponent a of W_2 ~ t^{-a} at a Jordan block.
         terminal: what clusters do once they have formed.
-        elements, shape: the limits of a batch, and its shape.
+        elements, shape: the limits of a batch, flattened, and its shape.
 
     Example:
         >>> from attn_flow import Attention, limit
@@ -68,7 +63,6 @@ class LimitMap:
     case: str
     reason: str
     attention: Attention
-    support: Measure | None = None
     spectrum: Spectrum | None = None
     rates: Rates | None = None
     power: float | None = None
@@ -80,20 +74,12 @@ class LimitMap:
         words = [self.case + f" {self.shape}" * bool(self.elements)]
         if self.spectrum is not None:
             words.append(f"dim E = {self.dimension}, leading {self.spectrum.leading:.6g}, gap {self.spectrum.gap:.6g}")
-        if self.rates is not None:
-            words.append(f"decay of W2 {self.rates.decay():.6g}")
-        if self.exit_rate:
-            words.append(f"exit rate {self.exit_rate:.6g}")
+        words += [f"decay of W2 {self.rates.decay():.6g}"] if self.rates is not None else []
+        words += [f"exit rate {self.exit_rate:.6g}"] if self.exit_rate else []
         return f"LimitMap({', '.join(words)})"
 
     def _repr_html_(self) -> str:  # for notebooks
         return html_text([repr(self), *limit_sentences(self.as_dict())])
-
-    def __iter__(self) -> Iterator[LimitMap]:
-        return iter(self.elements)
-
-    def __getitem__(self, index: int) -> LimitMap:
-        return self.elements[index]
 
     @property
     def dimension(self) -> int | None:
@@ -139,11 +125,8 @@ class LimitMap:
     def t_min(self, beta: float) -> float | None:
         """The time of least W2, to leading order in log(beta): log(beta)/(2g) (g + x)/(c_2 + x), with exit rate x.
 
-        The least W2 falls like beta^{-1/2} for rates.tail >= 3 g and beta >= 100, within 0.03 of that exponent. Near
-        tail = 2 g it is reached slowly, and for tail < 2 g it is smaller (docs/theory.md).
-
-        The distribution must not be symmetric. None where this does not apply: dim E > 1, V does not
-        map E into itself, or clusters do not leave at a known, finite rate; `requires` names the condition.
+        The distribution must not be symmetric. None where this does not apply: dim E > 1, V does not map E into itself,
+        or clusters do not leave at a known rate; `requires` names the condition.
         """
         if not 1 < beta < math.inf:
             raise ValueError(f"beta = {beta}, expected 1 < beta < inf: t_min is an estimate for low temperature.")
@@ -153,17 +136,9 @@ class LimitMap:
         return math.log(beta) / (2 * g) * (g + exit_rate) / (c + exit_rate)
 
     def width(self, beta: float) -> float | None:
-        """W_2 of clusters to their centres at beta if their tokens repel each other; None if they keep no width.
-
-        Example:
-            >>> from attn_flow import Attention, limit
-            >>> G, V = torch.diag(torch.tensor([1.0, 2.0])), torch.diag(torch.tensor([-1.0, -3.0]))
-            >>> round(limit(Attention.from_matrices(G, V)).width(beta=300.0), 4)
-            0.0258
-        """
-        if self.terminal is None or self.terminal.width is None:
-            return None
-        return math.sqrt(self.terminal.width / beta)
+        """W_2 of clusters to their centres at beta if their tokens repel each other; None if they keep no width."""
+        known = self.terminal is not None and self.terminal.width is not None
+        return math.sqrt(self.terminal.width / beta) if known else None
 
     @overload
     def push_forward(self, x: Tensor, t: Times | None = None) -> Tensor: ...
@@ -177,16 +152,9 @@ class LimitMap:
             t: a time >= 0, or increasing times (T,). A limit that rotates exists only at a time.
 
         Returns:
-            The type it was given; for times (T,) with a first axis T. Differentiable in x where the limit is linear.
-            Tokens without an established limit raise ValueError: those with Pi x = 0, and where the limit is not
-            linear those that do not come to rest at a stable equilibrium.
-
-        Example:
-            >>> from attn_flow import Attention, Cloud, limit
-            >>> attention = Attention.from_matrices(torch.eye(2), torch.diag(torch.tensor([2.0, 1.0])))
-            >>> limit(attention).push_forward(Cloud(torch.tensor([[0.6, 0.8], [-0.6, 0.8]]))).x
-            tensor([[ 1.,  0.],
-                    [-1.,  0.]])
+            The type it was given; for times (T,) with a first axis T. Without t differentiable in x where the limit is
+            linear. Tokens without an established limit raise ValueError: those with Pi x = 0, and where the limit is
+            not linear those that do not come to rest at a stable equilibrium.
         """
         cloud = as_cloud(x)
         checks.require_shape("x", cloud.x, (self.attention.dim,))
@@ -207,12 +175,11 @@ class LimitMap:
         if self.case == "nonlinear":
             if times is not None:
                 raise ValueError("a nonlinear limit has no moving push-forward; leave out the time t.")
-            return resting_points(self.attention, x, self.support)
+            return resting_points(self.attention, x)
         if self.case == "undefined" or self.spectrum is None:
             raise ValueError(f"no limit is established: {self.reason}.")
         if times is not None:
-            grid = times if times[0] == 0 else [0.0, *times]
-            path = zero_temperature_flow(self.attention, x, grid, self.support).x
+            path = zero_temperature_flow(self.attention, x, times if times[0] == 0 else [0.0, *times]).x
             return _project(path[-len(times) :], self.spectrum.projector)
         if self.rotates:
             pair = f"{self.spectrum.leading:.4g} +- {self.spectrum.frequencies[0]:.4g}i"
@@ -221,46 +188,40 @@ class LimitMap:
 
     def as_dict(self) -> dict[str, Any]:
         """All numbers and words, ready for JSON; infinities are strings, and None stands where nothing applies."""
-        if self.elements:
-            each = [one.as_dict() for one in self.elements]
-            return {"case": self.case, "shape": list(self.shape), "elements": each}
         read = lambda record, *names: {name: getattr(record, name, None) for name in names}
-        values = read(self, "case", "reason", "dimension", "power")
+        values = read(self, "case", "reason", "dimension", "power", "exit_rate")
         values |= read(self.spectrum, "leading", "gap", "index", "frequencies", "basis", "projector")
         values |= read(self.rates, "g", "kappa", "tail", "C")
         values |= {f"rate_w{p}": None if self.rates is None else self.rates.decay(p) for p in (1, 2)}
-        values |= read(self.terminal, "exit_rate", "keeps_E", "width")
+        values |= read(self.terminal, "keeps_E", "width")
         values |= {f"terminal_{name}": value for name, value in read(self.terminal, "basis", "rate", "reason").items()}
-        return to_plain(values | {"requires": [asdict(need) for need in self.requires]})
+        values |= {"requires": [asdict(need) for need in self.requires]}
+        return to_plain(values | {"elements": [one.as_dict() for one in self.elements]})
 
 
 def _project(x: Tensor, A: Tensor) -> Tensor:
     """A x at the norm of x; raises if it is only rounding for some token, |A x| <= eps | |A| |x| |."""
     A = A.to(x)
     y = x @ A.mT
-    if checks.can_read(x):
-        rounding = torch.finfo(x.dtype).eps * (x.abs() @ A.abs().mT).norm(dim=-1)
-        if count := int((y.norm(dim=-1) <= rounding).sum()):
-            raise ValueError(
-                f"{count} of {y[..., 0].numel()} tokens have Pi x = 0 to rounding, and no limit of their own; remove "
-                "or perturb them."
-            )
+    rounding = torch.finfo(x.dtype).eps * (x.abs() @ A.abs().mT).norm(dim=-1)
+    is_lost = y.norm(dim=-1) <= rounding
+    if checks.can_read(x) and bool(is_lost.any()):
+        raise ValueError(
+            f"{int(is_lost.sum())} of {is_lost.numel()} tokens have Pi x = 0 to rounding, and no limit of their own; "
+            "remove or perturb them."
+        )
     return y * (x.norm(dim=-1) / y.norm(dim=-1))[..., None]
 
 
-def limit(attention: Attention, support: Measure | None = None, tol: float = 1e-6) -> LimitMap:
+def limit(attention: Attention, tol: float = 1e-6) -> LimitMap:
     """The limit map of an attention flow on the sphere at low temperature: where the tokens concentrate.
 
     Args:
         attention: softmax attention without a causal mask; its beta is not used. Leading axes of the weights are a
-            batch. A linear flow x' = P_x M x of your own is `Attention.from_matrices(I, M)`.
-        support: what tokens attend to, by default the context of the attention. None: they fill their
-            sphere, and M = V G. A centred EllipsoidSupport (or capped Gaussian) with covariance S: M = V S G. Any other
-            measure, or a fixed Cloud: the limit is not linear.
+            batch. Its context is what tokens attend to: without one they fill their sphere, and M = V G; for a centred
+            EllipsoidSupport (or capped Gaussian) with covariance S, M = V S G; with another measure, or a fixed Cloud,
+            the limit is not linear. A linear flow x' = P_x M x of your own is `Attention.from_matrices(I, M)`.
         tol: gaps below tol |M|, parts of M below it, and singular values of G below tol |G| count as zero.
-
-    Returns:
-        A `LimitMap`.
 
     Example:
         >>> from attn_flow import Attention
@@ -269,63 +230,45 @@ def limit(attention: Attention, support: Measure | None = None, tol: float = 1e-
         >>> target.case, round(target.rates.g, 4), round(target.t_min(1000.0), 2)
         ('fixed', 0.3333, 10.36)
     """
-    support = attention.context if support is None else support
-    check_support(attention, support)
+    if not isinstance(attention, Attention):
+        raise TypeError(f"attention is a {type(attention).__name__}, expected an Attention without other fields.")
     if attention.kind != "softmax" or attention.causal:
         words = f"attention of kind {attention.kind!r}, causal={attention.causal}"
         raise ValueError(f"{words}: the limit map is known for softmax attention without a causal mask.")
     if not 0 < tol < 1:
         raise ValueError(f"tol = {tol}, expected a relative tolerance between 0 and 1.")
-    bias, shift = attention.G_bias, attention.value_bias
-    weights = {"Q": (attention.G, 3), "V": (attention.OV, 3), "query_bias": (bias, 2), "value_bias": (shift, 1)}
-    arrays = {name: (z, axes) for name, (z, axes) in weights.items() if z is not None}
-    shape = torch.broadcast_shapes(*(z.shape[:-axes] for z, axes in arrays.values()))
+    plain = attention.with_beta(1.0)
+    shape = plain.batch_shape
     if not shape:
-        return _limit(attention, support, tol)
-    flat = {name: z.expand(*shape, *z.shape[-k:]).flatten(0, len(shape) - 1) for name, (z, k) in arrays.items()}
-    each = tuple(_limit(Attention(**dict(zip(flat, one))), support, tol) for one in zip(*flat.values()))
-    return LimitMap("batch", f"{len(each)} limits", attention, support, elements=each, shape=tuple(shape))
+        return _limit(plain, tol)
+    expand = lambda name, z: z.expand(*shape, *z.shape[-AXES[name] :]).flatten(0, len(shape) - 1)
+    weights = {name: expand(name, z) for name, z in plain.tensors.items()}
+    each = tuple(_limit(plain.copy_with(**dict(zip(weights, one))), tol) for one in zip(*weights.values()))
+    return LimitMap("batch", f"{len(each)} limits", plain, elements=each, shape=tuple(shape))
 
 
-def _limit(attention: Attention, support: Measure | None, tol: float) -> LimitMap:
+def _limit(attention: Attention, tol: float) -> LimitMap:
     """The limit map of one attention."""
-    fills_sphere = support is None or isinstance(support, UniformSphere)  # of any radius: directions move alike
-    linear = linear_part(attention, None if fills_sphere else support, tol)
-    values = attention.to(torch.float64).OV.detach().sum(-3)
-    top = spectrum(values, tol)
-    phase = TerminalPhase(top.basis, top.gap)
+    fills_sphere = attention.context is None or isinstance(attention.context, UniformSphere)
+    # Directions on a sphere of any radius move alike.
+    linear = linear_part(attention.with_context(None) if fills_sphere else attention, tol)
     if linear is None:
-        causes = {
-            "several heads": attention.heads > 1,
-            "a query bias": is_nonzero(attention.G_bias),
-            "a value bias": is_nonzero(attention.value_bias),
-        }
-        words = " and ".join(name for name, holds in causes.items() if holds) or "the support is no centred ellipsoid"
-        reason = f"{words}: the flow is not linear, and tokens are followed one by one"
-        return LimitMap("nonlinear", reason, attention, support, terminal=None if causes["a value bias"] else phase)
+        reason = "several heads, a bias or its context make the flow nonlinear, and tokens are followed one by one"
+        return LimitMap("nonlinear", reason, attention)
     W, N = (A.detach() for A in linear)
-    M = W @ N
-    main = spectrum(M, tol)
+    M, values = W @ N, attention.OV[0].detach().double()
+    main, top = spectrum(M, tol), spectrum(values, tol)
+    phase = TerminalPhase(top.basis, top.gap)
     is_singular = int(torch.linalg.matrix_rank(N, rtol=tol)) < len(N)
     if is_singular and main.leading <= tol * float(torch.linalg.matrix_norm(M, 2)):
         reason = f"G is singular and the leading real part of M is {main.leading:.3g}: tokens may run into ker G"
-        return LimitMap("undefined", reason, attention, support, main, terminal=phase)
+        return LimitMap("undefined", reason, attention, main, terminal=phase)
     if fills_sphere:
         phase = exit_of_clusters(phase, main, values, N, tol)
     power = None
     if main.case == "jordan" and not main.frequencies:
         # Tokens are 1/t from their limits, and a share t^{-rank} of the mass still crosses between limits.
         power = min(1.0, int(torch.linalg.matrix_rank(main.direction, rtol=tol)) / 2)
-    rates = concentration_rates(main, W, N, tol)
-    return LimitMap(main.case, _reason(main), attention, support, main, rates, power, phase)
-
-
-def _reason(spectrum: Spectrum) -> str:
-    """How the case of a linear limit is known."""
-    leading, frequencies = f"{spectrum.leading:.6g}", ", ".join(f"{b:.6g}i" for b in spectrum.frequencies)
-    return {
-        "fixed": f"{spectrum.dimension} leading eigenvalue(s) {leading}, semisimple, gap {spectrum.gap:.3g}",
-        "rotating": f"leading eigenvalues {leading} +- {frequencies}, semisimple: no pointwise limit",
-        "jordan": f"Jordan block of index {spectrum.index} at {leading}: tokens approach like 1/t",
-        "stationary": f"M = {leading} I to rounding or tol: every direction is stationary",
-    }[spectrum.case]
+    reason = f"the largest real part of the eigenvalues of M = V G is {main.leading:.6g}, with dim E = {main.dimension}"
+    reason += f", and the next is lower by {main.gap:.3g}" if main.gap < math.inf else ""
+    return LimitMap(main.case, reason, attention, main, concentration_rates(W, N, tol), power, phase)

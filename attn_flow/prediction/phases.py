@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attn_flow.drawing import distance_figure, html_text
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
 from attn_flow.prediction.limit_map import LimitMap
 from attn_flow.prediction.requirements import PredictionWarning, Requirement
 from attn_flow.prediction.spectrum import Array
@@ -62,7 +62,7 @@ class Phases:
         t: (T,), times.
         w2: (T, ...), W2(mu_t, P_# mu_0).
         t_min, min_w2: (...), the time of the least W2 and its value.
-        intervals: the phases in order; those of a batch are in its elements, `phases(path, limit)[i]`.
+        intervals: the phases of one path, in order.
         note: why there is a metastable phase or none, in words.
         requires: the assumptions of the prediction, checked on the first cloud.
         doubts: why the prediction need not hold for this path.
@@ -92,16 +92,8 @@ class Phases:
     def _repr_html_(self) -> str:  # for notebooks
         return html_text([repr(self), self.note, *self.doubts], self.plot)
 
-    def __iter__(self) -> Iterator[Phases]:
-        return iter(self.elements)
-
-    def __getitem__(self, index: int) -> Phases:
-        return self.elements[index]
-
     def as_dict(self) -> dict[str, Any]:
-        """All numbers and words, ready for JSON."""
-        if self.elements:
-            return {"elements": [each.as_dict() for each in self.elements]}
+        """All numbers and words of one path, ready for JSON."""
         return {
             **{name: getattr(self, name).tolist() for name in ("t", "w2", "t_min", "min_w2")},
             "phases": [asdict(phase) for phase in self.intervals],
@@ -132,16 +124,14 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
 
 def _elements(path: Trajectory, limit: LimitMap) -> Iterator[tuple[Trajectory, LimitMap]]:
     """The paths of a batch, one by one, each with its own beta and limit."""
-    batch = path.x.shape[1:-2]
-    count, x = math.prod(batch), path.x.reshape(len(path), -1, *path.x.shape[-2:])
-    rows = lambda z: [None] * count if z is None else z.expand(*batch, z.shape[-1]).reshape(count, -1)
-    about = path.about.get("field", {})
-    beta = np.asarray(about.get("beta", math.nan), dtype=np.float64)
+    batch, about = path.x.shape[1:-2], path.about.get("field", {})
+    beta = np.asarray(about.get("beta", math.nan), dtype=np.float64)  # "inf" is infinite, and heads are the last axis
     betas = np.broadcast_to(beta[..., 0] if beta.ndim else beta, batch).ravel().tolist()
+    rows = lambda z: [None] * len(betas) if z is None else z.expand(*batch, z.shape[-1]).reshape(len(betas), -1)
+    clouds = path.x.reshape(len(path), len(betas), *path.x.shape[-2:]).unbind(1)
     limits = itertools.cycle(limit.elements or (limit,))
-    for i, (w, m, b) in enumerate(zip(rows(path.weights), rows(path.mask), betas)):
-        own = path.about | {"field": about | {"beta": b}}
-        yield replace(path, x=x[:, i], weights=w, mask=m, about=own), next(limits)
+    for x, w, m, b in zip(clouds, rows(path.weights), rows(path.mask), betas):
+        yield replace(path, x=x, weights=w, mask=m, about={"field": about | {"beta": b}}), next(limits)
 
 
 def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None = None, warn: bool = True) -> Phases:
@@ -155,9 +145,6 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
         limit: the prediction `limit(attention)`; that of a batch matches the last batch axes of the path.
         w2: the distances (T, ...) if they are known already.
         warn: warn (`PredictionWarning`) if the cloud does not meet what the prediction requires.
-
-    Returns:
-        `Phases`, with `t_min`, `min_w2`, `intervals` and `note`; indexing a batch gives those of one path.
 
     Example:
         >>> from attn_flow import Attention, flow, limit
@@ -175,8 +162,8 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
         raise ValueError(f"w2 has shape {tuple(curve.shape)}, expected {tuple(path.x.shape[:-2])} and 3 or more times.")
     if not bool((curve.isfinite() & (curve >= 0)).all()):
         raise ValueError("w2 has NaN, infinite or negative entries, expected distances.")
-    parts = zip(_elements(path, limit), curve.reshape(len(path), -1).unbind(-1))
-    each = tuple(_phases_of_path(*element, one, warn) for element, one in parts)
+    curves = curve.reshape(len(path), -1).unbind(-1)
+    each = tuple(_phases_of_path(*element, one, warn) for element, one in zip(_elements(path, limit), curves))
     if curve.ndim == 1:
         return each[0]
     least = curve.min(0)
@@ -195,40 +182,36 @@ def _phases_of_path(path: Trajectory, limit: LimitMap, curve: Tensor, warn: bool
         doubts.append(f"W2 falls to {w[m]:.1g}, below {rounding:.1g}: {reason}")
     if warn and doubts:
         warnings.warn("; ".join(doubts), PredictionWarning, stacklevel=4)
-    floor = 0.0 if beta is None else limit.width(beta) or 0.0
-    intervals, note = _split(t, w, floor)
-    for i, phase in enumerate(intervals):
-        if phase.name == "concentrating":
-            rate, error = _fit_exponential(t[: m + 1], w[: m + 1], -1.0)
-            predicted = None if limit.rates is None else limit.rates.decay()
-            intervals[i] = replace(phase, rate=rate, error=error, predicted=predicted)
-        elif phase.name == "terminal":
-            # W2 saturates before its growth is exponential, unlike the offset of the clusters.
-            growth = w if limit.exit_rate is None or limit.basis is None else _offset(path, limit.basis[:, 0], m)
-            rate, error = _fit_exponential(t[m:], growth[m:], 1.0)
-            intervals[i] = replace(phase, rate=rate, error=error, predicted=limit.exit_rate)
-    moments = torch.from_numpy(t)
-    return Phases(moments, curve, moments[m], curve[m], tuple(intervals), note, needs, tuple(doubts))
+    borders, note = _split(t, w, floor=0.0 if beta is None else limit.width(beta) or 0.0)
+    rates: dict[str, tuple[float | None, ...]] = {}  # by phase: rate, error, predicted
+    if "concentrating" in borders:
+        predicted = None if limit.rates is None else limit.rates.decay()
+        rates["concentrating"] = (*_fit_exponential(t[: m + 1], w[: m + 1], -1.0), predicted)
+    if "terminal" in borders:
+        # W2 saturates before its growth is exponential, unlike the offset of the clusters.
+        growth = w if limit.exit_rate is None or limit.basis is None else _offset(path, limit.basis[:, 0], m)
+        rates["terminal"] = (*_fit_exponential(t[m:], growth[m:], 1.0), limit.exit_rate)
+    intervals = tuple(Phase(name, *border, *rates.get(name, ())) for name, border in borders.items())
+    times = torch.from_numpy(t)
+    return Phases(times, curve, times[m], curve[m], intervals, note, needs, tuple(doubts))
 
 
-def _split(t: Array, w: Array, floor: float) -> tuple[list[Phase], str]:
+def _split(t: Array, w: Array, floor: float) -> tuple[dict[str, tuple[float, float]], str]:
     """The phases of a curve W2(t) that rests at `floor` or above, and why there is a metastable one or none."""
     begin, end, m = float(t[0]), float(t[-1]), int(w.argmin())
     if w[m] > FALL * w[0]:
-        note = f"no concentration: W2 falls to {w[m] / w[0]:.2g} of its start, not to {FALL:g}"
-        return [Phase("spreading", begin, end)], note
-    level = NEAR * max(w[m], floor)
+        note = f"no concentration: W2 falls to {w[m] / w[0]:.2g} of its start, not to {FALL}"
+        return {"spreading": (begin, end)}, note
+    level, least = NEAR * max(w[m], floor), float(t[m])
     enter, leave = _crossing(t[m::-1], w[m::-1], level), _crossing(t[m:], w[m:], level)
     duration = REST * (enter - begin) / math.log(w[0] / level) if 0 < level < w[0] else 0.0
-    rests = leave > enter and leave - enter >= duration
     note = f"W2 stays within 25% of its least value for {leave - enter:.3g}; a rest would last at least "
     note += f"{duration:.3g} (twice the time of a fall by a factor e)"
-    if rests:
-        borders = {"concentrating": (begin, enter), "metastable": (enter, leave), "terminal": (leave, end)}
-    else:
-        note, least = f"no metastable phase: {note}", float(t[m])
+    borders = {"concentrating": (begin, enter), "metastable": (enter, leave), "terminal": (leave, end)}
+    if leave <= enter or leave - enter < duration:
+        note = f"no metastable phase: {note}"
         borders = {"concentrating": (begin, least), "terminal": (least, end if leave < end else least)}
-    return [Phase(name, start, stop) for name, (start, stop) in borders.items() if stop > start], note
+    return {name: (start, stop) for name, (start, stop) in borders.items() if stop > start}, note
 
 
 def _crossing(t: Array, w: Array, level: float) -> float:
@@ -291,39 +274,23 @@ class OverSeeds(NamedTuple):
     error: float
 
 
-@dataclass(frozen=True, eq=False)
-class PhasesOverSeeds:
-    """The time of the least W2, its value, and the fitted rates by the name of their phase, over the paths `each`."""
-
-    t_min: OverSeeds
-    min_w2: OverSeeds
-    rates: dict[str, OverSeeds]
-    each: tuple[Phases, ...]
-
-    def __repr__(self) -> str:
-        numbers = {"t_min": self.t_min, "min W2": self.min_w2, **self.rates}
-        words = ", ".join(f"{name} {number.mean:.3g} +- {number.error:.2g}" for name, number in numbers.items())
-        return f"PhasesOverSeeds({len(self.each)} paths, {words})"
-
-
-def phases_over_seeds(path: Trajectory, limit: LimitMap) -> PhasesOverSeeds:
-    """The phases of a batch of paths (T, seeds, n, d), as one call of `flow` on clouds (seeds, n, d) returns them.
+def phases_over_seeds(path: Trajectory, limit: LimitMap) -> dict[str, OverSeeds]:
+    """Means over a batch of paths (T, seeds, n, d): "t_min", "min_w2", and fitted rates by the name of their phase.
 
     Example:
         >>> from attn_flow import Attention, Sphere, flow, limit
         >>> attention = Attention.from_matrices(torch.eye(2), torch.diag(torch.tensor([2.0, 1.0])), beta=10.0)
         >>> x0 = Sphere().uniform(150, 2, generator=torch.Generator().manual_seed(0)).reshape(3, 50, 2)
         >>> result = phases_over_seeds(flow(attention, x0, torch.linspace(0, 8, 17), h=0.25), limit(attention))
-        >>> len(result.each), result.min_w2.error < result.min_w2.mean
-        (3, True)
+        >>> result["min_w2"].error < result["min_w2"].mean
+        True
     """
     if path.x.ndim != 4 or path.x.shape[1] < 2:
         raise ValueError(f"path.x has shape {tuple(path.x.shape)}, expected (T, seeds, n, d) with two or more seeds.")
     batch = phases(path, limit, warn=False)
-    rates: dict[str, list[float]] = {}
-    for phase in (phase for one in batch for phase in one.intervals):
+    numbers: dict[str, list[float]] = {"t_min": batch.t_min.tolist(), "min_w2": batch.min_w2.tolist()}
+    for phase in (phase for one in batch.elements for phase in one.intervals):
         if phase.rate is not None:
-            rates.setdefault(phase.name, []).append(phase.rate)
-    mean = lambda z: OverSeeds(float(np.mean(z)), float(np.std(z, ddof=1)) / math.sqrt(len(z)))
-    fitted = {name: mean(values) for name, values in rates.items() if len(values) > 1}
-    return PhasesOverSeeds(mean(batch.t_min.tolist()), mean(batch.min_w2.tolist()), fitted, batch.elements)
+            numbers.setdefault(phase.name, []).append(phase.rate)
+    error = lambda z: float(np.std(z, ddof=1)) / math.sqrt(len(z))
+    return {name: OverSeeds(float(np.mean(z)), error(z)) for name, z in numbers.items() if len(z) > 1}

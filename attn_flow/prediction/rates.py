@@ -1,19 +1,19 @@
-"""How fast tokens concentrate at zero temperature: rates of x' = P_x W N x / |N x|, where N = G for full support.
+"""How fast tokens concentrate at zero temperature, and what their clusters do afterwards.
 
-docs/theory.md derives them from the spectrum of M = V G.
+Both are derived in docs/theory.md from x' = P_x W N x / |N x|, where N = G for full support, and from the motion
+x' = P_x V x of a cluster that sees only itself.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from scipy.linalg import qr
 from torch import Tensor
 
-from attn_flow.prediction.spectrum import Array, Spectrum
+from attn_flow.prediction.spectrum import Array, Spectrum, spectrum
 
 
 @dataclass(frozen=True)
@@ -46,48 +46,29 @@ class Rates:
         return min(self.g, self.tail / p)
 
 
-def concentration_rates(spectrum: Spectrum, W: Tensor, N: Tensor, tol: float) -> Rates | None:
+def concentration_rates(W: Tensor, N: Tensor, tol: float) -> Rates | None:
     """The rates of x' = P_x W N x / |N x|; None if E is the whole space or the approach is only algebraic.
 
     A token near level j (the next real part, and so on) leaves it once a component of an upper level i has grown, at
     rate (lambda_i - lambda_j)/|N e_j|. The mass still there decays at r_j = sum_{i<j} k_i (lambda_i - lambda_j)/|N e_j|
     and tail = min_j r_j: for d >= 3 a lower level with a large |N e_j| can be slower than the next one.
     """
-    if math.isinf(spectrum.gap) or spectrum.case == "jordan":
+    levels: list[Spectrum] = []
+    speeds, decays, inside = [], [], torch.eye(len(N)).to(N)
+    while inside.shape[1]:  # the invariant subspace of the levels that are left
+        level = spectrum(inside.mT @ W @ N @ inside, tol)
+        basis, frequency = (inside @ level.basis).cpu().numpy(), max(level.frequencies, default=0.0)
+        speeds.append(_speed((W @ N).cpu().numpy(), N.cpu().numpy(), basis, frequency))
+        decay = sum(upper.dimension * (upper.leading - level.leading) for upper in levels)
+        decays.append(decay / speeds[-1] if speeds[-1] > 0 else math.inf)
+        levels.append(level)
+        lower = torch.linalg.svd(torch.eye(inside.shape[1]).to(N) - level.projector)[0]
+        inside = inside @ lower[:, : inside.shape[1] - level.dimension]
+    if len(levels) == 1 or levels[0].case == "jordan":
         return None
-    M, score = (W @ N).cpu().numpy(), N.cpu().numpy()
-    upper, decays = [(spectrum.leading, spectrum.dimension)], []
-    for eigenvalues, basis in _lower_levels(M, spectrum.leading - spectrum.gap / 2, tol):
-        real = float(eigenvalues.real.mean())
-        decay = sum(k * (above - real) for above, k in upper)
-        decays.append(_ratio(decay, _speed(M, score, basis, float(np.abs(eigenvalues.imag).max()))))
-        upper.append((real, len(eigenvalues)))
-    speed = _speed(M, score, spectrum.basis.cpu().numpy(), max(spectrum.frequencies, default=0.0))
     singular = torch.linalg.svdvals(N)
-    condition = _ratio(float(singular[0]), float(singular[-1]))
-    C = float(torch.linalg.matrix_norm(W, 2)) * (condition + 2)
-    return Rates(_ratio(spectrum.gap, speed), decays[0] / spectrum.dimension, min(decays), C)
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b > 0 else math.inf
-
-
-def _lower_levels(M: Array, bound: float, tol: float) -> list[tuple[Array, Array]]:
-    """Eigenvalues with real part below the bound, grouped by real part, and an orthonormal basis of each group.
-
-    The basis of a defective group may miss directions; it serves for the speeds of tokens near that level.
-    """
-    eigenvalues, vectors = np.linalg.eig(M)
-    order = [i for i in np.argsort(-eigenvalues.real) if eigenvalues[i].real <= bound]
-    gaps = -np.diff(eigenvalues.real[order])
-    groups = []
-    for group in np.split(order, np.flatnonzero(gaps > tol * np.linalg.norm(M, 2)) + 1):
-        span = np.hstack([vectors[:, group].real, vectors[:, group].imag])
-        basis, R, _ = qr(span, mode="economic", pivoting=True)
-        rank = int((np.abs(np.diag(R)) > tol * abs(R[0, 0])).sum())
-        groups.append((eigenvalues[group], basis[:, :rank]))
-    return groups
+    C = float(torch.linalg.matrix_norm(W, 2) * (singular[0] / singular[-1] + 2))
+    return Rates(levels[0].gap / speeds[0], decays[1] / levels[0].dimension, min(decays[1:]), C)
 
 
 def _speed(M: Array, N: Array, basis: Array, frequency: float) -> float:
@@ -99,3 +80,58 @@ def _speed(M: Array, N: Array, basis: Array, frequency: float) -> float:
     s = 2 * np.pi * np.arange(512) / 512
     x = basis @ np.stack([np.cos(s) + A[0, 0] * np.sin(s), A[1, 0] * np.sin(s)])
     return float((np.linalg.norm(N @ x, axis=0) / np.linalg.norm(x, axis=0)).mean())
+
+
+@dataclass(frozen=True, eq=False)
+class TerminalPhase:
+    """What follows concentration at finite temperature, dominated by the spectrum of V.
+
+    Attributes:
+        basis: (d, k), an orthonormal basis of the leading subspace of V, where clusters end up.
+        rate: v_top - v_next, the rate of the final approach; infinite if V is a multiple of the identity.
+        exit_rate: how fast clusters leave E. 0: they stay. None: it is not known, for the `reason`.
+        keeps_E: whether V maps E into itself, which exit rates and t_min require. None: not examined.
+        reason: what clusters do, or why it is not known.
+        width: beta W_2^2 = sum_i |v| / (lambda_1 - lambda_i) of clusters about their centres, if they keep a width.
+    """
+
+    basis: Tensor
+    rate: float
+    exit_rate: float | None = None
+    keeps_E: bool | None = None
+    reason: str = ""
+    width: float | None = None
+
+
+def exit_of_clusters(phase: TerminalPhase, limit: Spectrum, value: Tensor, score: Tensor, tol: float) -> TerminalPhase:
+    """The phase with what clusters at the limits do, for V = value and G = score, both (d, d).
+
+    With V e = v e, G e = gamma e, lambda = v gamma, and _ for compressions to e^perp: if lambda > 0 the offset y of a
+    cluster obeys y' = (V_ - v) y for gamma > 0, and y+' = v y+ + V_ y- for gamma < 0, where it sees its antipode. If
+    lambda < 0 tokens repel each other and balance at a Gaussian of precision beta (lambda - G_ V_)/|v|, which is
+    permanent for commuting symmetric G_ and V_ if all eigenvalues of V_ are negative, as v is.
+    """
+    V, G, basis = (A.detach().cpu().numpy() for A in (value, score, limit.basis))
+    image, e = V @ basis, basis[:, 0]
+    keeps_E = bool(np.linalg.norm(image - basis @ (basis.T @ image), 2) <= math.sqrt(tol) * np.linalg.norm(V, 2))
+    phase = replace(phase, keeps_E=keeps_E)
+    if limit.case != "fixed" or limit.dimension != 1:
+        return replace(phase, reason="exit rates are derived for limits at two points +-e (dim E = 1) only")
+    v, gamma = float(e @ V @ e), float(e @ G @ e)
+    if not keeps_E:
+        angle = math.degrees(math.acos(min(1.0, abs(v) / float(np.linalg.norm(V @ e)))))
+        return replace(phase, reason=f"V turns the limit direction e by {angle:.3g} degrees")
+    if abs(limit.leading) <= tol * np.linalg.norm(V, 2) * np.linalg.norm(G, 2):
+        return replace(phase, reason="the leading eigenvalue of M is 0: clusters neither contract nor spread")
+    across = np.linalg.svd(e[None])[2][1:].T
+    V_, G_ = across.T @ V @ across, across.T @ G @ across
+    if limit.leading > 0:
+        growth = np.linalg.eigvals(V_).real
+        rate = float(growth.max() - v if gamma > 0 else v + np.abs(growth).max())
+        reason = f"each cluster sees {'itself' if gamma > 0 else 'its antipode'} and collapses to a point"
+        return replace(phase, exit_rate=max(0.0, rate), reason=reason)
+    is_symmetric = all(np.linalg.norm(A - A.T) <= math.sqrt(tol) * np.linalg.norm(A) for A in (V_, G_, G_ @ V_))
+    if is_symmetric and v < 0 and np.linalg.eigvalsh(V_).max() < 0:
+        width = float((abs(v) / (limit.leading - np.linalg.eigvalsh(G_ @ V_))).sum())
+        return replace(phase, exit_rate=0.0, reason="clusters keep a Gaussian width", width=width)
+    return replace(phase, reason="tokens of a cluster repel each other, and when they leave is not derived")

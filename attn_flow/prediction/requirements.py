@@ -1,18 +1,20 @@
-"""What a prediction assumes, and whether a given attention and cloud meet it."""
+"""What a prediction assumes, and whether a given attention and cloud meet it: what n tokens resolve, symmetries."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Attention
-from attn_flow.measures import Cloud
-from attn_flow.prediction.finite_n import resolution
-from attn_flow.prediction.rates import Rates
+from attn_flow.attention.attention import Attention
+from attn_flow.base import checks
+from attn_flow.measures.cloud import Cloud, as_cloud
+from attn_flow.prediction.rates import Rates, TerminalPhase
 from attn_flow.prediction.spectrum import Spectrum
-from attn_flow.prediction.terminal import TerminalPhase
+
+REMEDY = "use a quadrature (attn_flow.measures.quadrature, for d = 2 and 3) or more tokens"
 
 
 class PredictionWarning(UserWarning):
@@ -37,56 +39,44 @@ class Requirement:
         return f"{self.name} ({words}): {self.text}"
 
 
-ASSUMPTIONS = {
-    "tokens come to rest": "the limit of a token is known where it comes to rest at a stable equilibrium",
-    "enough tokens": "n tokens resolve the argmax: beta |Gx| n^(-2/(d-1)) <= 1",
-    "little sampling noise": "the sampling error of random tokens is below the effect of temperature: "
-    "(beta |Gx|)^((d+1)/2) <= n",
-    "off the border": "no token has Pi x = 0, as those of ker G have; its limit would be decided by rounding",
-    "unequal crossing masses": "W2 ~ t^(-power) if the masses that cross in both directions differ, 1/t if they are "
-    "equal (even distributions)",
-    "bounded density": "rates and t_min hold for a positive, bounded density near Pi x = 0, where tokens linger",
-    "simple leading eigenvalue": "t_min and the exit rate are derived for two limits +-e (dim E = 1)",
-    "E invariant under V": "t_min and the exit rate are derived for V e along the limit direction e",
-    "clusters leave": "t_min needs clusters that leave at a known rate",
-    "fast tail": "min W2 ~ beta^(-1/2) needs the tail to fall at 3 g or faster",
-    "asymmetric distribution": "t_min and the exit need a distribution without the mirror symmetry of G and V: a "
-    "symmetric one stays",
-}
-
-
-def _assume(name: str, met: bool | None = None, here: str = "") -> Requirement:
-    """The assumption of this name, with what is the case here."""
-    return Requirement(name, ASSUMPTIONS[name] + (f"; here {here}" if here else ""), met)
-
-
 def requirements(
     spectrum: Spectrum | None, rates: Rates | None, terminal: TerminalPhase | None
 ) -> tuple[Requirement, ...]:
     """What a limit map assumes, decided as far as the weights alone can tell."""
     if spectrum is None:
-        return (_assume("tokens come to rest"),)
-    names = ["enough tokens"]
-    names += [] if spectrum.case == "stationary" else ["little sampling noise", "off the border"]
-    names += ["unequal crossing masses"] * (spectrum.case == "jordan") + ["bounded density"] * (rates is not None)
-    needs = [_assume(name) for name in names]
+        return (Requirement("tokens come to rest", "a token has a limit if it comes to rest at a stable equilibrium"),)
+    needs = [Requirement("enough tokens", "n tokens resolve the argmax: beta |Gx| n^(-2/(d-1)) <= 1")]
+    if spectrum.case != "stationary":
+        noise = "the sampling error of random tokens is below the effect of temperature: (beta |Gx|)^((d+1)/2) <= n"
+        needs.append(Requirement("little sampling noise", noise))
+    if spectrum.case == "jordan":
+        crossing = "W2 ~ t^(-power) if the masses that cross in both directions differ, 1/t if they are equal"
+        needs.append(Requirement("unequal crossing masses", f"{crossing} (even distributions)"))
     if rates is None or terminal is None:
         return tuple(needs)
+    density = "rates and t_min hold for a positive, bounded density near Pi x = 0, where tokens linger"
+    simple = f"t_min and the exit rate are derived for two limits +-e (dim E = 1); here dim E = {spectrum.dimension}"
+    is_simple = spectrum.case == "fixed" and spectrum.dimension == 1
+    needs += [Requirement("bounded density", density), Requirement("simple leading eigenvalue", simple, is_simple)]
     # What t_min and the exit rate assume. They are None where the first that is not met ends the list.
-    is_simple, rate = spectrum.case == "fixed" and spectrum.dimension == 1, terminal.exit_rate
-    needs.append(_assume("simple leading eigenvalue", is_simple, f"dim E = {spectrum.dimension}"))
     if not is_simple or terminal.keeps_E is None:
         return tuple(needs)
+    rate, here = terminal.exit_rate, terminal.reason
+    invariant = "t_min and the exit rate are derived for V e along the limit direction e"
     if not terminal.keeps_E:
         rest = "Clusters then rest at an angle of order 1/beta from e, for a time that is not derived"
-        return (*needs, _assume("E invariant under V", False, f"{terminal.reason}. {rest}"))
-    here = terminal.reason
+        return (*needs, Requirement("E invariant under V", f"{invariant}; here {here}. {rest}", False))
     if rate is not None:
         here += f" (exit rate {rate:.4g})" if rate else ", and they stay: W2 has no least value"
-    needs += [_assume("E invariant under V", True), _assume("clusters leave", None if rate is None else rate > 0, here)]
+    leave = f"t_min needs clusters that leave at a known rate; here {here}"
+    needs.append(Requirement("E invariant under V", invariant, True))
+    needs.append(Requirement("clusters leave", leave, None if rate is None else rate > 0))
     if rate:
         tail = rates.tail / rates.g
-        needs += [_assume("fast tail", tail >= 3 * (1 - 1e-9), f"{tail:.3g} g"), _assume("asymmetric distribution")]
+        fast = f"min W2 ~ beta^(-1/2) needs the tail to fall at 3 g or faster; here {tail:.3g} g"
+        symmetric = "t_min and the exit need a distribution without the mirror symmetry of G and V; others stay"
+        needs.append(Requirement("fast tail", fast, tail >= 3 * (1 - 1e-9)))
+        needs.append(Requirement("asymmetric distribution", symmetric))
     return tuple(needs)
 
 
@@ -94,46 +84,21 @@ def check_requirements(
     needs: tuple[Requirement, ...], cloud: Cloud, beta: float | None, attention: Attention, spectrum: Spectrum | None
 ) -> tuple[Requirement, ...]:
     """The requirements, checked against one cloud (n, d) and beta where that is possible."""
-    if spectrum is None:
-        return needs
-    eps, names = torch.finfo(cloud.x.dtype).eps, {need.name for need in needs}
-    cloud, attention, Pi = cloud.to(torch.float64), attention.to(torch.float64), spectrum.direction.to(cloud.x.device)
-    x = cloud.x
-    is_rounding = (x @ Pi.mT).norm(dim=-1) <= eps * (x.abs() @ Pi.abs().mT).norm(dim=-1)
-    count = int((is_rounding & (cloud.probabilities > 0)).sum())
-    answers = {"off the border": (count == 0, f"{count} of {len(x)} here"), "bounded density": _density(Pi, cloud)}
-    if beta is not None:
-        sample = resolution(attention, cloud, beta=beta, warn=False)
+    cloud, attention, answers = cloud.to(torch.float64), attention.to(torch.float64), {}
+    if beta is not None and spectrum is not None:
+        sample = resolution(attention.with_beta(beta), cloud)
         number, noise = float(sample.number.max()), float(sample.noise.max())
         answers["enough tokens"] = (number <= 1, f"here {number:.3g}")
         if cloud.weights is None:
-            words = "" if noise <= 1 else f": sampling, not temperature, sets the least W2; {_remedy(cloud)}"
+            words = "" if noise <= 1 else f": sampling, not temperature, sets the least W2; {REMEDY}"
             answers["little sampling noise"] = (noise <= 1, f"here {noise:.3g} n{words}")
-    if "asymmetric distribution" in names:
-        answers["asymmetric distribution"] = _asymmetry(attention, spectrum.basis[:, 0].to(x), cloud)
+    if spectrum is not None and any(need.name == "asymmetric distribution" for need in needs):
+        answers["asymmetric distribution"] = _asymmetry(attention, spectrum.basis[:, 0].to(cloud.x), cloud)
     checked = []
     for need in needs:
         met, words = answers.get(need.name, (None, ""))
         checked.append(replace(need, met=met, text=f"{need.text}; {words}") if words else need)
     return tuple(checked)
-
-
-def _remedy(cloud: Cloud) -> str:
-    return "use " + "a quadrature (attn_flow.measures.quadrature) or " * (cloud.x.shape[-1] <= 3) + "more tokens"
-
-
-def _density(Pi: Tensor, cloud: Cloud) -> tuple[bool | None, str]:
-    """Compare the mass near Pi x = 0, where tokens linger, with that of a flat density; a factor of 2 counts as met.
-
-    A flat density has 4^{-k}/2 of its mass where |Pi x| is within a quarter of its median, k the rank of Pi.
-    """
-    size, order = (cloud.x @ Pi.mT).norm(dim=-1).sort()
-    p = cloud.probabilities[order]
-    median = size[int((p.cumsum(0) < 0.5).sum())]
-    share, flat = float(p[size < median / 4].sum()), 0.5 / 4 ** int(torch.linalg.matrix_rank(Pi))
-    if flat / float(p.square().sum()) < 15:
-        return None, "too few tokens to say"
-    return flat / 2 < share < 2 * flat, f"share {share:.2g} there, {flat:.2g} if it is flat"
 
 
 def _asymmetry(attention: Attention, e: Tensor, cloud: Cloud) -> tuple[bool, str]:
@@ -153,8 +118,67 @@ def _asymmetry(attention: Attention, e: Tensor, cloud: Cloud) -> tuple[bool, str
     odd = torch.stack([(x @ f) * (x @ e > 0), (x @ f) * (x @ e < 0)])
     size, error = (odd @ p).abs(), (odd * p).norm(dim=-1)
     # Random tokens of a symmetric distribution have means of the size of their standard errors.
-    threshold = (3 * error).clamp_min(1e-10) if cloud.weights is None else torch.full_like(error, 1e-10)
-    met, words = bool((size > threshold).any()), f"asymmetry {float(size.max()):.2g}"
+    chance = 0.0 if cloud.weights is not None else 3.0
+    met, words = bool((size > (chance * error).clamp_min(1e-10)).any()), f"asymmetry {float(size.max()):.2g}"
     if not met and float(size.max()) > 1e-10:
-        words += f", which a sample of a symmetric distribution has by chance; {_remedy(cloud)}"
+        words += f", which a sample of a symmetric distribution has by chance; {REMEDY}"
     return met, words
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Resolution:
+    """How well n tokens resolve the argmax of the mean-field prediction.
+
+    Attributes:
+        self_argmax: (..., heads), the fraction of tokens that are their own argmax of <G x, y>.
+        number: (..., heads), beta |G x| n^{-2/(d-1)}, averaged over tokens; at most about 1 if resolved.
+        n: (...), the effective number of tokens 1 / sum w^2.
+        noise: (..., heads), (beta |G x|)^{(d+1)/2} / n; above 1 the sampling error exceeds the effect of temperature.
+        verdict: "resolved", "marginal", "noisy" (a random sample) or "unresolved", of the worst cloud and head.
+    """
+
+    self_argmax: Tensor
+    number: Tensor
+    n: Tensor
+    noise: Tensor
+    verdict: str
+
+    def __repr__(self) -> str:
+        return f"Resolution({self.verdict}, number up to {float(self.number.max()):.3g}, n {float(self.n.min()):.4g})"
+
+
+def resolution(attention: Attention, x: Tensor | Cloud) -> Resolution:
+    """Measure whether n tokens (..., n, d) can follow the mean-field prediction, in memory linear in n.
+
+    The softmax sees a cap of squared radius 1/(beta |G x|), while n tokens on the sphere are n^{-1/(d-1)} apart.
+    Random tokens in the cap have a mean that is off by more than the effect of the temperature unless
+    n > (beta |G x|)^{(d+1)/2}. Tokens with weights are taken for nodes of a quadrature, which have no such noise.
+
+    Example:
+        >>> from attn_flow import Attention, Sphere
+        >>> x = Sphere().uniform(1000, 3, generator=torch.Generator().manual_seed(0))
+        >>> resolution(Attention.identity(3, beta=10.0), x)
+        Resolution(resolved, number up to 0.01, n 1000)
+    """
+    cloud = as_cloud(x)
+    checks.require_shape("x", cloud.x, (attention.dim,))
+    tokens, p = cloud.x, cloud.probabilities
+    attention, d = attention.to(tokens.dtype), tokens.shape[-1]
+    n = p.square().sum(-1).reciprocal()
+    g = torch.einsum("...hij,...nj->...hni", attention.G.to(tokens), tokens)  # (..., heads, n, d)
+    if attention.G_bias is not None:
+        g = g + attention.G_bias[..., None, :]
+    size, radius = g.norm(dim=-1), tokens.norm(dim=-1)[..., None, :]
+    top = torch.stack([cloud.log_partition(head, math.inf) for head in g.unbind(-3)], dim=-2)
+    rounding = 16 * torch.finfo(tokens.dtype).eps * size * radius.amax(-1, keepdim=True)
+    own = (g * tokens[..., None, :, :]).sum(-1) >= top - rounding
+    mass = p[..., None, :]
+    mean_size = torch.where(mass > 0, mass * size * radius, 0.0).sum(-1)  # (..., heads)
+    cold = torch.as_tensor(attention.beta, dtype=tokens.dtype, device=tokens.device) * mean_size
+    number = cold * (n[..., None] ** (-2 / (d - 1)) if d > 1 else 0.0)
+    noise = cold ** ((d + 1) / 2) / n[..., None]
+    worst, chance = float(number.detach().max()), float(noise.detach().max())
+    verdict = "resolved" if worst <= 0.1 else "marginal" if worst <= 1 else "unresolved"
+    if cloud.weights is None and d > 1 and worst <= 1 < chance:
+        verdict = "noisy"
+    return Resolution((mass * own).sum(-1), number, n, noise, verdict)

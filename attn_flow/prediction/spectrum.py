@@ -7,6 +7,7 @@ because eigenvectors do not exist for Jordan blocks and are inaccurate near them
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from attn_flow.base import checks
 
 Array = NDArray[np.float64]
+ROUNDING = 100 * float(np.finfo(np.float64).eps)  # times d: a generous backward error of a dense eigenvalue solver
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,15 +58,11 @@ class Spectrum:
 
 
 def spectrum(M: Tensor, tol: float = 1e-6) -> Spectrum:
-    """The leading spectral subspace of a matrix.
+    """The leading spectral subspace of a real matrix (d, d).
 
     E is cut at the first gap between real parts that is larger than tol |M| and larger than what rounding makes of a
     multiple eigenvalue, eps |M| |Pi|: a Jordan block of size q comes out of any solver as q eigenvalues eps^{1/q}
     apart. With M = Q [[T11, T12], [0, T22]] Q^T, leading block first, Pi = Q_1 [I, -Y] Q^T, T11 Y - Y T22 = -T12.
-
-    Args:
-        M: a real matrix (d, d).
-        tol: gaps below tol |M| count as zero.
 
     Example:
         >>> spectrum(torch.tensor([[2.0, 0.5], [0.0, 1.0]])).projector  # oblique: M is not normal
@@ -80,58 +78,43 @@ def spectrum(M: Tensor, tol: float = 1e-6) -> Spectrum:
     form = schur(A, output="real")
     diagonal = np.diagonal(form[0])  # the real parts: a block a +- ib has a twice on its diagonal
     real = np.sort(diagonal)[::-1]
+    block, basis, Pi, gap = A, np.eye(d), np.eye(d), math.inf  # E is everything unless there is a gap
     for k in range(1, d):
-        gap = float(real[k - 1] - real[k])
-        if gap <= tol * size:
+        if real[k - 1] - real[k] <= tol * size:
             continue
         cut = (real[k - 1] + real[k]) / 2
         T, Q, order, *_, error = dtrsen(diagonal > cut, *form, job="N")
         if error or not np.array_equal(order > cut, np.arange(d) < k):
             continue  # the reordering could not separate the two groups
         Y, scale, _ = dtrsyl(T[:k, :k], T[k:, k:], -T[:k, k:], isgn=-1)
-        Pi = Q[:, :k] @ np.hstack([np.eye(k), -Y / scale]) @ Q.T
-        if gap > _rounding(d) * size * float(np.linalg.norm(Pi, 2)):
-            return _describe(T[:k, :k], Q[:, :k], Pi, size, gap, tol, M.device)
-    return _describe(A, np.eye(d), np.eye(d), size, float("inf"), tol, M.device)
-
-
-def _rounding(d: int) -> float:
-    """The relative backward error of a dense eigenvalue solver: a generous multiple of d eps."""
-    return 100 * d * float(np.finfo(np.float64).eps)
-
-
-def _describe(
-    block: Array, basis: Array, Pi: Array, size: float, gap: float, tol: float, device: torch.device
-) -> Spectrum:
-    """The case of the leading block a I + A, all of whose eigenvalues have real part a up to the tolerance."""
-    k = block.shape[0]
-    leading = float(np.trace(block) / k)
-    A = block - leading * np.eye(k)
-    mu, vectors = np.linalg.eig(A)
-    is_defective = np.linalg.cond(vectors) > 1e6
-    # The eigenvalues of a Jordan block of size q <= k come out of the solver eps^{1/q} apart.
-    spread = size * (_rounding(k) ** (1 / k) if is_defective else tol)
-    imag = np.sort(mu.imag[mu.imag > max(spread, tol * size)])
-    groups = np.split(imag, np.flatnonzero(np.diff(imag) > spread) + 1) if len(imag) else []
-    frequencies = tuple(float(group.mean()) for group in groups)
-    index, power = 1, np.eye(k)
-    if np.linalg.norm(A, 2) <= tol * size:
-        case, frequencies = ("stationary" if gap == np.inf else "fixed"), ()
-    elif frequencies:
-        case = "jordan" if is_defective else "rotating"
-    else:
-        case = "jordan"
-        index, power = _last_power(A, size, tol)
-    E, P, direction = (torch.tensor(B, device=device) for B in (basis, Pi, basis @ power @ basis.T @ Pi))
+        projector = Q[:, :k] @ np.hstack([np.eye(k), -Y / scale]) @ Q.T
+        if real[k - 1] - real[k] > ROUNDING * d * size * np.linalg.norm(projector, 2):
+            block, basis, Pi, gap = T[:k, :k], Q[:, :k], projector, float(real[k - 1] - real[k])
+            break
+    leading, k = float(np.trace(block) / len(block)), len(block)
+    case, frequencies, index, power = _leading_block(block - leading * np.eye(k), size, tol)
+    case = "stationary" if case == "fixed" and gap == math.inf else case
+    E, P, direction = (torch.tensor(B, device=M.device) for B in (basis, Pi, basis @ power @ basis.T @ Pi))
     return Spectrum(case, leading, gap, E, P, direction, index, frequencies)
 
 
-def _last_power(A: Array, size: float, tol: float) -> tuple[int, Array]:
-    """(q, A^{q-1}) for the last power of A that is above rounding and above the spread of eigenvalues merged by tol."""
-    k, a = A.shape[0], float(np.linalg.norm(A, 2))
-    spread = float(np.abs(np.linalg.eigvals(A)).max())
-    cluster = k * spread if spread <= tol * size else 0.0
+def _leading_block(A: Array, size: float, tol: float) -> tuple[str, tuple[float, ...], int, Array]:
+    """The case, frequencies, Jordan index q and A^{q-1} of the leading block a I + A, of eigenvalues a + i b."""
+    k, norm = len(A), float(np.linalg.norm(A, 2))
+    if norm <= tol * size:
+        return "fixed", (), 1, np.eye(k)
+    mu, vectors = np.linalg.eig(A)
+    is_defective = np.linalg.cond(vectors) > 1e6
+    # The eigenvalues of a Jordan block of size q <= k come out of the solver eps^{1/q} apart.
+    spread = size * ((ROUNDING * k) ** (1 / k) if is_defective else tol)
+    imag = np.sort(mu.imag[mu.imag > max(spread, tol * size)])
+    if len(imag):
+        groups = np.split(imag, np.flatnonzero(np.diff(imag) > spread) + 1)
+        return "jordan" if is_defective else "rotating", tuple(float(b.mean()) for b in groups), 1, np.eye(k)
+    # The last power of A that is above rounding and above the spread of eigenvalues merged by tol.
+    merged = float(np.abs(mu).max())
+    least = ROUNDING * k * norm + (k * merged if merged <= tol * size else 0.0)
     q, power = 1, np.eye(k)
-    while q < k and np.linalg.norm(power @ A, 2) > (cluster + _rounding(k) * a) * a ** (q - 1):
+    while q < k and np.linalg.norm(power @ A, 2) > least * norm ** (q - 1):
         q, power = q + 1, power @ A
-    return q, power
+    return "jordan", (), q, power

@@ -5,29 +5,29 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Attention
+from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
-from attn_flow.base.files import digest, lock_for_writing, write_bytes, write_json
-from attn_flow.base.imports import require_extra
+from attn_flow.base.files import digest, lock_for_writing, read_json, write_bytes, write_json
 from attn_flow.base.progress import progress_bar
 from attn_flow.drawing import lines_figure
 from attn_flow.dynamics.flow import flow
-from attn_flow.measures import Cloud, VonMisesFisher, as_cloud, quadrature
+from attn_flow.measures import quadrature
+from attn_flow.measures.cloud import Cloud, as_cloud
+from attn_flow.measures.von_mises_fisher import VonMisesFisher
 from attn_flow.observe.quantities import clusters
-from attn_flow.prediction.limit_map import LimitMap, limit
-from attn_flow.prediction.phases import Phases, phases
+from attn_flow.prediction.limit_map import limit
+from attn_flow.prediction.phases import phases
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,15 +38,10 @@ TOKENS_AT_ONCE = 2**16  # tokens of the clouds that run as one batch
 CLUSTER_DISTANCE = 0.05  # tokens that are nearer than this are one cluster
 
 
-def starting_cloud(d: int, n: int, seed: int = 0, *, random: bool | None = None) -> Cloud:
+def starting_cloud(d: int, n: int, seed: int = 0, *, random: bool = False) -> Cloud:
     """Tokens of the von Mises-Fisher distribution (kappa = 1) around (1, ..., d), which no reflection of an axis keeps.
 
-    Args:
-        d: the dimension.
-        n: the number of tokens.
-        seed: of random tokens.
-        random: True: independent tokens. False: weighted nodes of a quadrature, without sampling noise, for d = 2, 3.
-            None: nodes where they exist.
+    In d = 2 and 3 they are weighted nodes of a quadrature, without sampling noise, unless random=True.
 
     Returns:
         A `Cloud` (n, d) on the unit sphere, float64.
@@ -56,15 +51,12 @@ def starting_cloud(d: int, n: int, seed: int = 0, *, random: bool | None = None)
         (Cloud(x (100, 2) float64, weights), Cloud(x (100, 5) float64))
     """
     checks.require_count(d=d, n=n)
-    random = d not in (2, 3) if random is None else random
     direction = torch.arange(1, d + 1, dtype=torch.float64)
     mu = VonMisesFisher(direction / direction.norm(), 1.0)
-    if random:
+    if random or d not in (2, 3):
         return Cloud(mu.sample(n, generator=torch.Generator().manual_seed(seed)))
     if d == 3:
         return quadrature.fibonacci(n, mu.density)
-    if d != 2:
-        raise ValueError(f"d = {d}: quadrature nodes exist for d = 2 and 3; use random tokens.")
     angle = 2 * math.pi * (torch.arange(n, dtype=torch.float64) + (math.sqrt(5) - 1) / 2) / n  # no node on an axis
     x = torch.stack([angle.cos(), angle.sin()], dim=-1)
     return Cloud(x, mu.density(x))
@@ -72,14 +64,14 @@ def starting_cloud(d: int, n: int, seed: int = 0, *, random: bool | None = None)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sweep:
-    """The runs of a grid, one row each, as `sweep` returns them.
+    """The runs of a grid, one row each, as `sweep` returns them; `pandas.DataFrame(runs.rows)` is a table.
 
     Attributes:
-        t: (T,), the times at which W2 was measured.
-        rows: dictionaries with the keys of the grid ("attention", "beta", "noise", "n", "seed"); "w2", the distances to
-            the predicted limit at the times t; "w2_min" and "t_min", the least of them and its time; "w2_end";
-            "t_min_predicted"; "phases", their names; "exit_rate" and "exit_rate_predicted"; "clusters" at the end; and
-            "unmet", the requirements of the prediction that the run does not meet. None: not predicted or not measured.
+        t: (T,), the times of the curves.
+        rows: dictionaries with the settings "attention", "noise", "n", "beta", "seed"; "clusters", their number at the
+            end; "w2", the distances (T,) to the predicted limit; "w2_min", "t_min", the least of them and its time;
+            "t_min_predicted"; "w2_end"; "phases", their names; "exit_rate" and "exit_rate_predicted"; "unmet", the
+            requirements of the prediction that the run does not meet. None: not predicted or not measured.
 
     Example:
         >>> runs = sweep(Attention.from_matrices(torch.eye(2), torch.eye(2)), 1.0, betas=[1, 4], n=[50])
@@ -94,16 +86,9 @@ class Sweep:
         sizes = (f"{len(values)} {name}" for name in AXES if len(values := self.values(name)) > 1)
         return f"Sweep({len(self.rows)} runs: {' x '.join(sizes) or 'one'}, {len(self.t)} times to {self.t[-1]:g})"
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def values(self, name: str) -> list[Any]:
         """The values of one axis of the grid, in the order in which they were given."""
         return list(dict.fromkeys(row[name] for row in self.rows))
-
-    def to_frame(self) -> Any:
-        """A pandas DataFrame with one row a run; the column "w2" holds lists. It needs pandas."""
-        return require_extra("pandas").DataFrame(list(self.rows))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows without the curves as comma-separated values."""
@@ -132,7 +117,7 @@ class Sweep:
 
 
 def sweep(
-    attentions: Attention | Sequence[Attention] | Mapping[str, Attention],
+    attentions: Attention | Mapping[str, Attention],
     t: float | Sequence[float] | Tensor,
     *,
     betas: Sequence[float] | None = None,
@@ -149,21 +134,15 @@ def sweep(
     Runs that differ in beta and seed only are one batch. A run depends on its own settings alone, not on the others.
 
     Args:
-        attentions: an `Attention`, or several of one dimension, which may have names.
+        attentions: an `Attention`, or several by name.
         t: the times at which W2 is measured; one number T stands for 101 times from 0 to T.
         betas: inverse temperatures; by default that of each attention.
         noise: standard deviations of independent noise per unit of time (0: none).
-        n: numbers of tokens.
-        seeds: seeds of the tokens and of the noise.
-
-    Other arguments:
+        n, seeds: numbers of tokens; seeds of the tokens and of the noise.
         clouds: a function (n, seed) -> tokens (n, d) or a `Cloud` of n tokens; by default `starting_cloud`.
         h: the longest step in time.
-        folder: where finished batches are kept (sweep.json). The same call continues there after it was stopped.
+        folder: where finished batches are kept (sweep.json). Batches that are there are not run again.
         progress: show a progress bar on standard error.
-
-    Returns:
-        A `Sweep`: `rows`, `to_frame()`, `to_csv(path)`, `plot()`.
 
     Example:
         >>> G, V = torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0]))
@@ -173,115 +152,71 @@ def sweep(
         >>> [round(row["w2_min"], 2) for row in result.rows]  # colder is nearer
         [0.53, 0.18, 0.06]
     """
-    if isinstance(attentions, Attention):
-        attentions = [attentions]
-    fields = dict(attentions if isinstance(attentions, Mapping) else {str(i): a for i, a in enumerate(attentions)})
-    if len({each.dim for each in fields.values()}) != 1 or any(each.G.ndim != 3 for each in fields.values()):
-        shapes = [tuple(each.G.shape) for each in fields.values()]
-        raise ValueError(f"attentions with G of shapes {shapes}, expected (heads, d, d) with the same dimension d.")
-    axes: dict[str, list[Any]] = {
-        "attention": list(fields),
-        "noise": [float(sigma) for sigma in noise],
-        "n": [int(count) for count in n],
-        "beta": [None] if betas is None else sorted(map(float, betas), key=math.isinf),  # hardmax is a batch: last
-        "seed": [int(seed) for seed in seeds],
-    }
-    if empty := [name for name, values in axes.items() if not values]:
-        raise ValueError(f"the axis {empty[0]} of the grid is empty, expected at least one value.")
-    checks.require_positive(h=h)
-    checks.require_nonnegative(**{"the largest noise": max(noise), "the least noise": min(noise)})
-    d = next(iter(fields.values())).dim
-    make = clouds or (lambda count, seed: starting_cloud(d, count, seed))
-    times, batches = torch.tensor(checks.time_grid(t), dtype=torch.float64), _batches(axes)
-    file, rows, settings = None if folder is None else Path(folder) / "sweep.json", [], ""
+    fields = {"0": attentions} if isinstance(attentions, Attention) else attentions
+    times = torch.tensor(checks.time_grid(t), dtype=torch.float64)
+    batches: list[list[dict[str, Any]]] = []
+    for name, sigma, count in itertools.product(fields, noise, n):
+        checks.require_nonnegative(noise=sigma)
+        settings = {"attention": name, "noise": float(sigma), "n": int(count)}
+        own = [fields[name].beta] if betas is None else betas
+        runs = [settings | {"beta": float(beta), "seed": int(seed)} for beta in own for seed in seeds]
+        for is_hardmax in (False, True):  # a batch has finite betas only
+            group = [run for run in runs if math.isinf(run["beta"]) == is_hardmax]
+            size = max(1, TOKENS_AT_ONCE // count)
+            batches += [group[i : i + size] for i in range(0, len(group), size)]
+    if not batches:
+        raise ValueError("the grid is empty; expected at least one attention, beta, noise, n and seed.")
+    file, rows, finished = None if folder is None else Path(folder) / "sweep.json", [], {}
     with ExitStack() as contexts:
         if file is not None:
             contexts.enter_context(lock_for_writing(file))
-            starts = {f"{count} tokens": as_cloud(make(count, seeds[0])).x for count in n}
-            settings = _digest_of_settings(fields, {"t": times, **starts}, f"{batches} {h}")
-            rows = _stored_rows(file, settings)
+            finished = read_json(file) if file.exists() else {}
         advance = contexts.enter_context(progress_bar("sweep", sum(map(len, batches)), progress))
-        for batch, done in zip(batches, itertools.accumulate(map(len, batches))):
-            if len(rows) < done:
-                rows += _run(batch, fields[batch[0]["attention"]], make, times, h)
+        for batch in batches:
+            attention = fields[batch[0]["attention"]]
+            make = clouds or (lambda count, seed, d=attention.dim: starting_cloud(d, count, seed))
+            starts = [as_cloud(make(run["n"], run["seed"])) for run in batch]
+            weights = None if starts[0].weights is None else torch.stack([each.probabilities for each in starts])
+            cloud = Cloud(torch.stack([each.x for each in starts]), weights)
+            tensors = {"x": cloud.x, "p": cloud.probabilities, "t": times, **attention.tensors}
+            key = digest(tensors, {"runs": f"{batch} {attention.summary()} {h}"})
+            if key not in finished:
+                finished[key] = _run(batch, attention, cloud, times, h)
                 if file is not None:
-                    write_json({"settings": settings, "rows": rows}, file)
-            advance(len(batch), note=", ".join(f"{name} {batch[0][name]}" for name in ("attention", "n", "noise")))
+                    write_json(finished, file)
+            rows += [row | run for row, run in zip(finished[key], batch)]  # JSON has no infinite beta
+            advance(len(batch), note=", ".join(f"{name} {batch[0][name]}" for name in ("attention", "noise", "n")))
     return Sweep(times, tuple(rows))
 
 
-def _batches(axes: Mapping[str, Sequence[Any]]) -> list[list[dict[str, Any]]]:
-    """The grid as lists of runs that differ in beta and seed only; hardmax (beta = inf) is a batch of its own."""
-    grid = (dict(zip(axes, values)) for values in itertools.product(*axes.values()))
-    key = lambda run: (run["attention"], run["noise"], run["n"], run["beta"] == math.inf)
-    batches = []
-    for _, group in itertools.groupby(grid, key):
-        runs = list(group)
-        size = max(1, TOKENS_AT_ONCE // runs[0]["n"])
-        batches += [runs[i : i + size] for i in range(0, len(runs), size)]
-    return batches
-
-
-def _digest_of_settings(fields: Mapping[str, Attention], tensors: dict[str, Tensor], words: str) -> str:
-    """A digest of everything that the rows depend on."""
-    options = {"grid": words}
-    for name, attention in fields.items():
-        tensors |= {f"{name}.{key}": value for key, value in attention.tensors.items()}
-        options[name] = f"{attention.summary()}"
-    return digest(tensors, options)
-
-
-def _stored_rows(file: Path, settings: str) -> list[dict[str, Any]]:
-    """The rows of an interrupted sweep with these settings."""
-    if not file.exists():
-        return []
-    content = json.loads(file.read_text())
-    if content["settings"] != settings:
-        raise ValueError(f"{file} is of a sweep with other settings; choose another folder, or remove the file.")
-    return [{name: math.inf if value == "inf" else value for name, value in row.items()} for row in content["rows"]]
-
-
 def _run(
-    batch: list[dict[str, Any]],
-    attention: Attention,
-    make: Callable[[int, int], Tensor | Cloud],
-    times: Tensor,
-    h: float,
+    batch: list[dict[str, Any]], attention: Attention, cloud: Cloud, times: Tensor, h: float
 ) -> list[dict[str, Any]]:
-    """The rows of one batch."""
-    starts = [as_cloud(make(run["n"], run["seed"])) for run in batch]
-    weights = None if starts[0].weights is None else torch.stack([each.probabilities for each in starts])
-    cloud, beta, sigma = Cloud(torch.stack([each.x for each in starts]), weights), batch[0]["beta"], batch[0]["noise"]
-    attention = attention.to(cloud.x.dtype)
-    if beta is not None:
-        betas = torch.tensor([run["beta"] for run in batch], dtype=cloud.x.dtype)[:, None]
-        attention = replace(attention, beta=beta if beta == math.inf else betas.expand(-1, attention.heads))
+    """The rows of one batch, whose runs have the clouds (runs, n, d)."""
+    betas = torch.tensor([run["beta"] for run in batch], dtype=cloud.x.dtype)
+    attention, sigma = attention.to(cloud.x.dtype).with_beta(betas[:, None]), batch[0]["noise"]
     # The noise of each cloud comes from a generator of its own, so that a run does not depend on its batch.
     generators = [torch.Generator().manual_seed(run["seed"]) for run in batch]
     draw = lambda x: torch.stack([torch.randn(x.shape[1:], generator=each, dtype=x.dtype) for each in generators])
     path = flow(attention, cloud, times, h=h, noise=(lambda x: sigma * draw(x).to(x.device)) if sigma else None)
-    counts = clusters(Cloud(path.x[-1], weights), tol=CLUSTER_DISTANCE).counts.tolist()
-    own = {"beta": float(torch.as_tensor(attention.beta).flatten()[0])} if beta is None else {}
-    rows = [run | own | {"clusters": count} for run, count in zip(batch, counts)]
+    counts = clusters(Cloud(path.x[-1], cloud.weights), tol=CLUSTER_DISTANCE).counts.tolist()
+    rows = [run | {"clusters": count} for run, count in zip(batch, counts)]
     try:
         target = limit(attention)
         results = phases(path, target, warn=False)
-    except ValueError:  # this kind of attention has no limit map, or a token has no certified limit
+    except ValueError:  # this kind of attention has no limit map, or a token has no established limit
         return [row | dict.fromkeys(COMPARED) for row in rows]
-    return [row | _comparison(row, target, result) for row, result in zip(rows, results)]
-
-
-def _comparison(row: dict[str, Any], target: LimitMap, result: Phases) -> dict[str, Any]:
-    """The numbers of one run that need its limit."""
-    is_predicted = 1 < row["beta"] < math.inf and not row["noise"]
-    return {
-        "w2_min": float(result.min_w2),
-        "t_min": float(result.t_min),
-        "t_min_predicted": target.t_min(row["beta"]) if is_predicted else None,
-        "w2_end": float(result.w2[-1]),
-        "phases": ", ".join(phase.name for phase in result.intervals),
-        "exit_rate": next((phase.rate for phase in result.intervals if phase.name == "terminal"), None),
-        "exit_rate_predicted": target.exit_rate,
-        "unmet": ", ".join(need.name for need in result.requires if need.met is False),
-        "w2": result.w2.tolist(),
-    }
+    for row, result in zip(rows, results.elements):
+        is_predicted = 1 < row["beta"] < math.inf and not sigma
+        row |= {
+            "w2_min": float(result.min_w2),
+            "t_min": float(result.t_min),
+            "t_min_predicted": target.t_min(row["beta"]) if is_predicted else None,
+            "w2_end": float(result.w2[-1]),
+            "phases": ", ".join(phase.name for phase in result.intervals),
+            "exit_rate": next((phase.rate for phase in result.intervals if phase.name == "terminal"), None),
+            "exit_rate_predicted": target.exit_rate,
+            "unmet": ", ".join(need.name for need in result.requires if need.met is False),
+            "w2": result.w2.tolist(),
+        }
+    return rows

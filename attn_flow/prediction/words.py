@@ -31,34 +31,30 @@ def limit_sentences(limit: Numbers) -> list[str]:
     if case == "undefined":
         return [f"No limit is predicted: {limit['reason']}."]
     if case == "nonlinear":
-        return [f"The limit has no formula ({limit['reason']}).", *_after(limit)]
+        return [f"The limit has no formula: {limit['reason']}."]
     if case == "stationary":
-        return ["At low temperature nothing moves: M = V G is a multiple of the identity.", *_after(limit)]
-    where = "on a great circle" if k == 2 else f"on a sphere of dimension {k - 1}"
-    if k == 1:
-        where = f"at two opposite points, +-{_vector([row[0] for row in limit['basis']])}"
-    words = [f"At low temperature tokens gather {where}{' and rotate in it for ever' * (case == 'rotating')}."]
-    if case == "rotating" and k == len(limit["basis"]):
+        words = ["At low temperature nothing moves: M = V G is a multiple of the identity."]
+    elif case == "rotating" and k == len(limit["basis"]):
         words = ["Tokens rotate for ever and gather nowhere: all eigenvalues of M = V G have the same real part."]
+    else:
+        where = "on a great circle" if k == 2 else f"on a sphere of dimension {k - 1}"
+        if k == 1:
+            where = f"at two opposite points{_ends(limit['basis'])}"
+        words = [f"At low temperature tokens gather {where}{' and rotate in it for ever' * (case == 'rotating')}."]
     if case == "jordan":
         words.append("They approach like a power of time: the leading eigenvalues of M = V G form a Jordan block.")
     if limit["rate_w2"] is not None:
         words.append(f"The distance W2 to this limit falls like exp(-{limit['rate_w2']:.3g} t).")
-    return words + _after(limit)
-
-
-def _after(limit: Numbers) -> list[str]:
-    """What happens after tokens have gathered."""
-    basis, rate, end = limit["terminal_basis"], limit["exit_rate"], "the leading subspace of V"
-    if basis is not None and len(basis[0]) == 1:
-        end = f"the leading direction of V, +-{_vector([row[0] for row in basis])}"
-    if rate == 0:
+    rate, basis, reason = limit["exit_rate"], limit["terminal_basis"], limit["terminal_reason"]
+    if rate:
+        end = f"direction of V{_ends(basis)}" if len(basis[0]) == 1 else "subspace of V"
+        words.append(f"At finite beta they leave again, at rate {rate:.3g}, towards the leading {end}.")
+    elif rate == 0:
         width = "" if limit["width"] is None else f" with a width of {limit['width'] ** 0.5:.3g} / sqrt(beta)"
-        return [f"They stay there{width}: W2 has no least value to predict."]
-    if rate is not None:
-        return [f"At finite beta they leave again, at rate {rate:.3g}, towards {end}."]
-    reason = limit["terminal_reason"]
-    return [f"When they leave is not predicted: {reason}."] if reason else []
+        words.append(f"They stay there{width}: W2 has no least value to predict.")
+    elif reason:
+        words.append(f"When they leave is not predicted: {reason}.")
+    return words
 
 
 def why_no_t_min(limit: Numbers) -> str:
@@ -76,9 +72,10 @@ def phase_words(phases: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(PHASES[phase["name"]].format(**phase) for phase in phases)
 
 
-def _vector(entries: Sequence[float]) -> str:
-    """A direction, with the sign that makes its largest entry positive."""
-    sign = -1 if max(entries) < -min(entries) else 1
+def _ends(basis: Sequence[Sequence[float]]) -> str:
+    """The two ends of a basis of one vector, if it is short; its largest entry is made positive."""
+    entries = [row[0] for row in basis]
     if len(entries) > 4:
-        return "e, the leading eigenvector of V G"
-    return f"({', '.join(f'{sign * entry + 0.0:.3g}' for entry in entries)})"
+        return ""
+    sign = -1 if max(entries) < -min(entries) else 1
+    return f", +-({', '.join(f'{sign * entry + 0.0:.3g}' for entry in entries)})"

@@ -1,8 +1,9 @@
 """The flow at zero temperature, where tokens move independently of each other.
 
-With full support and one head x' = P_x V G x / |G x|. A centred ellipsoid {y^T S^{-1} y <= rho^2} as support gives
-x' = P_x rho V S G x / |S^{1/2} G x|. In both cases the drift is W N x / |N x|, which `linear_flow` solves exactly.
-Several heads, biases and other supports are integrated.
+With full support and one head x' = P_x V G x / |G x|. A centred ellipsoid {y^T S^{-1} y <= rho^2} as context gives
+x' = P_x rho V S G x / |S^{1/2} G x|. In both cases the drift is W N x / |N x|, whose flow is exact up to a clock:
+x(t) = y/|y| with y = e^{tau W N} x_0 and t(tau) = int |N x| d tau. Several heads, biases and other contexts are
+integrated.
 """
 
 from __future__ import annotations
@@ -10,42 +11,44 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.polynomial import legendre
+from scipy.linalg import expm
 from torch import Tensor
 
-from attn_flow.attention import Attention
+from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
 from attn_flow.dynamics.flow import flow
 from attn_flow.dynamics.linearisation import linearise
 from attn_flow.dynamics.steppers import Adaptive, rk4
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
-from attn_flow.measures import Cloud, EllipsoidSupport, Gaussian, Measure, UniformSphere, as_cloud
-from attn_flow.prediction.linear_flow import linear_flow
+from attn_flow.measures.cloud import Cloud, as_cloud
+from attn_flow.measures.gaussian import EllipsoidSupport, Gaussian
+from attn_flow.measures.sphere import UniformSphere
+from attn_flow.prediction.spectrum import Array, spectrum
 
 HORIZON = 200.0  # in which the fastest token would move by this many radii
-REMEDY = "Run flow(attention, x0, t) at a finite beta instead."
+NODES = 24  # Gauss-Legendre nodes of a panel, and terms of its series
+MAX_LEVEL = 40  # a panel of h_0 2^40 multiplies rounding errors of the eigenvalues of M by 10^12
+MAX_PANELS = 20_000  # of one token
+RESOLVED = 1e-12  # relative size of the last Legendre coefficients of a panel that is short enough
+EPS = float(np.finfo(np.float64).eps)
 
 
-def zero_temperature_flow(
-    attention: Attention,
-    x0: Tensor | Cloud,
-    t: float | Sequence[float] | Tensor,
-    support: Measure | None = None,
-) -> Trajectory:
+def zero_temperature_flow(attention: Attention, x0: Tensor | Cloud, t: float | Sequence[float] | Tensor) -> Trajectory:
     """The flow on the sphere at beta = infinity, where every token moves by itself.
 
     Args:
-        attention: one `Attention`, without a batch; its beta is not used.
+        attention: one `Attention`, without a batch; its beta is not used. Without a context, tokens attend to the
+            whole sphere on which they lie. For hardmax attention to the moving tokens use `flow`.
         x0: tokens (..., n, d) or a `Cloud` at time t[0]; tokens keep their norms.
         t: increasing times, or a number T > 0 for 101 times from 0 to T.
-        support: what tokens attend to. None: the context of the attention, or else the whole sphere on which they lie;
-            or a measure with a tilted mean at beta = infinity (an ellipsoid, a mixture, a fixed `Cloud`). For hardmax
-            attention to the moving tokens use `flow`.
 
     Returns:
-        A `Trajectory`. Where the flow is linear it is exact, and differentiable in x0 and the weights; otherwise it is
-        integrated, as `flow` does at beta = infinity with the support as context.
+        A `Trajectory`. Where the flow is linear it is exact, without derivatives; otherwise it is integrated, as `flow`
+        does at beta = infinity.
 
     Example:
         >>> from attn_flow import Attention
@@ -54,55 +57,59 @@ def zero_temperature_flow(
         >>> path.x[1, 0, 1] / path.x[1, 0, 0]  # the tangent falls by e^{-t}: 4/3 e^{-1}
         tensor(0.4905)
     """
-    support = attention.context if support is None else support
-    check_support(attention, support)
     cloud, times = as_cloud(x0), checks.time_grid(t)
     checks.require_shape("x0", cloud.x, (attention.dim,))
     x = cloud.filled()
-    checks.require(x.detach().norm(dim=-1) > 0, "a token is zero and has no direction; remove it or mask it.")
-    if max(attention.G.ndim, attention.OV.ndim) > 3:
+    norms = x.double().norm(dim=-1, keepdim=True)
+    checks.require(norms.detach() > 0, "a token is zero and has no direction; remove it or mask it.")
+    if attention.with_beta(1.0).batch_shape:
         raise ValueError("the weights of the attention are a batch; give one attention at a time.")
-    linear = linear_part(attention, support)
+    linear = linear_part(attention)
     if linear is None:
-        field, sphere = cold_field(attention, x, support)
         # A hardmax over points jumps: error control would only shrink the steps at every jump.
-        method = rk4 if isinstance(support, Cloud) else Adaptive(tol=1e-9)
-        path = flow(field, x, times, geometry=sphere, step=method, h=0.05)
-        return Trajectory(path.t, path.x, cloud.weights, cloud.mask, path.about)
+        method = rk4 if isinstance(attention.context, Cloud) else Adaptive(tol=1e-9)
+        return flow(cold_field(attention, x), cloud, times, geometry=Sphere(radius_of(x)), step=method, h=0.05)
     about = {"field": attention.with_beta(math.inf).summary(), "geometry": "Sphere", "step": "exact time change"}
     grid = torch.tensor(times, dtype=torch.float64)
     # Directions on a sphere of any radius that sees itself move as on the unit sphere.
-    radius = x.double().norm(dim=-1, keepdim=True) if support is None else 1.0
-    points = (radius * linear_flow(*linear, x.double() / radius, grid - grid[0])).to(x.dtype)
-    return Trajectory(grid, points, cloud.weights, cloud.mask, about)
+    clock = 1.0 if attention.context is None else radius_of(x)
+    inputs = (*linear, (x / norms).flatten(0, -2), (grid - grid[0]) / clock)
+    points = torch.from_numpy(_linear_flow(*(z.detach().cpu().numpy() for z in inputs)))
+    points = norms * points.to(x.device).unflatten(1, x.shape[:-1])
+    return Trajectory(grid, points.to(x.dtype), cloud.weights, cloud.mask, about)
 
 
-def cold_field(attention: Attention, x: Tensor, support: Measure | None) -> tuple[Attention, Sphere]:
-    """The field of the zero-temperature flow of tokens (..., n, d), and the sphere through them."""
-    norms = x.detach().norm(dim=-1)
+def radius_of(x: Tensor) -> float:
+    """The radius of the sphere through tokens (..., n, d)."""
+    norms = x.detach().double().norm(dim=-1)
     least, most = float(norms.min()), float(norms.max())
     if most - least > 1e-4 * most:
         raise ValueError(f"tokens have norms from {least:.4g} to {most:.4g}, expected one sphere; normalise them.")
-    radius = float(norms.double().mean())
-    context = UniformSphere(attention.dim, radius) if support is None else support
-    return attention.with_beta(math.inf).with_context(context), Sphere(radius)
+    return float(norms.mean())
 
 
-def linear_part(
-    attention: Attention, support: Measure | None = None, tol: float = 1e-6
-) -> tuple[Tensor, Tensor] | None:
+def cold_field(attention: Attention, x: Tensor) -> Attention:
+    """The field of the zero-temperature flow of tokens (..., n, d)."""
+    is_full = attention.context is None
+    context = UniformSphere(attention.dim, radius_of(x)) if is_full else attention.context
+    return attention.with_beta(math.inf).with_context(context)
+
+
+def linear_part(attention: Attention, tol: float = 1e-6) -> tuple[Tensor, Tensor] | None:
     """(W, N) in float64 with drift W N x / |N x| at beta = infinity; None where the drift is not of this form.
 
-    That is the case for several heads, for biases, and for supports that are no centred ellipsoid.
+    That is the case for several heads, for biases, and for contexts that are no sphere or centred ellipsoid.
     """
-    if attention.heads > 1 or is_nonzero(attention.G_bias) or is_nonzero(attention.value_bias):
+    biases = [bias for bias in (attention.G_bias, attention.value_bias) if bias is not None]
+    if attention.heads > 1 or any(bool((bias.detach() != 0).any()) for bias in biases):
         return None
-    exact = attention.to(torch.float64)
-    V, G = exact.OV[..., 0, :, :], exact.G[..., 0, :, :]
+    exact, support = attention.to(torch.float64), attention.context
+    V, G = exact.OV[..., 0, :, :].double(), exact.G[..., 0, :, :].double()  # those of an identity have no dtype
     if support is None or isinstance(support, UniformSphere):
         return V if support is None else support.radius * V, G
     if not isinstance(support, (EllipsoidSupport, Gaussian)):
         return None
+    checks.require_shape("the covariance of the context", support.cov, (attention.dim, attention.dim))
     rho = support.rho if isinstance(support, EllipsoidSupport) else support.cap
     if math.isinf(rho):
         raise ValueError("a Gaussian without cap has no support at beta = inf; use Gaussian.of_tokens or a cap.")
@@ -114,30 +121,8 @@ def linear_part(
     return rho * V @ root, root @ G
 
 
-def is_nonzero(bias: Tensor | None) -> bool:
-    """Whether a bias is there and not zero."""
-    return bias is not None and bool((bias.detach() != 0).any())
-
-
-def check_support(attention: Attention, support: Measure | None) -> None:
-    """Raise an error unless the attention and the support have a zero-temperature flow."""
-    if not isinstance(attention, Attention):
-        raise TypeError(f"attention is a {type(attention).__name__}, expected an Attention without other fields.")
-    if support is None:
-        return
-    if not hasattr(support, "log_partition"):
-        raise TypeError(f"support is a {type(support).__name__}, expected a measure, or None for the full sphere.")
-    dimension = attention.dim  # of a measure that does not tell its own, such as a mixture
-    if isinstance(support, UniformSphere):
-        dimension = support.d
-    elif isinstance(mean := getattr(support, "mean", None), Tensor):
-        dimension = mean.shape[-1]
-    if dimension != attention.dim:
-        raise ValueError(f"support has dimension {dimension}, expected d = {attention.dim} of the attention.")
-
-
 @torch.no_grad()
-def resting_points(attention: Attention, x: Tensor, support: Measure | None) -> Tensor:
+def resting_points(attention: Attention, x: Tensor) -> Tensor:
     """Where the zero-temperature flow takes tokens (..., n, d) of one norm, found by running it for a long time.
 
     A token has arrived if its speed is tiny and the Jacobian of the velocity has only eigenvalues of negative real part
@@ -146,21 +131,105 @@ def resting_points(attention: Attention, x: Tensor, support: Measure | None) -> 
     if x.shape[-1] == 1:  # the two points of this sphere do not move
         return x
     start = x.detach().double().flatten(0, -2)
-    field, sphere = cold_field(attention.to(torch.float64), start, support)
+    field, sphere = cold_field(attention.to(torch.float64), start), Sphere(radius_of(start))
     speed = float(field.drift(start).norm(dim=-1).max()) / sphere.radius
     end_time = HORIZON / max(speed, 1e-300)
-    method = rk4 if isinstance(support, Cloud) else Adaptive(tol=1e-7, merge=False, max_steps=3000)
+    method = rk4 if isinstance(attention.context, Cloud) else Adaptive(tol=1e-7, merge=False, max_steps=3000)
     try:
         end = flow(field, start, [0.0, end_time], geometry=sphere, step=method, h=end_time / 1000).x[-1]
+        local = linearise(field, end[:, None], geometry=sphere)  # tokens do not interact: each is a cloud of its own
     except FloatingPointError as error:
-        raise ValueError(f"no limit is established: tokens turn or jump too often at beta = inf. {REMEDY}") from error
-    # Tokens do not interact: each is a cloud of its own.
-    local = linearise(field, end[:, None], geometry=sphere)
+        raise ValueError("no limit is established: tokens turn or jump too often at beta = inf.") from error
     # Near a stable equilibrium the distance to it is at most speed / (-growth).
     has_arrived = (local.growth < -1e-6 * speed) & (local.speed <= 1e-6 * sphere.radius * -local.growth)
-    if count := int((~has_arrived).sum()):
+    if not bool(has_arrived.all()):
         raise ValueError(
-            f"{count} of {len(end)} tokens have no established limit: they do not come to rest at a stable equilibrium "
-            f"before t = {end_time:.3g}. {REMEDY}"
+            f"{int((~has_arrived).sum())} of {len(end)} tokens have no established limit: they do not rest at a stable "
+            f"equilibrium before t = {end_time:.3g}. Run flow(attention, x0, t) at a finite beta instead."
         )
     return end.reshape(x.shape).to(x.dtype)
+
+
+def _linear_flow(W: Array, N: Array, x0: Array, t: Array) -> Array:
+    """The positions at increasing times t >= 0, (T,), of unit vectors x0 (n, d) at time 0, as (T, n, d).
+
+    Every token advances by panels of tau of length h_0 2^level, as long as Legendre series resolve its direction x and
+    its speed dt/dtau = |N x| in them. The series of the speed tells when the token meets a given time, that of the
+    direction where it is then. The exponentials of a panel come from those of half its length by squaring, so that the
+    cost grows with the turns of a token and with log |M| at most.
+    """
+    leading, identity, y = spectrum(torch.from_numpy(W @ N)), np.eye(len(W)), x0
+    A, B = W @ N - leading.leading * identity, N @ W - leading.leading * identity
+    # Both |y| and |N y| are smooth over h_0 = 1/(2 size), because N e^{tau W N} = e^{tau N W} N.
+    size, max_speed = max(np.linalg.norm(A, 2), np.linalg.norm(B, 2)), np.linalg.norm(N, 2)
+    if size == 0:  # M = c I
+        return np.broadcast_to(x0, (len(t), *x0.shape)).copy()
+    if not _norm(y @ N.T).all():
+        raise ValueError("a token lies in ker G, where the zero-temperature drift G x/|G x| is undefined; remove it.")
+    turns = t[-1] / max_speed * min(leading.frequencies, default=0.0) / (2 * math.pi)
+    if turns > 4 * MAX_PANELS:  # a panel resolves less than four turns
+        raise ValueError(f"tokens turn {turns:.2g} times before t = {t[-1]:.3g}; ask for a shorter time.")
+
+    z, w = legendre.leggauss(NODES)
+    to_series = w * legendre.legvander(z, NODES - 1).T * (np.arange(NODES) + 0.5)[:, None]
+    nodes, h0 = np.append((z + 1) / 2, 1.0), 0.5 / size  # of a panel [0, 1], and its end
+    exponentials, growth = [expm(nodes[:, None, None] * h0 * A)], [1.0]  # by level, (NODES + 1, d, d), and their norms
+    clock, level, token = np.zeros(len(y)), np.zeros(len(y), dtype=int), np.arange(len(y))
+    path = np.zeros((len(t), *x0.shape))
+    for _ in range(MAX_PANELS):
+        while len(exponentials) <= level.max():
+            exponentials.append(exponentials[-1] @ exponentials[-1])
+            growth.append(float(np.linalg.norm(exponentials[-1], 2, axis=(1, 2)).max()))
+        inside = np.empty((NODES + 1, *y.shape))
+        for number in np.unique(level):
+            inside[:, level == number] = y[level == number] @ exponentials[number].swapaxes(1, 2)
+        length = _norm(inside)
+        inside /= length[..., None]
+        speed = _norm(inside @ N.T)[..., None] / max_speed
+        series = np.tensordot(to_series, np.concatenate([speed, inside], axis=-1)[:-1], 1)  # (NODES, n, 1 + d)
+        tolerance = np.maximum(16 * EPS * np.array(growth)[level] / np.maximum(length.min(0), 1), RESOLVED)
+        error = np.maximum(abs(series[..., 0]) / series[0, :, 0], abs(series[..., 1:]).max(-1))  # (NODES, n)
+        is_resolved = ((error[-2:] <= tolerance).all(0) & (length[-1] > 1e-200)) | (level == 0)
+        may_grow = (error[NODES // 2 :] <= tolerance).all(0)
+
+        duration = np.where(is_resolved, h0 * 2.0**level * max_speed * series[0, :, 0], 0.0)
+        first, stop = np.searchsorted(t, clock), np.searchsorted(t, clock + duration)
+        who = np.repeat(np.arange(len(y)), stop - first)  # one entry for each time that a token meets in its panel
+        if len(who):
+            when = np.arange(len(who)) - (np.cumsum(stop - first) - stop)[who]
+            path[when, token[who]] = _positions(series[:, who], (t[when] - clock[who]) / duration[who])
+
+        y, clock = np.where(is_resolved[:, None], inside[-1], y), clock + duration
+        level = np.clip(level + np.where(is_resolved, may_grow, -1), 0, MAX_LEVEL)
+        is_left = clock <= t[-1]
+        if not is_left.any():
+            return path
+        y, clock, level, token = y[is_left], clock[is_left], level[is_left], token[is_left]
+        is_stuck = _norm(y @ N.T) <= 4 * EPS * max_speed
+        if is_stuck.any():
+            raise ValueError(
+                f"{is_stuck.sum()} tokens run into ker G before t = {t[-1]:.3g}, where the drift is undefined: "
+                f"they are there at t = {clock[is_stuck].max():.4g}. Ask for a shorter time."
+            )
+    raise ValueError(
+        f"{len(token)} tokens did not reach t = {t[-1]:.3g} in {MAX_PANELS} panels of the time change: they "
+        "turn too often, or |G x| is tiny where they go. Ask for a shorter time."
+    )
+
+
+def _norm(x: Array) -> Array:
+    return np.asarray(np.linalg.norm(x, axis=-1))
+
+
+def _positions(series: Array, share: Array) -> Array:
+    """The directions (m, d) at given shares (m,) of the duration of panels with series (NODES, m, 1 + d)."""
+    speed = series[..., 0]
+    elapsed = legendre.legint(speed, lbnd=-1)
+    z = 2 * share - 1
+    for _ in range(20):  # Newton's method for elapsed(z) = share elapsed(1), which is 2 share speed_0
+        excess = legendre.legval(z, elapsed, tensor=False) - 2 * share * speed[0]
+        last, z = z, np.clip(z - excess / legendre.legval(z, speed, tensor=False), -1, 1)
+        if (abs(z - last) < 1e-13).all():
+            break
+    x = legendre.legval(z[:, None], series[..., 1:], tensor=False)
+    return x / _norm(x)[:, None]

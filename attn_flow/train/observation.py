@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_flow.attention import Attention
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
 from attn_flow.nn.stack import DeepStack
 from attn_flow.observe.quantities import clusters
 from attn_flow.prediction import limit, resolution, w2_curve
@@ -64,7 +64,7 @@ def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: T
             "rate": None if target.rates is None else target.rates.decay(),
             "reason": target.reason,
         },
-        "resolution": resolution(attention, start, warn=False).verdict,
+        "resolution": resolution(attention, start).verdict,
         "clusters": {name: float(count_clusters(x).double().mean()) for name, x in (("start", start), ("end", end))},
         "w2": None,
     }

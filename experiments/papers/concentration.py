@@ -199,7 +199,7 @@ def token_runs(n: int, seed: int) -> dict[str, Any]:
     t = torch.arange(0, 16.1, 0.4, dtype=f64)
     path = flow(attention(G, V, betas[:, None]), x, t, step=euler, h=0.04)
     curves = w2_curve(path, limit(attention(G, V)))
-    number = [float(resolution(attention(G, V, beta), x, warn=False).number) for beta in BETAS]
+    number = [float(resolution(attention(G, V, beta), x).number) for beta in BETAS]
     return {"n": n, "betas": list(BETAS), "min_w2": curves.amin(0).tolist(), "resolution": number}
 
 
@@ -214,7 +214,7 @@ def sphere_runs(n: int, T: float, seed: int) -> dict[str, Any]:
         path = flow(attention(g, v, beta), x, t, step=euler, h=0.1)
         runs.append({"beta": beta, "min_w2": float(w2_curve(path, target).min())})
     y = Sphere().uniform(1000, 10, generator=torch.Generator().manual_seed(seed), dtype=f64)
-    ten = resolution(attention((3.0, *[1.0] * 9), (1.0,) * 10, 100.0), y, warn=False)
+    ten = resolution(attention((3.0, *[1.0] * 9), (1.0,) * 10, 100.0), y)
     return {"n": n, "runs": runs, "ten": {"self_argmax": float(ten.self_argmax)}}
 
 

@@ -101,7 +101,7 @@ def measure(stack: DeepStack, task: Task, chosen: Recipe, rotations: bool = True
         "case": target.case,
         "dimension": target.dimension,
         "beta": float(torch.as_tensor(attention.beta).flatten()[0]),
-        "resolution": float(resolution(attention, path[0], warn=False).number.mean()),
+        "resolution": float(resolution(attention, path[0]).number.mean()),
         "normal": None,
         **distances(attention, t, path),
     }

@@ -21,7 +21,7 @@ from attn_flow.experiments.encoders.cold_heads import (
     predicted,
     resolved,
 )
-from attn_flow.measures import EllipsoidSupport
+from attn_flow.measures.gaussian import EllipsoidSupport
 from attn_flow.prediction import zero_temperature_flow
 
 
@@ -43,7 +43,7 @@ def test_the_axis_is_the_limit_of_the_theory(generator: torch.Generator) -> None
     axis = predicted(made(x, Q, V))
     assert axis is not None
     support = EllipsoidSupport(torch.zeros(5).double(), torch.cov(x.mT), 1.0)
-    found = limit(Attention.from_matrices(Q, V), support=support)
+    found = limit(Attention.from_matrices(Q, V, context=support))
     assert found.dimension == 1
     torch.testing.assert_close(axis.sides(x)[:, None] * axis.e, found.push_forward(x) / 3, rtol=0, atol=1e-8)
     torch.testing.assert_close(
@@ -100,7 +100,7 @@ def test_if_theory_held_is_the_flow_of_the_library(generator: torch.Generator) -
     assert axis is not None
     support = EllipsoidSupport(torch.zeros(4).double(), torch.cov(x.mT), 1.0)
     times = torch.linspace(0, 40, 400, dtype=torch.float64)
-    path = zero_temperature_flow(Attention.from_matrices(torch.eye(4).double(), V), x, times, support).x / 3
+    path = zero_temperature_flow(Attention.from_matrices(torch.eye(4).double(), V, context=support), x, times).x / 3
     ends = axis.sides(x)[:, None] * axis.e
     away = torch.stack([wasserstein(y, ends) for y in path[::40]])
     found = own_flow(head, 1.0, {"own": axis}, 400, as_theory=True)[0]["own"]
@@ -142,7 +142,7 @@ def test_encoders_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_a_real_encoder() -> None:
     if fetched("sapiens") is None:
-        pytest.skip("sapiens is not fetched: attn-flow encoders get sapiens")
+        pytest.skip("sapiens is not fetched: python -m attn_flow.experiments.encoders sapiens")
     numbers = cold_heads.compute(quick=True)
     found = numbers["shares"]["sapiens"]
     assert found["heads"] == 32
