@@ -113,7 +113,7 @@ report-figures: demo
 
 encoders: $(READY)
 	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -e ".[encoders]"
-	$(BIN)/attn-flow encoders get all
+	$(BIN)/python -m attn_flow.experiments.encoders all
 
 test-encoders: $(READY)
 	$(BIN)/pytest -rs tests/experiments/test_fetched_encoders.py

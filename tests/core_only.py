@@ -37,7 +37,7 @@ def main() -> None:
         assert not torch.allclose(model(ids).last_hidden_state, before)
     assert torch.equal(model(ids).last_hidden_state, before)
     command = Path(sys.executable).with_name("attn-flow")
-    code = "import sys; sys.modules['typer'] = None; from attn_flow.cli.main import main; main()"
+    code = "import sys; sys.modules['typer'] = None; from attn_flow.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2, done
     assert done.stderr.startswith("attn-flow needs typer; install it with: pip install "), done.stderr

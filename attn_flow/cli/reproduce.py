@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attn_flow.cli.console import Json, Quiet, Seed, complain, echo, print_json, print_table, require_writable
+from attn_flow.cli import console
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -23,9 +23,9 @@ def reproduce(
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds instead of minutes.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for NAME.json and NAME.png.")] = Path("runs/reproduce"),
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 if a claim does not hold.")] = False,
-    seed: Seed = 0,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    seed: console.Seed = 0,
+    as_json: console.Json = False,
+    quiet: console.Quiet = False,
 ) -> None:
     """Reproduce a paper's result: numbers, figure and claims.
 
@@ -33,37 +33,34 @@ def reproduce(
     """
     from attn_flow.base.files import lock_for_writing
     from attn_flow.experiments import NAMES, title
+    from attn_flow.experiments.reproduction import run_experiment
 
     if list_them:
         titles = {each: title(each) for each in NAMES}
         if as_json:
-            print_json(titles)
+            console.print_json(titles)
         else:
-            print_table("Experiments:", ["name", "result"], [[each, words] for each, words in titles.items()])
+            console.print_table("Experiments:", ["name", "result"], list(titles.items()))
         return
     if name is None:
         raise ValueError("which experiment? Name one, or 'all'; --list shows them.")
-    chosen = NAMES if name == "all" else (name,)
-    for each in chosen:
-        title(each)  # refuse an unknown name before a folder is made
-    require_writable(out)
-    from attn_flow.experiments.reproduction import run_experiment
-
-    results = {}
-    for each in chosen:
+    chosen = {each: title(each) for each in (NAMES if name == "all" else (name,))}  # an unknown name is refused here
+    console.require_writable(out)
+    results, refuted = {}, 0
+    for each, words in chosen.items():
         with lock_for_writing(out / f"{each}.json"):
-            numbers = run_experiment(each, out, quick=quick, seed=seed, progress=not (quiet or as_json))
-        results[each] = numbers
+            results[each] = run_experiment(each, out, quick=quick, seed=seed, progress=not (quiet or as_json))
+        claims = results[each]["claims"]
+        refuted += sum(not claim["holds"] for claim in claims)
         if not as_json:
             columns = ["holds", "claim", "measured", "expected"]
-            print_table(f"{each}: {title(each)}", columns, list(map(_row, numbers["claims"])))
-            echo(f"{numbers['run']['seconds']} seconds. Written to {out / each}.json and {out / each}.png.")
+            console.print_table(f"{each}: {words}", columns, [_row(claim) for claim in claims])
+            console.echo(f"{results[each]['run']['seconds']} s. Written to {out / each}.json and {out / each}.png.")
     if as_json:
-        print_json(results if name == "all" else results[name])
-    count = sum(not claim["holds"] for numbers in results.values() for claim in numbers["claims"])
-    if count:
-        complain(f"{count} {'claim does' if count == 1 else 'claims do'} not hold.")
-    if count and strict:
+        console.print_json(results if name == "all" else results[name])
+    if refuted:
+        console.complain(f"{refuted} {'claim does' if refuted == 1 else 'claims do'} not hold.")
+    if refuted and strict:
         raise typer.Exit(1)
 
 

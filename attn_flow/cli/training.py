@@ -8,46 +8,32 @@ from typing import Annotated, Any
 
 import typer
 
-from attn_flow.cli.console import (
-    Device,
-    Json,
-    Quiet,
-    echo,
-    paragraph,
-    print_json,
-    print_table,
-    require_device,
-    require_writable,
-)
+from attn_flow.cli import console
 
 
 def train(
-    task: Annotated[
-        str,
-        typer.Argument(
-            help="majority (the most frequent class), recall (a key's value) or side (of a plane, of most tokens)."
-        ),
-    ],
-    tokens: Annotated[int | None, typer.Option(help="Tokens of one input.")] = None,
-    dim: Annotated[int | None, typer.Option(help="Dimension of the tokens.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
-    depth: Annotated[int | None, typer.Option(help="Layers.")] = None,
-    horizon: Annotated[float | None, typer.Option(help="Time of each layer's flow.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of each layer.")] = None,
-    beta: Annotated[float | None, typer.Option(help="Inverse temperature.")] = None,
-    learn_beta: Annotated[bool | None, typer.Option("--learn-beta", help="Train one beta per head.")] = None,
-    updates: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Inputs per update, over all processes.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Largest learning rate.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of every random number.")] = None,
-    device: Device = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder of the run; runs/train/TASK if not given.")] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    task: Annotated[str, typer.Argument(help="majority (the commonest class), recall (a value) or side (of a plane).")],
+    tokens: Annotated[int | None, typer.Option(help="Tokens of one input.", show_default="16, 9, 200")] = None,
+    dim: Annotated[int | None, typer.Option(help="Dimension of the tokens.", show_default="16, 32, 3")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.", show_default="1")] = None,
+    depth: Annotated[int | None, typer.Option(help="Layers.", show_default="1")] = None,
+    horizon: Annotated[float | None, typer.Option(help="Time of each layer's flow.", show_default="1, 2, 5")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of each layer.", show_default="2, 2, 20")] = None,
+    beta: Annotated[float | None, typer.Option(help="Inverse temperature.", show_default="4, 8, 20")] = None,
+    learn_beta: Annotated[bool, typer.Option("--learn-beta", help="Train one beta per head.")] = False,
+    updates: Annotated[int | None, typer.Option(help="Optimiser steps.", show_default="300")] = None,
+    batch: Annotated[int | None, typer.Option(help="Inputs per update.", show_default="64, 64, 16")] = None,
+    lr: Annotated[float | None, typer.Option(help="Largest learning rate.", show_default="0.01, 0.01, 0.02")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of every random number.", show_default="0")] = None,
+    device: console.Device = "auto",
+    out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/train/TASK")] = None,
+    as_json: console.Json = False,
+    quiet: console.Quiet = False,
 ) -> None:
     """Train a small stack and measure what it learned.
 
-    Options not given are the task's own; it takes a minute or two. The same command continues a run that was stopped.
+    It takes a minute or two; the same command continues a run that was stopped. Where there are three defaults, they
+    are those of majority, recall and side.
 
     Example: attn-flow train side --out runs/side
     """
@@ -55,13 +41,16 @@ def train(
     from dataclasses import fields, replace
 
     from attn_flow.base.files import versions, write_json
-    from attn_flow.train import recipe, train_stack, what_was_learned
+    from attn_flow.train.loop import train_stack
+    from attn_flow.train.observation import what_was_learned
+    from attn_flow.train.recipes import recipe
 
     default = recipe(task)
     names = [field.name for field in fields(default) if options.get(field.name) is not None]
     chosen = replace(default, **{name: options[name] for name in names})
-    out = require_writable(out or Path("runs/train") / task)
-    trained = train_stack(chosen, out, device=require_device(device), progress=not (quiet or as_json))
+    out = out or Path("runs/train") / task
+    console.require_writable(out)
+    trained = train_stack(chosen, out, device=console.require_device(device), progress=not (quiet or as_json))
     if int(os.environ.get("RANK", "0")) > 0:  # one process of several writes and prints
         return
     learned = what_was_learned(trained.stack, trained.task, chosen.seed)
@@ -69,26 +58,25 @@ def train(
     numbers = {**trained.summary, "learned": {"layers": learned.layers, "sentences": learned.sentences()}}
     write_json({**numbers, "versions": versions()}, out / "run.json")
     if as_json:
-        print_json(numbers)
+        console.print_json(numbers)
         return
-    stated = numbers["stated_accuracy"]
     rows = [
         ["accuracy on held-out inputs", numbers["accuracy"]],
-        ["stated for the task's own options", "none (other options)" if stated is None else stated],
+        ["stated for the task's own options", numbers["stated_accuracy"]],
         ["accuracy of a guess", numbers["chance"]],
         ["loss", numbers["loss"]],
     ]
     title = f"{task}: {chosen.updates} updates in {numbers['seconds']} seconds, seed {chosen.seed}."
-    print_table(title, ["quantity", "value"], rows)
+    console.print_table(title, ["quantity", "value"], rows)
     columns = ["layer", "beta", "limit", "W2 before", "after", "clusters before", "after"]
-    print_table("What the layers learned, with W2 to their limits:", columns, list(map(_layer_row, learned.layers)))
+    rows = [_layer_row(layer) for layer in learned.layers]
+    console.print_table("What the layers learned, with W2 to their limits:", columns, rows)
     for sentence in learned.sentences():
-        paragraph(sentence)
-    echo(f"Written to {out}.")
+        console.paragraph(sentence)
+    console.echo(f"Written to {out}.")
 
 
 def _layer_row(layer: dict[str, Any]) -> list[Any]:
     beta = ", ".join(f"{b:.3g}" for b in layer["beta"])
-    w2 = layer["w2"] or {"start": "none", "end": "none"}
-    clusters = layer["clusters"]
+    w2, clusters = layer["w2"] or {"start": None, "end": None}, layer["clusters"]
     return [layer["layer"], beta, layer["limit"]["case"], w2["start"], w2["end"], clusters["start"], clusters["end"]]

@@ -3,7 +3,8 @@
 TabPFN v1 is an encoder without positions whose tokens are rows of a table: exchangeable, as in the theorems, with
 trained weights, 12 layers and thousands of tokens. Propagation of chaos (Sznitman) says that tokens in the field of an
 independent sample err like n^{-1/2}. Measured against n and depth, with three baselines. Ours; it needs
-`attn-flow encoders get tabpfn` (otherwise a small untrained encoder of its form is run, and the figure says so).
+`python -m attn_flow.experiments.encoders tabpfn` (otherwise a small untrained encoder of its form is run, and
+the figure says so).
 """
 
 from __future__ import annotations

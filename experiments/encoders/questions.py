@@ -1,7 +1,7 @@
 """The four questions of the probe on every packaged encoder: what holds in all, in most, in few.
 
-Every encoder of `attn-flow encoders` that was fetched is probed on inputs of its own kind. Encoders that were not
-fetched are named and left out.
+Every encoder of `python -m attn_flow.experiments.encoders` that was fetched is probed on inputs of its own kind.
+Encoders that were not fetched are named and left out.
 """
 
 from __future__ import annotations

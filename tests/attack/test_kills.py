@@ -37,7 +37,7 @@ def uninterrupted(tmp_path_factory):
 
 def kill(command: str, folder: Path, after: float) -> bool:
     """Start the command, wait for its folder and then so many seconds, and kill it; whether it was still running."""
-    code = "import torch; torch.set_num_threads(1); from attn_flow.cli.main import main; main()"
+    code = "import torch; torch.set_num_threads(1); from attn_flow.__main__ import main; main()"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words(command, folder)],

@@ -7,7 +7,6 @@ import shlex
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from attn_flow import Trajectory
@@ -51,11 +50,8 @@ def test_matrices_from_files(tmp_path) -> None:
     G, V = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.eye(2).double()
     np.save(tmp_path / "G.npy", G.numpy())
     torch.save(V, tmp_path / "V.pt")
-    save_file({"G": G, "V": V}, tmp_path / "both.safetensors")
     typed = run("limit", "--G", "3,0;0,1", "--V", "1,0;0,1", "--json")
-    both = str(tmp_path / "both.safetensors")
     assert run("limit", "--G", str(tmp_path / "G.npy"), "--V", str(tmp_path / "V.pt"), "--json") == typed
-    assert run("limit", "--G", both, "--V", both, "--json") == typed
 
 
 def test_simulate_writes_what_it_says(tmp_path) -> None:
@@ -148,7 +144,7 @@ def test_a_figure_for_papers(tmp_path) -> None:
     for name in ("w2.svg", "w2.pdf"):
         run(*words, "--figure", str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 1000
-    assert "ends in .png, .svg, .pdf" in run(*words, "--figure", "w2.jpg", code=2)
+    assert "ends in .png, .svg or .pdf" in run(*words, "--figure", "w2.jpg", code=2)
 
 
 def test_a_sweep_writes_its_table_and_continues(tmp_path) -> None:
@@ -159,7 +155,6 @@ def test_a_sweep_writes_its_table_and_continues(tmp_path) -> None:
     assert rows[0]["w2_min"] != rows[1]["w2_min"]
     assert {"sweep.json", "sweep.csv", "sweep.png"} <= {file.name for file in tmp_path.iterdir()}
     assert "4 runs up to t = 4" in run(*words, "--quiet")
-    assert "of a sweep with other settings" in run(*words[:-1], str(tmp_path), "--t", "5", code=2)
     assert "leave out --beta" in run(*words, "--beta", "3", code=2)
     assert "expected beta, n, noise, seed" in run("simulate", *SYMMETRIC, "--sweep", "colour=1", code=2)
 
@@ -217,7 +212,7 @@ def test_the_example_of_the_help_runs(command) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["limit", "--G", "1,2;3", "--V", "1,0;0,1"], "has rows of lengths [2, 1]"),
+        (["limit", "--G", "1,2;3", "--V", "1,0;0,1"], "in rows of one length"),
         (["limit", "--G", "1,a;3,4", "--V", "1,0;0,1"], "expected numbers as"),
         (["limit", "--G", "1,2,3;4,5,6", "--V", "1,0;0,1"], "expected a square matrix"),
         (["limit", "--G", "nowhere.npy", "--V", "1,0;0,1"], "no file nowhere.npy"),
@@ -230,7 +225,7 @@ def test_the_example_of_the_help_runs(command) -> None:
         (["simulate", *SYMMETRIC, "--step", "rk5"], "rk4"),
         (["simulate", *SYMMETRIC, "--noise", "-1"], "noise = -1.0, expected a nonnegative"),
         (["simulate", *SYMMETRIC, "--kind", "hardmax", "--beta", "3"], "kind = 'hardmax', expected one of 'softmax'"),
-        (["simulate", *SYMMETRIC, "--sweep", "n=0"], "expected integers of at least 1"),
+        (["simulate", *SYMMETRIC, "--sweep", "n=0"], "expected integers of at least 1 for n"),
         (["simulate", *SYMMETRIC, "--sweep", "seed=1.5"], "expected integers of at least 0"),
         (["simulate", *SYMMETRIC, "--t", "1,2"], "at least three times"),
         (["simulate", *SYMMETRIC, "--x0", "1,0", "--tokens", "5"], "--x0 gives the tokens; leave out --tokens"),

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
-from attn_flow.cli.app import app
+from attn_flow.cli.console import reporting
 from attn_flow.experiments.encoders import packages, zoo
+from attn_flow.experiments.encoders.__main__ import encoders
 from attn_flow.experiments.encoders.inputs import HEAVY, LIGHT
 from attn_flow.experiments.encoders.packages import Archive, download, extract, reason, sha256
 from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
@@ -142,7 +144,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_encoder_not_fetched_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_FLOW_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=r"run `attn-flow encoders get antiberty` \(99 MB\)"):
+    with pytest.raises(ValueError, match=r"run `python -m attn_flow.experiments.encoders antiberty` \(99 MB\)"):
         load_encoder("antiberty")
     with pytest.raises(ValueError, match="no encoder 'bert' in the zoo; expected one of minilm"):
         zoo.fetch("bert")
@@ -150,10 +152,12 @@ def test_an_encoder_not_fetched_names_the_command(tmp_path: Path, monkeypatch: p
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_FLOW_CACHE", str(tmp_path))
-    rows = json.loads(CliRunner().invoke(app, ["encoders", "--json"]).stdout)
+    app = typer.Typer()
+    app.command()(reporting(encoders))
+    rows = json.loads(CliRunner().invoke(app, ["--json"]).stdout)
     assert [row["name"] for row in rows] == list(zoo.ZOO)
     assert all(row["folder"] is None and row["megabytes"] > 0 and row["licence"] for row in rows)
-    refused = CliRunner().invoke(app, ["encoders", "get", "minilm", "bert"])
+    refused = CliRunner().invoke(app, ["minilm", "bert"])
     assert refused.exit_code == 2
     assert "no encoder 'bert'" in refused.stderr
     assert not list(tmp_path.iterdir())

@@ -123,7 +123,7 @@ def test_without_the_weights_an_untrained_encoder_is_run_and_said_to_be(tmp_path
 def test_tabpfn() -> None:
     """The real one, quick: errors fall with n, and not in the field of another distribution."""
     if fetched("tabpfn") is None:
-        pytest.skip("tabpfn is not fetched: attn-flow encoders get tabpfn")
+        pytest.skip("tabpfn is not fetched: python -m attn_flow.experiments.encoders tabpfn")
     numbers = mean_field.compute(quick=True)
     for run in numbers["distributions"].values():
         assert run["exponent"][1][0] < -0.3

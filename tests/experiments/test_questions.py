@@ -68,7 +68,7 @@ def test_encoders_that_were_not_fetched_are_named(tmp_path: Path, monkeypatch) -
 @pytest.mark.slow
 def test_a_real_encoder(tmp_path: Path) -> None:
     if fetched("sapiens") is None:
-        pytest.skip("sapiens is not fetched: attn-flow encoders get sapiens")
+        pytest.skip("sapiens is not fetched: python -m attn_flow.experiments.encoders sapiens")
     numbers = questions.compute(quick=True, parts=tmp_path)
     assert numbers == questions.compute(quick=True, parts=tmp_path)  # from its part
     assert len(questions.heads_of(numbers["encoders"]["sapiens"])) == 32
