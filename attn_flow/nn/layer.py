@@ -22,8 +22,7 @@ class ContinuousAttentionLayer(FlowModule):
     the displacement x(horizon) - x.)
 
     Args:
-        dim: the width d of the tokens.
-        heads: the number of heads.
+        dim, heads: the width of the tokens, and the number of heads.
         head_dim: the width of a head, by default dim / heads.
         beta: the inverse temperature of the scores <Q x, K y>, a number or one per head. The default,
             dim / (2 sqrt(head_dim) r^2) for tokens of length r, gives logits at initialisation the same spread, 1/2, as
@@ -32,8 +31,6 @@ class ContinuousAttentionLayer(FlowModule):
         learn_beta: train beta; see `parameter_groups` for weight decay, which would pull it to 1.
         horizon, steps, step, geometry, checkpoint: see `FlowOptions`. By default one RK4 step on the unit sphere, which
             costs about 4 times an nn.MultiheadAttention. Inputs are first retracted to the geometry.
-
-    Other arguments:
         causal: token i sees only the tokens j <= i.
         validate: check the values of the input and whether logits need float64, with one read from the device per
             forward pass. Compiled code does neither.
@@ -106,7 +103,6 @@ class ContinuousAttentionLayer(FlowModule):
         attention, geometry, start = self.attention(), self.options.geometry, x
         is_token = log_weights = None
         if mask is not None:
-            checks.require_same_device("mask", mask, "x", x)
             if mask.shape != x.shape[:-1]:
                 raise ValueError(f"mask has shape {tuple(mask.shape)}, expected (..., n) = {tuple(x.shape[:-1])}.")
             is_token, log_weights = (mask > 0)[..., None], torch.where(mask > 0, 0.0, -torch.inf)
@@ -119,8 +115,7 @@ class ContinuousAttentionLayer(FlowModule):
                 attention, start = attention.in_float64(), start.double()
 
         def velocity(t: float, y: Tensor) -> Tensor:
-            drift = attention(t, y, log_weights).to(y.dtype)
-            return geometry.tangent(y, drift if is_token is None else torch.where(is_token, drift, 0.0))
+            return geometry.tangent(y, attention(t, y, log_weights).to(y.dtype))
 
         def output(y: Tensor) -> Tensor:
             return y.to(x.dtype) if is_token is None else torch.where(is_token, y.to(x.dtype), x)

@@ -17,8 +17,7 @@ def logit_mask(
 
     Args:
         queries, keys: ([batch,] heads, n, k) and ([batch,] heads, m, k).
-        padding, pairs: key_padding_mask and attn_mask of nn.MultiheadAttention.forward.
-        is_causal: the causal mask, which replaces `pairs`.
+        padding, pairs, is_causal: key_padding_mask, attn_mask, and whether to take the causal mask instead of it.
 
     Returns:
         The numbers ([batch or 1,] heads or 1, n or 1, m), and from which queries they hide every key (with m = 1);

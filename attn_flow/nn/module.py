@@ -82,8 +82,8 @@ class FlowModule(nn.Module):
             raise ValueError(f"the logits of {name} overflow; use smaller tokens, weights or beta.")
         if has_empty_cloud:
             warnings.warn("a mask hides every token of a cloud, which does not move.", stacklevel=6)
-        is_autocast = torch.is_autocast_enabled(x.device.type)
-        return not is_autocast and checks.working_dtype(x.dtype, torch.tensor(bound)) != x.dtype
+        needs_float64 = checks.working_dtype(x.dtype, torch.tensor(bound)) != x.dtype
+        return needs_float64 and not torch.is_autocast_enabled(x.device.type)
 
     def extra_repr(self) -> str:
         beta = "learned" if self.learn_beta else "fixed"
@@ -97,7 +97,7 @@ def parameter_groups(module: nn.Module, weight_decay: float = 0.01) -> list[dict
 
     Args:
         module: any module with continuous layers or replaced attention inside; frozen parameters are left out.
-        weight_decay: of all parameters but the betas.
+        weight_decay: of the first group.
 
     Returns:
         The first argument of an optimiser, as in `torch.optim.AdamW(parameter_groups(model), lr=1e-3)`.
@@ -108,12 +108,11 @@ def parameter_groups(module: nn.Module, weight_decay: float = 0.01) -> list[dict
         >>> [(len(group["params"]), group["weight_decay"]) for group in groups]
         [(4, 0.01), (1, 0.0)]
     """
-    betas, others = [], []
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            is_beta = name.endswith(("log_beta", "log_beta_factor"))  # of a layer, or of replaced attention
-            (betas if is_beta else others).append(parameter)
-    return [{"params": others, "weight_decay": weight_decay}, {"params": betas, "weight_decay": 0.0}]
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    names = ("log_beta", "log_beta_factor")  # of a layer, and of replaced attention
+    betas = {name: p for name, p in trained.items() if name.rpartition(".")[2] in names}
+    others = [p for name, p in trained.items() if name not in betas]
+    return [{"params": others, "weight_decay": weight_decay}, {"params": list(betas.values()), "weight_decay": 0.0}]
 
 
 def require_input(name: str, x: Tensor, dim: int, weight: Any) -> None:

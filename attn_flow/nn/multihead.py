@@ -105,6 +105,8 @@ class ContinuousMultiheadAttention(FlowModule):
             >>> continuous = ContinuousMultiheadAttention.from_multihead(multihead)
             >>> torch.allclose(continuous(x, x, x)[0], multihead(x, x, x)[0], atol=1e-6)
             True
+            >>> torch.allclose(continuous.to_multihead().in_proj_weight, multihead.in_proj_weight)
+            True
         """
         if multihead.bias_k is not None or multihead.add_zero_attn or multihead.in_proj_weight is None:
             raise ValueError("the nn.MultiheadAttention has add_bias_kv, add_zero_attn, kdim or vdim; expected none.")
@@ -114,8 +116,7 @@ class ContinuousMultiheadAttention(FlowModule):
         options.setdefault("beta", 1 / math.sqrt(multihead.head_dim))
         has_bias, weight = multihead.in_proj_bias is not None, multihead.in_proj_weight
         factory: Any = {"bias": has_bias, "device": weight.device, "dtype": weight.dtype}
-        sizes = (multihead.embed_dim, multihead.num_heads)
-        module = cls(*sizes, batch_first=multihead.batch_first, **factory, **options)
+        module = cls(multihead.embed_dim, multihead.num_heads, batch_first=multihead.batch_first, **factory, **options)
         module.load_state_dict(multihead.state_dict())
         frozen = {name for name, p in multihead.named_parameters() if not p.requires_grad}
         for name, p in module.named_parameters():
@@ -125,14 +126,7 @@ class ContinuousMultiheadAttention(FlowModule):
 
     @torch.no_grad()
     def to_multihead(self) -> nn.MultiheadAttention:
-        """An nn.MultiheadAttention with these weights. Beta is folded into its queries; other options are lost.
-
-        Example:
-            >>> multihead = nn.MultiheadAttention(8, 2)
-            >>> again = ContinuousMultiheadAttention.from_multihead(multihead).to_multihead()
-            >>> torch.allclose(again.in_proj_weight, multihead.in_proj_weight)
-            True
-        """
+        """An nn.MultiheadAttention with these weights and beta in its queries; the options of the flow are lost."""
         has_bias, weight = self.q_proj.bias is not None, self.q_proj.weight
         factory: Any = {"bias": has_bias, "device": weight.device, "dtype": weight.dtype}
         multihead = nn.MultiheadAttention(self.embed_dim, self.num_heads, batch_first=self.batch_first, **factory)
@@ -165,9 +159,8 @@ class ContinuousMultiheadAttention(FlowModule):
         """As nn.MultiheadAttention.forward: the displacement, and the attention weights at the start if need_weights.
 
         Args:
-            query, key, value: one tensor three times means self-attention; views of the same storage count as one.
-                Otherwise key, which must be value, is a context that stays where it is (cross-attention). Compiled
-                code compares the objects.
+            query, key, value: one tensor three times, or views of one storage (unless compiled), means self-attention.
+                Otherwise key, which must be value, is a context that stays where it is (cross-attention).
             key_padding_mask: ([batch,] m), True hides a key, or numbers that are added to the logits.
             attn_mask: the same for pairs, (n, m) or (batch * heads, n, m); is_causal replaces it by the causal mask.
         """

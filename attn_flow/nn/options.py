@@ -92,16 +92,11 @@ class FlowOptions:
         return x
 
     def displacement(self, velocity: Velocity, x: Tensor) -> Tensor:
-        """x(horizon) - x, (..., n, d).
-
-        In flat space the displacement itself is integrated, so that one Euler step of size one loses no digit.
-        """
-        if isinstance(self.geometry, Euclidean):
+        """x(horizon) - x, (..., n, d)."""
+        if isinstance(self.geometry, Euclidean):  # integrated itself, so that one Euler step of size one loses no digit
             return self.run(lambda t, u: velocity(t, x + u), torch.zeros_like(x))
         return self.run(velocity, self.geometry.retract(x)) - x
 
     def __str__(self) -> str:
-        return (
-            f"horizon={self.horizon:g}, steps={self.steps}, step={self.method} ({self.evaluations} "
-            f"attention{'s' * (self.evaluations > 1)} a forward pass), geometry={self.geometry}"
-        )
+        cost = f"{self.evaluations} attention{'s' * (self.evaluations > 1)} a forward pass"
+        return f"horizon={self.horizon:g}, steps={self.steps}, step={self.method} ({cost}), geometry={self.geometry}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,6 @@ from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.nn.layer import ContinuousAttentionLayer
 from attn_flow.nn.options import FlowOptions
 
-Readout = Literal["mean", "token"]
-
 
 class DeepStack(nn.Module):
     """x_0 = embedding, x_l = layer_l(x_{l-1}) for l = 1..depth, logits = head(x_depth).
@@ -26,16 +24,12 @@ class DeepStack(nn.Module):
         inputs: the size of the vocabulary, for ids (batch, n) or (batch, n, fields), whose embeddings are summed; or,
             with points=True, the width of real vectors (batch, n, inputs).
         outputs: the number of classes.
-        dim: the width of the tokens.
-        depth: the number of layers.
-        options: arguments of `ContinuousAttentionLayer`, such as heads, beta and horizon; four RK4 steps by default.
-            One Euler step is the ordinary discrete layer.
-
-    Other arguments:
+        dim, depth: the width of the tokens, and the number of layers.
         ffn: hidden width of a feed-forward network x <- retract(x + P_x FFN(x)) after each layer; 0 for none.
         length: the largest number of tokens, for learned positions; None for exchangeable tokens.
         points: whether inputs are real vectors.
         readout: "mean" for one answer per cloud, "token" for one per token.
+        options: of `ContinuousAttentionLayer`, such as heads, beta and horizon; four RK4 steps by default.
 
     Example:
         >>> stack = DeepStack(inputs=20, outputs=4, length=16, depth=2, horizon=2.0, beta=4.0)
@@ -54,12 +48,12 @@ class DeepStack(nn.Module):
         ffn: int = 0,
         length: int | None = None,
         points: bool = False,
-        readout: Readout = "mean",
+        readout: Literal["mean", "token"] = "mean",
         **options: Any,
     ) -> None:
         super().__init__()
         checks.require_count(inputs=inputs, outputs=outputs, depth=depth, length=1 if length is None else length)
-        checks.require_choice("readout", readout, get_args(Readout))
+        checks.require_choice("readout", readout, ("mean", "token"))
         self.depth, self.readout, self.points = depth, readout, points
         self.embedding: nn.Module = (nn.Linear if points else nn.Embedding)(inputs, dim)
         self.positions = None if length is None else nn.Parameter(waves(length, dim))
@@ -75,12 +69,7 @@ class DeepStack(nn.Module):
         return self.layers[0].options
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits (batch, outputs), or (batch, n, outputs) with readout="token".
-
-        Args:
-            inputs: ids or vectors, see the class.
-            mask: (batch, n), True for tokens.
-        """
+        """Logits (batch, outputs), or (batch, n, outputs) with readout="token"; mask (batch, n) is True for tokens."""
         x = self.embed(inputs)
         for l, layer in enumerate(self.layers):
             x = self._feed_forward(l, layer(x, mask))
@@ -104,10 +93,8 @@ class DeepStack(nn.Module):
 
     def _feed_forward(self, l: int, x: Tensor) -> Tensor:
         """The tokens after the FFN of layer l, if there is one."""
-        if len(self.ffns) == 0:
-            return x
         geometry = self.options.geometry
-        return geometry.retract(x + geometry.tangent(x, self.ffns[l](x).to(x.dtype)))
+        return geometry.retract(x + geometry.tangent(x, self.ffns[l](x).to(x.dtype))) if len(self.ffns) else x
 
     @torch.no_grad()
     def paths(self, inputs: Tensor, mask: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
@@ -120,16 +107,15 @@ class DeepStack(nn.Module):
         return paths
 
     def trajectory(self, inputs: Tensor, mask: Tensor | None = None) -> Trajectory:
-        """The tokens through depth as a `Trajectory` (depth * steps + 1, batch, n, dim).
+        """The tokens through depth as a `Trajectory` (depth * steps + 1, batch, n, dim); time adds up over the layers.
 
-        Time adds up over the layers. A layer's last cloud is taken after its FFN: it is the next layer's first.
+        A layer's last cloud is taken after its FFN: it is the next layer's first.
         """
         states: list[Tensor] = []
         for path, x in self.paths(inputs, mask):
             states[-1:] = [*path[:-1], x]
         t = torch.linspace(0, self.depth * self.options.horizon, len(states), dtype=torch.float64)
-        about = {"stack": "DeepStack", "depth": self.depth, "layer": str(self.options)}
-        return Trajectory(t, torch.stack(states), None, mask, about)
+        return Trajectory(t, torch.stack(states), None, mask, {"stack": "DeepStack", "layer": str(self.options)})
 
     def attentions(self) -> list[Attention]:
         """One `Attention` per layer, without gradient."""
@@ -137,12 +123,7 @@ class DeepStack(nn.Module):
         return [a.copy_with(**{name: z.detach() for name, z in a.tensors.items()}) for a in attentions]
 
     def rerun(self, *, beta_factor: float = 1.0, **options: Any) -> DeepStack:
-        """A copy with the same weights, another beta, and other options of the flow.
-
-        Args:
-            beta_factor: a factor of every beta.
-            options: of `FlowOptions`: horizon, steps, step.
-        """
+        """A copy with the same weights, every beta times a factor, and other `FlowOptions` (horizon, steps, step)."""
         stack = copy.deepcopy(self)
         for layer in stack.layers:
             layer.options = replace(layer.options, **options)
