@@ -99,6 +99,9 @@ class Sphere:
         return self.retract(torch.randn(*_sizes(n, d), **factory))
 
 
+UNIT_SPHERE = Sphere()
+
+
 @dataclass(frozen=True)
 class Euclidean:
     """Flat space: every vector is tangent and every point belongs to it. `uniform` draws from the cube [-1, 1]^d.
@@ -200,11 +203,11 @@ class Ellipsoid:
     def tangent(self, x: Tensor, u: Tensor) -> Tensor:
         """A P_z A^+ u, (..., n, d)."""
         z = self.sphere_coordinates(x)
-        return Sphere().tangent(z, u @ self.inverse.to(u).T) @ self.axes.to(u).T
+        return UNIT_SPHERE.tangent(z, u @ self.inverse.to(u).T) @ self.axes.to(u).T
 
     def retract(self, x: Tensor) -> Tensor:
         """centre + A z / |z|, (..., n, d)."""
-        return self.centre.to(x) + Sphere().retract(self.sphere_coordinates(x)) @ self.axes.to(x).T
+        return self.centre.to(x) + UNIT_SPHERE.retract(self.sphere_coordinates(x)) @ self.axes.to(x).T
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
         """The angle (..., n) between the sphere coordinates of x and y, which is not the geodesic distance."""
@@ -215,7 +218,7 @@ class Ellipsoid:
         checks.require_shape("centre", self.centre, (d,))
         axes = self.axes.to(dtype=factory.get("dtype"), device=factory.get("device"))
         generator = factory.get("generator")
-        z = Sphere().uniform(n, axes.shape[1], generator=generator, dtype=axes.dtype, device=axes.device)
+        z = UNIT_SPHERE.uniform(n, axes.shape[1], generator=generator, dtype=axes.dtype, device=axes.device)
         return self.centre.to(z) + z @ axes.T
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attn_flow import Attention, flow
 from attn_flow.hooks.demo import minilm, topics
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
 from attn_flow.probe.recording import Recording, record_encoder
 
 

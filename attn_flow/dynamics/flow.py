@@ -8,7 +8,7 @@ betas is one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,27 +17,18 @@ from torch import Tensor
 from attn_flow.attention.fields import Field, require_field
 from attn_flow.base import checks
 from attn_flow.base.progress import progress_bar
-from attn_flow.dynamics.integrator import Run, adaptive_steps, fixed_steps
+from attn_flow.dynamics.integrator import Run, Stop, prepare
 from attn_flow.dynamics.noise import Noise
 from attn_flow.dynamics.steppers import Adaptive, RungeKutta, as_method, rk4
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.geometry import Euclidean, Geometry, Sphere, place
+from attn_flow.geometry import UNIT_SPHERE, Euclidean, Geometry
 from attn_flow.measures.cloud import Cloud, as_cloud
 
 MAX_STEPS = 10**9  # of fixed steps: more would take days even for one token
-UNIT_SPHERE = Sphere()
-
-Stop = Callable[[float, Cloud], bool | Tensor]
 
 
 def consensus(tol: float = 1e-3) -> Stop:
-    """A stop condition for `flow`: every cloud of the batch lies within `tol` of its mean.
-
-    Args:
-        tol: a distance, in the units of the tokens.
-
-    Returns:
-        A function (t, cloud) -> whether to stop.
+    """A stop condition for `flow`: every cloud of the batch lies within the distance `tol` of its mean.
 
     Example:
         >>> from attn_flow import Attention
@@ -110,29 +101,12 @@ def flow(
         raise ValueError(f"t = {times[-1]:g} takes over {MAX_STEPS:.0e} steps of h = {h:g}; use a larger h.")
     if field.needs_euclidean and not isinstance(geometry, Euclidean):
         raise ValueError("this field changes the length of tokens; use geometry=Euclidean().")
-    if validate or isinstance(x0, Cloud):
-        cloud = as_cloud(x0)
-    else:
-        cloud = Cloud.unchecked(x0)
-    dtype = cloud.x.dtype
-    x = cloud.filled()
-    batch = field.check_cloud(cloud)
-    if validate:
-        radius = cloud.max_norm if geometry.max_norm is None else geometry.max_norm
-        working_dtype = checks.working_dtype(dtype, field.logit_bound(radius))
-        field = field if working_dtype == dtype else field.in_float64()
-        x = place("x0", x.to(working_dtype), geometry)
-    else:
-        x = geometry.retract(x)
-    x = x.expand(*batch, *x.shape[-2:])
+    cloud = as_cloud(x0) if validate or isinstance(x0, Cloud) else Cloud.unchecked(x0)
+    field, x = prepare(field, cloud, geometry, validate)
     run = Run(field, geometry, cloud, noise, stop, validate)
     saved_times, clouds = [times[0]], [x]
-    if isinstance(method, Adaptive):
-        steps = adaptive_steps(run, x, times, method, h)
-    else:
-        steps = fixed_steps(run, x, times, method, h)
     with progress_bar("flow", times[-1] - times[0] or 1.0, progress) as advance:
-        for now, state in steps:
+        for now, state in run.steps(x, times, method, h):
             advance(now - saved_times[-1], note=f"t = {now:.4g}")
             saved_times.append(now)
             clouds.append(state)
@@ -146,5 +120,5 @@ def flow(
     }
     if run.tokens_left is not None:
         about["tokens_left"] = run.tokens_left
-    path = torch.stack(clouds).to(dtype)
+    path = torch.stack(clouds).to(cloud.x.dtype)
     return Trajectory(torch.tensor(saved_times, dtype=torch.float64), path, cloud.weights, cloud.mask, about)

@@ -7,8 +7,7 @@ normalised Legendre functions in cos(angle). The Laplacian of degree l has the e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,10 +30,14 @@ class Harmonics:
         """l (l + d - 2) of every harmonic, (M,)."""
         return self.degree * (self.degree + self.x.shape[-1] - 2)
 
+    def amplitudes(self, coefficients: Tensor) -> Tensor:
+        """sqrt(sum c^2) over every degree 0, ..., bandwidth of coefficients (..., M), (..., bandwidth + 1)."""
+        by_degree = coefficients.new_zeros(*coefficients.shape[:-1], self.bandwidth + 1)
+        return by_degree.index_add_(-1, self.degree.long(), coefficients.square()).sqrt()
+
     def to(self, device: torch.device) -> Harmonics:
         """The same on another device."""
-        moved: dict[str, Any] = {name: z.to(device) for name, z in vars(self).items() if isinstance(z, Tensor)}
-        return replace(self, **moved)
+        return Harmonics(self.bandwidth, *(z.to(device) for z in vars(self).values() if isinstance(z, Tensor)))
 
     @classmethod
     def of(cls, d: int, bandwidth: int) -> Harmonics:

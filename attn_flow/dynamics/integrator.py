@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,10 +17,26 @@ from attn_flow.dynamics.merging import MergedCloud
 from attn_flow.dynamics.noise import Noise
 from attn_flow.dynamics.step_size import StepMonitor, StepWarning
 from attn_flow.dynamics.steppers import Adaptive, RungeKutta, Velocity
-from attn_flow.geometry import Geometry
+from attn_flow.geometry import Geometry, place
 from attn_flow.measures.cloud import Cloud
 
+Stop = Callable[[float, Cloud], bool | Tensor]
 
+
+def prepare(field: Field, cloud: Cloud, geometry: Geometry, validate: bool = True) -> tuple[Field, Tensor]:
+    """The field in its working precision, and the tokens (..., n, d) of a cloud at points of the geometry."""
+    batch, x = field.check_cloud(cloud), cloud.filled()
+    if not validate:
+        x = geometry.retract(x)
+    else:
+        radius = cloud.max_norm if geometry.max_norm is None else geometry.max_norm
+        dtype = checks.working_dtype(x.dtype, field.logit_bound(radius))
+        field = field if dtype == x.dtype else field.in_float64()
+        x = place("x0", x.to(dtype), geometry)
+    return field, x.expand(*batch, *x.shape[-2:])
+
+
+@dataclass(eq=False)
 class Run:
     """One integration: what it is given, how often the field was evaluated, and why it ended.
 
@@ -29,29 +46,34 @@ class Run:
         validate: whether values may be read from the device.
     """
 
-    def __init__(
-        self,
-        field: Field,
-        geometry: Geometry,
-        cloud: Cloud,
-        noise: Noise | None = None,
-        stop: Callable[[float, Cloud], bool | Tensor] | None = None,
-        validate: bool = True,
-    ) -> None:
-        self.field, self.geometry, self.cloud = field, geometry, cloud
-        self.noise, self.stop, self.validate = noise, stop, validate
-        self.evaluations = 0
-        self.stopped: str | None = None
-        self.tokens_left: int | None = None
+    field: Field
+    geometry: Geometry
+    cloud: Cloud
+    noise: Noise | None = None
+    stop: Stop | None = None
+    validate: bool = True
+    evaluations: int = 0
+    stopped: str | None = None
+    tokens_left: int | None = None
 
-    def velocity(self, field: Field, log_weights: Tensor | None) -> Velocity:
-        """The velocity P_x F(t, x) of tokens with these log-weights; padding does not move."""
+    def velocity(self, field: Field, merged: MergedCloud | None = None) -> Velocity:
+        """The velocity P_x F(t, x) of the tokens of the cloud, or of merged ones; padding does not move."""
+        log_weights = self.cloud.log_weights if merged is None else merged.weights.log()
 
         def velocity(t: float, x: Tensor) -> Tensor:
             self.evaluations += 1
-            return self.cloud.zero_padding(self.geometry.tangent(x, field(t, x, log_weights)))
+            log_w = None if log_weights is None else log_weights.to(x.dtype)
+            return self.cloud.zero_padding(self.geometry.tangent(x, field(t, x, log_w)))
 
         return velocity
+
+    def steps(
+        self, x: Tensor, times: list[float], method: RungeKutta | Adaptive, h: float
+    ) -> Iterator[tuple[float, Tensor]]:
+        """Yield (t, x) at every time but the first, and where the run is stopped."""
+        if isinstance(method, Adaptive):
+            return adaptive_steps(self, x, times, method, h)
+        return fixed_steps(self, x, times, method, h)
 
     def spans(self, times: list[float]) -> Iterator[tuple[float, float, Field, bool]]:
         """Intervals without a jump of the field, the field in each, and whether its end is one of the times."""
@@ -68,10 +90,8 @@ class Run:
 
     def should_stop(self, t: float, x: Tensor) -> bool:
         """Whether the stop condition holds for the tokens x (..., n, d)."""
-        if self.stop is None:
-            return False
-        answer = self.stop(t, Cloud.unchecked(x, self.cloud.weights, self.cloud.mask))
-        if bool(answer.all() if isinstance(answer, Tensor) else answer):
+        cloud = Cloud.unchecked(x, self.cloud.weights, self.cloud.mask)
+        if self.stop is not None and bool(torch.as_tensor(self.stop(t, cloud)).all()):
             self.stopped = f"stop condition at t = {t:.6g}"
         return self.stopped is not None
 
@@ -80,17 +100,15 @@ def fixed_steps(
     run: Run, x: Tensor, times: list[float], method: RungeKutta, h: float
 ) -> Iterator[tuple[float, Tensor]]:
     """Yield (t, x) at every time but the first, after equal steps of at most h in between."""
-    monitor, previous, log_weights, has_warned = StepMonitor(method), None, run.cloud.log_weights, False
-    log_weights = None if log_weights is None else log_weights.to(x.dtype)
-    velocity: Velocity = run.velocity(run.field, log_weights)
+    monitor, piece, has_warned = StepMonitor(method), None, False
+    step = monitor.step if run.validate else method.step
     for start, end, field, is_saved in run.spans(times):
-        if field is not previous:
+        if field is not piece:
             monitor.forget()
-            velocity, previous = run.velocity(field, log_weights), field
+            velocity, piece = run.velocity(field), field
         count = max(1, math.ceil((end - start) / h - 1e-4))  # float32 times may be off by a rounding error
         size = (end - start) / count
         for i in range(count):
-            step = monitor.step if run.validate else method.step
             x = step(velocity, start + i * size, x, size, run.geometry)
             if run.noise is not None:
                 x = run.add_noise(x, size)
@@ -118,8 +136,6 @@ def adaptive_steps(
 
     The device is read once a step: the numbers that decide whether a step is accepted and which tokens merge.
     """
-    log_weights = run.cloud.log_weights
-    log_weights = None if log_weights is None else log_weights.to(x.dtype)
     merged = MergedCloud.start(x, run.cloud.probabilities.to(x.dtype)) if _may_merge(run, method) else None
     now, size, attempts = times[0], h, 0
     first: Tensor | None = None  # the velocity at x, where it is known
@@ -128,7 +144,7 @@ def adaptive_steps(
     for _, end, field, is_saved in run.spans(times):
         if field is not piece:
             piece, first, previous = field, None, None
-        velocity = run.velocity(field, log_weights)
+        velocity = run.velocity(field, merged)
         while now < end:
             attempts += 1
             is_last = now + size >= end
@@ -157,22 +173,16 @@ def adaptive_steps(
             previous = (used, scaled)
             if merged is not None and group is not None and joint:
                 merged = merged.join(x, group, int(joint), run.geometry)
-                x, log_weights, first = merged.x, merged.log_weights, None
-                velocity = run.velocity(field, log_weights)
+                x, first, velocity = merged.x, None, run.velocity(field, merged)
+            run.tokens_left = None if merged is None else x.shape[-2]
             if run.stop is not None and run.should_stop(now, x if merged is None else merged.expand(x)):
-                yield now, _expand(run, x, merged)
-                return
+                is_saved = True
+                break
         if is_saved:
             _require_finite(_read(x.sum())[0], x, now)
-            yield now, _expand(run, x, merged)
-
-
-def _expand(run: Run, x: Tensor, merged: MergedCloud | None) -> Tensor:
-    """All tokens of the cloud, from those that are left after merging."""
-    if merged is None:
-        return x
-    run.tokens_left = merged.x.shape[-2]
-    return merged.expand(x)
+            yield now, x if merged is None else merged.expand(x)
+        if run.stopped:
+            return
 
 
 def _may_merge(run: Run, method: Adaptive) -> bool:

@@ -16,10 +16,9 @@ from torch.autograd import forward_ad
 
 from attn_flow.attention.fields import Field, require_field
 from attn_flow.base import checks
-from attn_flow.dynamics.flow import UNIT_SPHERE, flow
-from attn_flow.dynamics.integrator import Run
+from attn_flow.dynamics.integrator import Run, prepare
 from attn_flow.dynamics.steppers import Adaptive, RungeKutta, as_method, rk4
-from attn_flow.geometry import Geometry, place
+from attn_flow.geometry import UNIT_SPHERE, Geometry
 from attn_flow.measures.cloud import Cloud, as_cloud
 
 ENTRIES = 2**20  # numbers in the clouds that are differentiated at once
@@ -53,11 +52,7 @@ class Linearisation:
 
 
 def linearise(
-    field: Field,
-    cloud: Cloud | Tensor,
-    *,
-    t: float = 0.0,
-    geometry: Geometry = UNIT_SPHERE,
+    field: Field, cloud: Cloud | Tensor, *, t: float = 0.0, geometry: Geometry = UNIT_SPHERE
 ) -> Linearisation:
     """The Jacobian of x' = P_x F(t, x) at a cloud, along the geometry, and its eigenvalues.
 
@@ -68,7 +63,7 @@ def linearise(
         geometry: as in `flow`.
 
     Returns:
-        A `Linearisation`. J is computed in the dtype of the tokens, its eigenvalues in float64.
+        A `Linearisation`, in the dtype that a flow would compute in, but for the eigenvalues in float64.
 
     Example:
         >>> from attn_flow import Attention
@@ -77,15 +72,18 @@ def linearise(
         >>> result.eigenvalues.real[2:].round(decimals=4)  # after two zeros: all tokens may turn together
         tensor([-1., -1., -1., -1., -1., -1.], dtype=torch.float64)
     """
-    cloud = _without_padding(as_cloud(cloud))
+    cloud = as_cloud(cloud)
+    if cloud.mask is not None:
+        if cloud.x.ndim > 2:
+            raise ValueError(f"cloud has shape {tuple(cloud.x.shape)}, expected one cloud (n, d) where it has a mask.")
+        cloud = Cloud(cloud.x[cloud.mask], cloud.probabilities[cloud.mask])
     require_field("field", field)
-    batch = field.check_cloud(cloud)
-    x = place("cloud", cloud.x.detach(), geometry).expand(*batch, *cloud.x.shape[-2:]).contiguous()
-    velocity = Run(field, geometry, cloud).velocity(field.piece(t, t), cloud.log_weights)
     with torch.no_grad():
+        field, x = prepare(field, cloud, geometry)
+        x, velocity = x.contiguous(), Run(field, geometry, cloud).velocity(field.piece(t, t))
         basis = tangent_basis(geometry, x)
         n, N = x.shape[-2], x.shape[-2] * basis.shape[-1]
-        if math.prod(batch) * N**2 > MAX_MATRIX_ENTRIES:
+        if x[..., 0, 0].numel() * N**2 > MAX_MATRIX_ENTRIES:
             raise ValueError(f"the Jacobian of {n} tokens has {N} x {N} entries; use fewer tokens.")
         columns = []
         for part in torch.arange(N, device=x.device).split(max(1, ENTRIES // x.numel())):
@@ -99,15 +97,6 @@ def linearise(
         values = torch.linalg.eigvals(J.double())
         order = values.real.argsort(dim=-1, descending=True)
     return Linearisation(J, basis, torch.take_along_dim(values, order, dim=-1), speed)
-
-
-def _without_padding(cloud: Cloud) -> Cloud:
-    if cloud.mask is None:
-        return cloud
-    if cloud.x.ndim > 2:
-        raise ValueError(f"cloud has shape {tuple(cloud.x.shape)} and a mask, expected one cloud (n, d) with a mask.")
-    weights = None if cloud.weights is None else cloud.weights.expand(cloud.mask.shape)[cloud.mask]
-    return Cloud(cloud.x[cloud.mask], weights)
 
 
 def tangent_basis(geometry: Geometry, x: Tensor) -> Tensor:
@@ -132,20 +121,16 @@ class Lyapunov:
 
     Args:
         exponents: (..., k), decreasing: the growth per time after the transient.
-        error: (..., k), half of the difference between the two halves of that time: an indication, not a bound.
-        t: (T,), times of the orthonormalisations.
-        growth: (T, ..., k), logarithms of the growth of the k axes since t = 0.
+        error: (..., k), half of the difference between the two halves of that time; not a bound.
         x: (..., n, d), the final tokens.
     """
 
     exponents: Tensor
     error: Tensor
-    t: Tensor
-    growth: Tensor
     x: Tensor
 
     def __repr__(self) -> str:
-        return f"Lyapunov({self.exponents.shape[-1]} exponents until t = {float(self.t[-1]):.6g})"
+        return f"Lyapunov({self.exponents.shape[-1]} exponents, x {tuple(self.x.shape)})"
 
 
 def lyapunov(
@@ -172,9 +157,6 @@ def lyapunov(
         transient: the time at the start that does not count, while displacements turn to their axes; default t / 2.
         generator: for the initial displacements.
 
-    Returns:
-        A `Lyapunov` with exponents, an indication of their error, and the growth along the path.
-
     Example:
         >>> from attn_flow import Drift, Euclidean
         >>> A = torch.diag(torch.tensor([0.5, -1.0]))
@@ -182,42 +164,40 @@ def lyapunov(
         >>> result.exponents.round(decimals=4)  # the real parts of the spectrum
         tensor([ 0.5000, -1.0000])
     """
-    start = t / 2 if transient is None else transient
+    transient = t / 2 if transient is None else transient
     checks.require_positive(t=t, h=h)
     checks.require_count(k=k)
-    if not 0 <= start < t:
-        raise ValueError(f"transient = {start}, expected 0 <= transient < t = {t}.")
+    if not 0 <= transient < t:
+        raise ValueError(f"transient = {transient}, expected 0 <= transient < t = {t}.")
     cloud, method = as_cloud(x0), as_method(step)
     method = replace(method, merge=False) if isinstance(method, Adaptive) else method
+    require_field("field", field)
 
     def advance(x: Tensor, a: float, b: float) -> Tensor:
-        times = [a, b] if b > a else [a]
-        moved = Cloud.unchecked(x, cloud.weights, cloud.mask)
-        return flow(field, moved, times, geometry=geometry, step=method, h=h).x[-1]
+        return next(run.steps(x, [a, b], method, h))[1]
 
     with torch.no_grad():
-        x = advance(cloud.x.detach(), 0.0, 0.0)
+        field, x = prepare(field, cloud, geometry)
+        run = Run(field, geometry, cloud)
         is_token = x.new_ones(x.shape[:-1]) if cloud.mask is None else cloud.mask.expand(x.shape[:-1]).to(x.dtype)
         most = int(is_token.sum(-1).min()) * tangent_basis(geometry, x).shape[-1]
         if k > most:
             raise ValueError(f"k = {k}, expected at most {most}, the dimension of the set of clouds.")
         u = torch.randn(k, *x.shape, generator=generator, dtype=x.dtype, device=x.device)
         u, _ = _orthonormal(geometry.tangent(x, u) * is_token[..., None])
-        # The window from `start` to t has two halves, which are compared.
-        middle, clock, growth = (start + t) / 2, [0.0], [x.new_zeros(*x.shape[:-2], k)]
-        for first, last in ((0.0, start), (start, middle), (middle, t)):
+        # The window from `transient` to t has two halves, which are compared.
+        middle, growth = (transient + t) / 2, []
+        for first, last in ((0.0, transient), (transient, middle), (middle, t)):
+            total = x.new_zeros(*x.shape[:-2], k)  # logarithm of the growth of every axis
             parts = math.ceil((last - first) / (10 * h) - 1e-9)
             for a, b in itertools.pairwise(torch.linspace(first, last, parts + 1, dtype=torch.float64).tolist()):
                 moved, u = _derivative(lambda y, a=a, b=b: advance(y, a, b), x.expand(u.shape), u)  # type: ignore[misc]
                 x = moved[0]
                 u, size = _orthonormal(u * is_token[..., None])
-                clock.append(b)
-                growth.append(growth[-1] + size)
-    path = torch.stack(growth)
-    before, between, after = (path[clock.index(moment)] for moment in (start, middle, t))
-    early, late = (2 * (b - a) / (t - start) for a, b in ((before, between), (between, after)))
-    times = torch.tensor(clock, dtype=torch.float64)
-    return Lyapunov((early + late) / 2, (late - early).abs() / 2, times, path, x)
+                total = total + size
+            growth.append(2 * total / (t - transient))
+    _, early, late = growth
+    return Lyapunov((early + late) / 2, (late - early).abs() / 2, x.to(cloud.x.dtype))
 
 
 def _orthonormal(u: Tensor) -> tuple[Tensor, Tensor]:

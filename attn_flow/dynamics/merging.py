@@ -28,10 +28,6 @@ class MergedCloud:
         return cls(x.expand(*batch, x.shape[-1]), probabilities.expand(batch), owner)
 
     @property
-    def log_weights(self) -> Tensor:
-        return self.weights.log()
-
-    @property
     def is_used(self) -> Tensor:
         """Which of the m tokens represent a token of the cloud, (..., m)."""
         return torch.zeros_like(self.weights, dtype=torch.bool).scatter(-1, self.owner, True)

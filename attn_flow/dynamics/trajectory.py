@@ -90,18 +90,9 @@ class Trajectory:
             predicted: a basis (d, k) of the subspace of the limits, such as `limit(attention).basis`.
             indices: which times to show; by default five.
             title: what stands above the panels.
-
-        Returns:
-            A matplotlib figure. `fig.savefig("clouds.svg", transparent=True)` writes it for a paper.
-
-        Example:
-            >>> path = Trajectory(torch.arange(3.0), torch.randn(3, 20, 3))
-            >>> len(path.plot().axes)
-            3
         """
         if indices is None:
-            shown = torch.linspace(0, len(self) - 1, min(len(self), PANELS))
-            indices = [int(i) for i in shown.round()]
+            indices = torch.linspace(0, len(self) - 1, min(len(self), PANELS)).round().int().tolist()
         return clouds_figure(self.t, self.x, indices, predicted, title=title)
 
     def animate(
@@ -118,10 +109,6 @@ class Trajectory:
             predicted: a basis (d, k) of the subspace of the limits, such as `limit(attention).basis`.
             curve: (T,), distances to draw below the tokens, such as `phases(path, limit).w2`.
             seconds: the duration.
-
-        Example:
-            >>> import tempfile
-            >>> Trajectory(torch.arange(3.0), torch.randn(3, 9, 2)).animate(f"{tempfile.mkdtemp()}/tokens.gif")
         """
         animate_clouds(path, self.t, self.x, predicted, curve=curve, seconds=seconds)
 

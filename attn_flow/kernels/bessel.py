@@ -8,10 +8,10 @@ precision (DLMF 10.41); where a run of integer orders is wanted, from any order 
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from typing import TypeVar
 
 import torch
+from numpy.polynomial import Polynomial
 from torch import Tensor
 
 ORDER = 60.0
@@ -25,35 +25,20 @@ def lower(z: Number, above: Number, nu: float) -> Number:
     return z / (2 * (nu + 1) + z * above)
 
 
-def _debye_polynomials() -> list[list[float]]:
-    """u_0, ..., u_TERMS, lowest power first: u_{k+1} = p^2 (1 - p^2) u_k' / 2 + int_0^p (1 - 5 s^2) u_k(s) ds / 8."""
-    u = [Fraction(1)]
-    polynomials = [u]
+def _debye_polynomials() -> list[Polynomial]:
+    """u_0, ..., u_TERMS, with u_{k+1} = p^2 (1 - p^2) u_k' / 2 + int_0^p (1 - 5 s^2) u_k(s) ds / 8."""
+    square, u = Polynomial([0, 0, 1]), [Polynomial([1.0])]
     for _ in range(TERMS):
-        following = [Fraction(0)] * (len(u) + 3)
-        for power, c in enumerate(u):  # the image of c p^power
-            following[power + 1] += c * power / 2 + c / 8 / (power + 1)
-            following[power + 3] -= c * power / 2 + 5 * c / 8 / (power + 3)
-        u = following
-        polynomials.append(u)
-    return [[float(c) for c in u] for u in polynomials]
+        u.append(square * (1 - square) * u[-1].deriv() / 2 + ((1 - 5 * square) * u[-1]).integ() / 8)
+    return u
 
 
 DEBYE = _debye_polynomials()
 
 
-def _debye_series(nu: float) -> list[float]:
-    """sum_k u_k(p) / nu^k as one polynomial in p, lowest power first."""
-    series = [0.0] * len(DEBYE[-1])
-    for k, u in enumerate(DEBYE):
-        for power, c in enumerate(u):
-            series[power] += c / nu**k
-    return series
-
-
-def _polynomial(coefficients: list[float], p: Tensor) -> Tensor:
+def _evaluate(polynomial: Polynomial, p: Tensor) -> Tensor:
     value = torch.zeros_like(p)
-    for c in reversed(coefficients):
+    for c in reversed(polynomial.coef.tolist()):
         value = value * p + c
     return value
 
@@ -69,9 +54,8 @@ def _top(nu: float, z: Tensor) -> tuple[Tensor, Tensor]:
     root = torch.hypot(torch.ones_like(w), w)  # w^2 may overflow
     rise = w * (w / (1 + root))  # root - 1
     p = 1 / root
-    coefficients = _debye_series(nu)
-    slope = _polynomial([power * c for power, c in enumerate(coefficients)][1:], p)
-    series, at_zero = _polynomial(coefficients, p), sum(coefficients)
+    debye = sum((u / nu**k for k, u in enumerate(DEBYE)), Polynomial([0.0]))
+    series, slope, at_zero = _evaluate(debye, p), _evaluate(debye.deriv(), p), float(debye(1.0))
     ratio = w / (1 + root) - (w * p) * p * (0.5 + p * slope / series) / nu
     log_i = nu * (rise - torch.log1p(rise / 2)) - torch.log1p(rise) / 2 + torch.log1p(series / at_zero - 1)
     return ratio, log_i

@@ -50,9 +50,8 @@ def softmax_average(
 ) -> Tensor:
     """The average of the values under softmax weights, (..., m, v), without the keys that hardly count.
 
-    Args:
-        tolerance: the share of every query's weight that may be left out. With 1e-6, small logits are computed in
-            float32 whatever the dtype is.
+    `tolerance` is the share of every query's weight that may be left out. With 1e-6, small logits are computed in
+    float32 whatever the dtype is.
 
     Example:
         >>> x = torch.nn.functional.normalize(torch.randn(1000, 3, dtype=torch.float64), dim=-1)

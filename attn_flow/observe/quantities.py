@@ -1,4 +1,4 @@
-"""Numbers of a cloud: energy, diameter, clusters, pairwise cosines, rank and alignment.
+"""Numbers of a cloud: energy, clusters, pairwise cosines and rank.
 
 Every function takes tokens (..., n, d) or a `Cloud` with weights and a mask; leading axes are a batch. Statistics of
 pairs run in blocks of rows, so that memory is linear in n, and never count a token's similarity to itself.
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_flow.base import checks
-from attn_flow.geometry import Geometry
 from attn_flow.measures.cloud import Cloud, as_cloud
 
 BLOCK_SIZE = 2**21  # numbers in the pairwise tensors of one block
@@ -28,10 +27,10 @@ def _expand(cloud: Cloud) -> tuple[Tensor, Tensor, Tensor]:
     return cloud.x.expand(*p.shape, cloud.x.shape[-1]), p, is_token
 
 
-def _row_blocks(x: Tensor, width: int = 1) -> Iterator[slice]:
-    """Blocks of rows i such that the pairs (i, j) of all clouds, with `width` numbers each, fill at most a block."""
+def _row_blocks(x: Tensor) -> Iterator[slice]:
+    """Blocks of rows i such that the pairs (i, j) of all clouds fill at most a block."""
     n = x.shape[-2]
-    rows = max(1, BLOCK_SIZE // (n * math.prod(x.shape[:-2]) * width))
+    rows = max(1, BLOCK_SIZE // (n * math.prod(x.shape[:-2])))
     return (slice(first, first + rows) for first in range(0, n, rows))
 
 
@@ -65,30 +64,6 @@ def log_energy(cloud: Tensor | Cloud, beta: float, G: Tensor | None = None) -> T
     log_w = torch.full_like(x[..., 0], -math.log(n)) if log_w is None else log_w  # (..., n)
     exponents = beta * cloud.log_partition(g, beta).unflatten(-1, (-1, n)) + log_w[..., None, :]  # (..., heads, n)
     return torch.logsumexp(exponents.flatten(-2), dim=-1) - math.log(2 * beta)
-
-
-def diameter(cloud: Tensor | Cloud, geometry: Geometry | None = None) -> Tensor:
-    """The largest distance between two tokens of every cloud.
-
-    Args:
-        cloud: tokens (..., n, d) or a `Cloud`, whose weights are ignored.
-        geometry: distances are measured along it; None means straight lines.
-
-    Returns:
-        The diameter (...).
-
-    Example:
-        >>> diameter(Cloud(torch.tensor([[0.0, 0.0], [3.0, 4.0], [9.0, 9.0]]), mask=torch.tensor([True, True, False])))
-        tensor(5.)
-    """
-    x, _, is_token = _expand(as_cloud(cloud))
-    largest = x.new_zeros(())
-    for rows in _row_blocks(x, x.shape[-1]):
-        a, b = x[..., rows, None, :], x[..., None, :, :]
-        distance = (a - b).norm(dim=-1) if geometry is None else geometry.distance(a, b)
-        is_pair = is_token[..., rows, None] & is_token[..., None, :]
-        largest = torch.maximum(largest, torch.where(is_pair, distance, 0.0).amax((-2, -1)))
-    return largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,23 +206,3 @@ def effective_rank(cloud: Tensor | Cloud, centred: bool = False) -> Tensor:
     x = cloud.x - cloud.mean[..., None, :] if centred else cloud.x
     sigma = torch.linalg.svdvals(cloud.probabilities.sqrt()[..., None] * x)
     return torch.special.entr(sigma / sigma.sum(-1, keepdim=True)).sum(-1).exp()
-
-
-def alignment(x: Tensor, basis: Tensor) -> Tensor:
-    """|P_E x|^2 / |x|^2 of every token, for the subspace E spanned by the columns of a basis.
-
-    Args:
-        x: tokens (..., n, d).
-        basis: (d, k) with independent columns, which need not be orthogonal.
-
-    Returns:
-        The share (..., n) of each token in E, from 0 to 1; 0 for a zero token.
-
-    Example:
-        >>> alignment(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0], [0.0]]))
-        tensor([0.3600])
-    """
-    if basis.ndim != 2 or basis.shape[0] != x.shape[-1] or not 1 <= basis.shape[1] <= basis.shape[0]:
-        raise ValueError(f"basis has shape {tuple(basis.shape)}, expected (d, k), d = {x.shape[-1]} and 1 <= k <= d.")
-    E = torch.linalg.qr(basis.to(x))[0]
-    return (_directions(x) @ E).square().sum(-1)

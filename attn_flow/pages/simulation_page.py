@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attn_flow.base.files import to_plain, write_bytes
-from attn_flow.dynamics import Trajectory
+from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.pages.playground import assembled
 from attn_flow.prediction.words import phase_words, why_no_t_min
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_flow.measures import Cloud, Gaussian, Mixture
+from attn_flow.measures.cloud import Cloud
+from attn_flow.measures.gaussian import Gaussian
+from attn_flow.measures.mixture import Mixture
 from attn_flow.probe.findings import Finding, rank_correlation
 from attn_flow.probe.recording import Heads, Recording, explained
 from attn_flow.probe.sampling import head_rows, logit_sd
@@ -55,6 +57,7 @@ class Temperature:
                 parts.append(f"{size} {'is' if size == 1 else 'are'} {name} ({words})")
         numbers = {
             "heads": rows,
+            "tokens": n,
             "phases": sizes,
             "thresholds": [float(s) for s in thresholds(n)],
             "explained": medians,

@@ -19,7 +19,7 @@ import torch
 from attn_flow.base.progress import progress_bar
 from attn_flow.experiments.claims import at_least, claim
 from attn_flow.experiments.figures import COLOURS, label, panels, shades
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
 from attn_flow.observe.quantities import close_pairs, pairwise_cosines
 
 if TYPE_CHECKING:

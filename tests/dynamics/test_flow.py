@@ -18,8 +18,9 @@ from attn_flow import (
     flow,
 )
 from attn_flow.attention import pre_norm
-from attn_flow.dynamics import RungeKutta, dopri5, noise
+from attn_flow.dynamics import noise
 from attn_flow.dynamics.step_size import StepWarning
+from attn_flow.dynamics.steppers import RungeKutta, dopri5
 
 f64 = torch.float64
 

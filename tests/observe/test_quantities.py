@@ -10,10 +10,8 @@ from torch import Tensor
 
 from attn_flow import Attention, Cloud, Sphere, flow
 from attn_flow.observe.quantities import (
-    alignment,
     close_pairs,
     clusters,
-    diameter,
     effective_rank,
     log_energy,
     pairwise_cosines,
@@ -87,18 +85,7 @@ def test_energy_of_symmetric_heads_never_decreases() -> None:
     assert bool((torch.stack([log_energy(x, 0.5, attention.G) for x in path.x]).diff() > -1e-12).all())
 
 
-# --- diameter and clusters -------------------------------------------------------------------------------------------
-
-
-def test_diameter() -> None:
-    for b in BATCH:
-        tokens = X[b][MASK[b]]
-        assert float(diameter(CLOUD)[b]) == pytest.approx(max(float((a - c).norm()) for a in tokens for c in tokens))
-    x = Sphere().retract(draw(3, 11, 4))
-    chord = torch.cdist(x, x).amax((-2, -1))
-    torch.testing.assert_close(diameter(x, Sphere()), 2 * torch.asin(chord / 2))
-    large = draw(3000, 2)  # several blocks of rows
-    assert float(diameter(large)) == pytest.approx(float(torch.cdist(large, large).max()))
+# --- clusters --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "tol"), [(1, 0.1), (12, 0.3), (200, 0.1), (3000, 0.03)])
@@ -172,7 +159,7 @@ def test_pairs_in_blocks_of_rows() -> None:
     torch.testing.assert_close(histogram, expected, atol=1e-6, rtol=0)
 
 
-# --- rank and alignment ----------------------------------------------------------------------------------------------
+# --- rank -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -189,12 +176,3 @@ def test_effective_rank(centred: bool) -> None:
     mask = torch.tensor([True] * 4 + [False] * 2)
     torch.testing.assert_close(effective_rank(Cloud(padded, mask=mask), centred), effective_rank(x, centred))
     assert float(effective_rank(torch.ones(9, 4, dtype=F64))) == pytest.approx(1.0)
-
-
-def test_alignment_does_not_depend_on_the_basis() -> None:
-    x = 2 * Sphere().retract(draw(4, 6, 3))
-    skew = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0]], dtype=F64)
-    torch.testing.assert_close(alignment(x, skew), 1 - x[..., 2] ** 2 / 4)
-    torch.testing.assert_close(alignment(x, draw(3, 3, seed=4)), torch.ones(4, 6, dtype=F64))
-    with pytest.raises(ValueError, match=r"basis has shape \(2, 1\), expected \(d, k\), d = 3"):
-        alignment(x, torch.ones(2, 1))
