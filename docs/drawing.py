@@ -20,7 +20,7 @@ def write_figures(folder: str) -> None:
     """Every figure of the report in `folder`, smaller and with 128 colours."""
     result = ProbeResult.load(folder)
     for name in QUESTIONS:
-        figure, drawn = draw(result, name), io.BytesIO()
+        figure, drawn = draw(result.findings, name), io.BytesIO()
         figure.savefig(drawn, format="png", dpi=110)
         pyplot.close(figure)
         Image.open(drawn).convert("RGB").quantize(128).save(OUT / f"report-{name}.png", optimize=True)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from attn_flow.base.figures import BASELINE, COLOURS, PREDICTION, TRUTH, style
+from attn_flow.probe.findings import Finding
 from attn_flow.probe.sampling import gaussian_exponent
 from attn_flow.theory.random_energy import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from attn_flow.probe.result import ProbeResult
 
 PIXELS_PER_INCH = 74.8  # where the style's font is 12 pixels high
 HEAD_GROUPS = 6  # of heads from warm to cold, whose medians are drawn
@@ -29,11 +28,12 @@ CLUSTER_METHODS = {  # how the lines of the clusters' figure are labelled and dr
     "random_clusters": ("random clusters", COLOURS[4], ":"),
     "random_tokens": ("random tokens", BASELINE, ":"),
 }
+Findings = Mapping[str, Finding]
 Ends = list[tuple[float, float, str, str]]  # of lines: x, y, label, colour
 
 
-def draw(result: ProbeResult, name: str, width: int = 748, small: bool = False) -> Figure:
-    """The figure of a question at a width in pixels; small figures have no labels.
+def draw(findings: Findings, name: str, width: int = 748, small: bool = False) -> Figure:
+    """The figure of a question at a width in pixels; small figures have one panel without labels.
 
     Panels stand below each other if the width is less than 600.
     """
@@ -44,7 +44,7 @@ def draw(result: ProbeResult, name: str, width: int = 748, small: bool = False) 
     with style() as pyplot:
         figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
         for panel, draw_panel in zip(axes.flat, panels):
-            ends = draw_panel(panel, result)
+            ends = draw_panel(panel, findings)
             if small:
                 panel.set(xlabel="", ylabel="", title="")
                 panel.tick_params(labelsize=7.5)
@@ -55,43 +55,40 @@ def draw(result: ProbeResult, name: str, width: int = 748, small: bool = False) 
     return figure
 
 
-def comparison_figure(results: Mapping[str, ProbeResult]) -> Figure:
-    """The exponent of every head of several models against the temperature of its logits, with the predicted curve."""
-    with style() as pyplot:
-        figure, axes = pyplot.subplots(figsize=(10, 5))
-        for (name, result), colour in zip(results.items(), COLOURS * 3):
-            points = _columns(result, "averaging", "logit_sd", "b")
-            axes.plot(*points, "o", markersize=4, color=colour, alpha=0.7, label=name)
-        _finish_exponents(axes, next(iter(results.values())))
-        axes.legend()
-    return figure
-
-
 # --- one function per panel; it returns the ends of the lines that are labelled ---
 
 
-def exponents_and_temperature(axes: Axes, result: ProbeResult) -> Ends:
-    """Every head's exponent b against the standard deviation of its logits."""
-    axes.plot(*_columns(result, "averaging", "logit_sd", "b"), "o", markersize=3.5, color=TRUTH, alpha=0.7)
-    _finish_exponents(axes, result)
-    axes.set_title("One dot per head")
+def exponents_and_temperature(axes: Axes, findings: Findings) -> Ends:
+    """Every head's exponent b against the standard deviation of its logits, and the curve b(s) of normal logits."""
+    axes.plot(*_columns(findings["averaging"], "logit_sd", "b"), "o", markersize=3.5, color=TRUTH, alpha=0.7)
+    low, high = _temperature_axis(axes)
+    s = torch.logspace(math.log10(low), math.log10(high), 60, dtype=torch.float64)
+    b = gaussian_exponent(s, findings["temperature"].numbers["tokens"])
+    axes.plot(s, b, "-", color=PREDICTION, linewidth=1.8)
+    axes.axhline(0.5, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
+    axes.set(ylabel="exponent b of the error", xlim=(low, high), ylim=(-0.05, 0.62), title="One dot per head")
+    place = int((b < 0.12).double().argmax())
+    axes.annotate(
+        "theory b(s)", (float(s[place]), float(b[place])), (10, 6), textcoords="offset points", color=PREDICTION
+    )
+    axes.text(high, 0.51, "mean-field rate 1/2", ha="right", color=BASELINE)
     return []
 
 
-def exponents_from_logits(axes: Axes, result: ProbeResult) -> Ends:
+def exponents_from_logits(axes: Axes, findings: Findings) -> Ends:
     """Every head's exponent b against the one that its logits alone give."""
     axes.axline((0, 0), slope=1, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
-    axes.plot(*_columns(result, "averaging", "logits_b", "b"), "o", markersize=4, color=TRUTH, alpha=0.7)
+    axes.plot(*_columns(findings["averaging"], "logits_b", "b"), "o", markersize=4, color=TRUTH, alpha=0.7)
     axes.set(xlabel="exponent from the head's logits alone", ylabel="exponent b measured", title="Predicted, no fit")
     return []
 
 
-def distances_and_clusters(axes: Axes, result: ProbeResult) -> Ends:
+def distances_and_clusters(axes: Axes, findings: Findings) -> Ends:
     """W2 after the last layer against the number of clusters per head."""
     ends: Ends = []
-    curves = result.findings["clusters"].numbers.get("curve", {})
+    curves = findings["clusters"].numbers["curve"]
     for name, (label, colour, dashes) in CLUSTER_METHODS.items():
-        points = [(int(K), row["w2"]) for K, row in curves.get(name, {}).items() if row["w2"] is not None]
+        points = [(int(K), row["w2"]) for K, row in curves[name].items() if row["w2"] is not None]
         if points:
             thick = 2.2 if name == "foreign_queries" else 1.4
             axes.plot(*zip(*points), dashes, marker="o", markersize=2.5, linewidth=thick, color=colour)
@@ -102,22 +99,21 @@ def distances_and_clusters(axes: Axes, result: ProbeResult) -> Ends:
     return ends
 
 
-def descriptions_and_temperature(axes: Axes, result: ProbeResult) -> Ends:
+def descriptions_and_temperature(axes: Axes, findings: Findings) -> Ends:
     """What explains a head's output, against the temperature of its logits; lines are medians of groups of heads."""
     ends: Ends = []
     lines = (("two_moments", "two moments", TRUTH), ("four_keys", "four largest logits", PREDICTION))
     for key, label, colour in lines:
-        sd, explained = _columns(result, "temperature", "logit_sd", key)
+        sd, explained = _columns(findings["temperature"], "logit_sd", key)
         points = np.array(sorted(zip(sd, np.maximum(explained, -1.0)))).reshape(-1, 2)
         axes.plot(*points.T, "o", markersize=3, color=colour, alpha=0.4)
         if len(points) > 2 * HEAD_GROUPS:
             medians = np.array([np.median(group, axis=0) for group in np.array_split(points, HEAD_GROUPS)])
             axes.plot(*medians.T, "-", color=colour, linewidth=2)
             ends.append((points[-1, 0], medians[-1][1], label, colour))
-    _temperature_axis(axes)
+    low, high = _temperature_axis(axes)
     axes.set(ylabel="explained share of its output", ylim=(-1.1, 1.25))
-    thresholds = result.findings["temperature"].numbers["thresholds"]
-    low, high = axes.get_xlim()
+    thresholds = findings["temperature"].numbers["thresholds"]
     bounds = [low, *thresholds, high]
     for name, left, right in zip(PHASES, bounds, bounds[1:]):
         if low < right and left < high:
@@ -127,18 +123,17 @@ def descriptions_and_temperature(axes: Axes, result: ProbeResult) -> Ends:
     return ends
 
 
-def agreement_by_layer(axes: Axes, result: ProbeResult) -> Ends:
+def agreement_by_layer(axes: Axes, findings: Findings) -> Ends:
     """How well the tokens follow the flow to the limit of their layer, and what rotated weights give."""
+    numbers = findings["limit"].numbers
+    own, rotated = numbers["agreement"], numbers["rotated"]
+    last = len(own) - 1
+    axes.fill_between(range(last + 1), numbers["rotated_low"], numbers["rotated_high"], color=BASELINE, alpha=0.3, lw=0)
+    axes.plot(rotated, "--", color=BASELINE)
+    axes.plot(own, "o-", markersize=4, color=TRUTH)
     axes.set(xlabel="layer", ylabel="agreement with the flow to the limit")
     axes.locator_params(axis="x", integer=True)
-    assert result.limit is not None
-    own = result.limit.agreement.mean(-1).tolist()
-    low, middle, high = (result.limit.rotated.nanquantile(q, dim=-1).tolist() for q in (0.05, 0.5, 0.95))
-    axes.fill_between(range(len(own)), low, high, color=BASELINE, alpha=0.3, linewidth=0)
-    axes.plot(middle, "--", color=BASELINE)
-    axes.plot(own, "o-", markersize=4, color=TRUTH)
-    last = len(own) - 1
-    return [(last, own[-1], "its own weights", TRUTH), (last, middle[-1], "rotated weights", BASELINE)]
+    return [(last, own[-1], "its own weights", TRUTH), (last, rotated[-1], "rotated weights", BASELINE)]
 
 
 PANELS: dict[str, tuple[Callable[[Any, Any], Ends], ...]] = {
@@ -152,38 +147,21 @@ PANELS: dict[str, tuple[Callable[[Any, Any], Ends], ...]] = {
 # --- shared by the panels ---
 
 
-def _columns(result: ProbeResult, question: str, x: str, y: str) -> tuple[list[float], list[float]]:
+def _columns(finding: Finding, x: str, y: str) -> tuple[list[float], list[float]]:
     """Two numbers of the heads, where both are known."""
-    rows = result.findings[question].numbers.get("heads", [])
-    known = [row for row in rows if row[x] is not None and row[y] is not None]
+    known = [row for row in finding.numbers["heads"] if row[x] is not None and row[y] is not None]
     return [row[x] for row in known], [row[y] for row in known]
 
 
-def _finish_exponents(axes: Axes, result: ProbeResult) -> None:
-    """The curve b(s) of normal logits, the rate of mean-field theory, and the axes."""
-    _temperature_axis(axes)
-    axes.set(ylabel="exponent b of the error", ylim=(-0.05, 0.62))
-    axes.axhline(0.5, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
-    if result.averaging is None:
-        return
-    low, high = axes.get_xlim()
-    s = torch.logspace(math.log10(low), math.log10(high), 60, dtype=torch.float64)
-    b = gaussian_exponent(s, round(float(result.averaging.tokens.double().mean())))
-    axes.plot(s, b, "-", color=PREDICTION, linewidth=1.8)
-    axes.set_xlim(low, high)
-    place, offset = int((b < 0.12).double().argmax()), {"textcoords": "offset points"}
-    axes.annotate("theory b(s)", (float(s[place]), float(b[place])), (10, 6), color=PREDICTION, **offset)  # type: ignore[arg-type]
-    axes.text(high, 0.51, "mean-field rate 1/2", ha="right", color=BASELINE)
-
-
-def _temperature_axis(axes: Axes) -> None:
-    """The standard deviation of logits, from warm to cold."""
+def _temperature_axis(axes: Axes) -> tuple[float, float]:
+    """The standard deviation of logits on the x axis, from warm to cold; returns its ends."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("standard deviation of a head's logits, s")
+    return axes.get_xlim()
 
 
-def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+def _label_ends(axes: Axes, ends: Ends) -> None:
     """Labels to the right of the ends of lines, moved apart so that they do not overlap."""
     figure: Any = axes.figure
     figure.draw_without_rendering()
@@ -194,7 +172,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> No
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + gap)
     excess = max(0.0, heights[-1] - (high - 0.02 * (high - low)))
+    place: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
     right = max(end[0] for end in ends)
-    options: dict[str, Any] = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
     for (_, _, label, colour), height in zip(ends, heights):
-        axes.annotate(label, (right, height - excess), (7, 0), color=colour, **options)
+        axes.annotate(label, (right, height - excess), color=colour, **place)

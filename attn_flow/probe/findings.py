@@ -1,4 +1,4 @@
-"""The questions, an answer to one of them, and statistics over texts and heads."""
+"""The questions, what was probed and what was found as plain records, and statistics over texts and heads."""
 
 from __future__ import annotations
 
@@ -54,6 +54,40 @@ class Finding:
 
     def __str__(self) -> str:
         return self.text if self.verdict is None else f"{self.verdict.upper()}: {self.text}"
+
+
+@dataclass(frozen=True)
+class About:
+    """What was probed."""
+
+    encoder: dict[str, Any]  # the facts of `hooks.encoder_facts`
+    weights: str  # digest
+    inputs: str  # digest
+    texts: int
+    tokens: int
+    skipped: list[int]  # the numbers of the texts that were too short
+    truncated: int  # how many texts were cut to `max_length`
+    unknown_share: float  # share of tokens that the tokenizer does not know
+    max_length: int | None
+    batch: int
+    beta_factor: float
+    seed: int
+    dtype: str  # of the computation
+    device: str
+    versions: dict[str, str]  # of the packages
+    hides: str = ""  # why tokens see only a part of their text; empty if they see all
+    key: str = ""  # a digest of all of the above: equal keys, equal results
+    unexplained: list[float] = field(default_factory=list)  # by layer, share of attention that the weights do not give
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Attention token by token in the first few texts, which stand one after another on the axis of tokens."""
+
+    lengths: Tensor  # their numbers of tokens
+    keys: Tensor  # (layers, heads, tokens), exp(entropy) of a query's attention: over how many keys it is spread
+    received: Tensor  # (layers, tokens), attention that a token receives over its fair share, mean over heads
+    weights: Tensor  # (layers, heads, m, m), attention among the first m tokens of the first of these texts
 
 
 def _as_json(value: Any) -> Any:

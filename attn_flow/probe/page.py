@@ -11,100 +11,109 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from attn_flow.base.checks import require_extra
 from attn_flow.base.figures import INK, save_figure
 from attn_flow.base.files import write_bytes
-from attn_flow.base.checks import require_extra
-from attn_flow.probe.figures import CLUSTER_METHODS, PIXELS_PER_INCH, comparison_figure, draw
-from attn_flow.probe.findings import QUESTIONS, Finding
-from attn_flow.probe.tokens import as_words
-
-if TYPE_CHECKING:
-    from attn_flow.probe.result import ProbeResult
+from attn_flow.probe.figures import CLUSTER_METHODS, PIXELS_PER_INCH, draw
+from attn_flow.probe.findings import QUESTIONS, About, Finding, Reading
 
 WIDE, NARROW, SMALL = 748, 350, 236  # widths of figures in pixels
 ANSWERS = {"supported": "Yes", "partly": "In part", "not supported": "No"}
 TAGS = {"supported": "yes", "partly": "partly", "not supported": "no", None: "note"}
-OTHER_METHODS = {  # methods that were run with one K, as the table calls them
+LAYER_NUMBERS = {  # in the tables of layers, which page.html explains
+    "averaging": ("exponent", "exponent_low", "exponent_high", "continuation", "other_text"),
+    "limit": ("p_value", "agreement", "rotated", "rotations", "percent_of_distance", "percent_of_flow", "fraction"),
+}
+PREDICTIONS = {  # of the exponents of heads
+    "logits_b": "the head's logits",
+    "predicted_b": "the curve b(s)",
+    "layer_mean_b": "the mean b of its layer",
+    "mean_b": "the mean b of all heads",
+    "permuted_heads": "the logits of a random other head",
+}
+METHODS = {name: label for name, (label, *_) in CLUSTER_METHODS.items()} | {  # the last ones were run with one K
     "foreign_queries_fitted": "other texts' queries, masses and values fitted",
     "top_tokens_and_rest": "most attended tokens and one for the rest",
     "leverage_sample": "tokens drawn by leverage",
     "pivoted_cholesky": "pivoted Cholesky of the keys",
-    "top_k_oracle": "K largest weights of every query (reference: sees the attention)",
-    "low_rank": "attention matrix of rank K (reference: sees the attention)",
+    "top_k_oracle": "K largest weights of every query (reference)",
+    "low_rank": "attention matrix of rank K (reference)",
 }
 
 
-def write_page(result: ProbeResult, folder: str | Path, title: str = "") -> Path:
-    """Write report.html and its four figures into a folder; returns the path of the page."""
-    folder, about, encoder = Path(folder), result.about, result.about.encoder
+def write_page(
+    folder: Path,
+    title: str,
+    about: About,
+    findings: Mapping[str, Finding],
+    evolution: Finding,
+    reading: Reading,
+    tokens: list[list[str]],
+) -> Path:
+    """Write report.html and a figure per question into a folder; the arguments are those of a `ProbeResult`."""
+    encoder, averaging, template = about.encoder, findings["averaging"], _packaged("page.html")
     question = f"Does attention in {title or encoder['model']} average over many tokens?"
-    averaging, template = result.findings["averaging"], _packaged("page.html")
-    undecided = "Not measured." if result.averaging is None else "Not decided."
+    undecided = "Not decided." if averaging.numbers else "Not measured."
     answer = f"{ANSWERS[averaging.verdict]}: {averaging.numbers['where']}." if averaging.verdict else undecided
     parts = {
         "question": html.escape(question),
         "answer": answer,
         "size": f"{encoder['layers']} layers of {encoder['heads']} heads, {about.texts} texts of "
         f"{about.tokens / about.texts:.0f} tokens on average",
-        "cards": "\n".join(_card(result, name) for name in QUESTIONS),
-        "not_covered": html.escape(_not_covered(result)),
-        "evolution_text": html.escape(result.evolution.finding(about.seed).text),
-        "described": _described(result),
+        "cards": "\n".join(_card(findings, name) for name in QUESTIONS),
+        "evolution_text": html.escape(evolution.text),
+        "described": _described(about),
     }
-    for name, finding in result.findings.items():
+    for name, finding in findings.items():
         parts[f"{name}_question"] = html.escape(QUESTIONS[name])
-        if getattr(result, name) is None:  # nothing is drawn and explained
+        numbers = finding.numbers
+        if not numbers:  # nothing is drawn and explained
             section, words = rf'(<section id="{name}"><h2>.*?</h2>).*?(</section>)', html.escape(finding.text)
             template = re.sub(section, rf"\1<p>{words}</p>\2", template, flags=re.DOTALL)
             continue
-        save_figure(draw(result, name), folder / f"{name}.png")
-        parts[f"{name}_figure"] = _figure(result, name)
-        parts[f"{name}_numbers"] = _tables(finding.numbers, encoder["layers"])
+        save_figure(draw(findings, name), folder / f"{name}.png")
+        parts[f"{name}_figure"] = _figure(findings, name)
+        by_layer = {key: numbers[key] for key in LAYER_NUMBERS.get(name, ())}
+        parts[f"{name}_layers"] = _table({"layer": range(encoder["layers"]), **by_layer})
+        heads = numbers.get("heads", [{}])
+        parts[f"{name}_heads"] = _table({key: [row[key] for row in heads] for key in heads[0]})
+    if averaging.numbers:
+        rows = [averaging.numbers[key] for key in PREDICTIONS]
+        by_row = {key: [row[key] for row in rows] for key in ("correlation", "rms_error")}
+        parts["predictions"] = _table({"b predicted from": list(PREDICTIONS.values()), **by_row})
+    if findings["clusters"].numbers:
+        parts |= _clusters(findings["clusters"].numbers)
+    if findings["limit"].numbers:
+        parts["not_covered"] = html.escape(_not_covered(about, findings["limit"].numbers))
     body = Template(template).substitute(parts)
-    return _write_html(folder / "report.html", f"{question} {answer}", body, _scripts(result))
-
-
-def write_comparison(results: Mapping[str, ProbeResult], folder: str | Path, subfolders: dict[str, str]) -> Path:
-    """Write comparison.html beside the folders of several models' reports; returns its path."""
-    rows = []
-    for name, result in results.items():
-        link = f'<a href="{html.escape(subfolders[name])}/report.html">{html.escape(name)}</a>'
-        cells = "".join(f"<td>{_tag(f)}<p>{html.escape(f.text)}</p></td>" for f in result.findings.values())
-        rows.append(f"<tr><th>{link}</th>{cells}</tr>")
-    head = "".join(f"<th>{html.escape(question)}</th>" for question in QUESTIONS.values())
-    body = (
-        f"<h1>{len(results)} encoders side by side</h1>{_svg(comparison_figure(results), 'comparison', '')}"
-        "<p>Every head's exponent b, the rate at which its error falls with the number of keys, against the "
-        "temperature of its logits.</p>"
-        f'<div class="wide"><table class="comparison"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
+    text = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(f'{question} {answer}')}</title><style>{_packaged('page.css')}</style></head>"
+        f"<body>\n{body}\n{_scripts(about, averaging, reading, tokens)}</body></html>\n"
     )
-    return _write_html(Path(folder) / "comparison.html", "Encoders side by side", body)
+    write_bytes(text.encode(), folder / "report.html")
+    return folder / "report.html"
 
 
-def _card(result: ProbeResult, name: str) -> str:
-    finding = result.findings[name]
-    is_measured = getattr(result, name) is not None
-    figure = _svg(draw(result, name, SMALL, small=True), f"{name}-small", QUESTIONS[name]) if is_measured else ""
-    return (
-        f'<a class="card" href="#{name}"><h2>{html.escape(QUESTIONS[name])}</h2>{figure}'
-        f"<p>{_tag(finding)}{html.escape(finding.text)}</p></a>"
-    )
+def _card(findings: Mapping[str, Finding], name: str) -> str:
+    finding, question = findings[name], html.escape(QUESTIONS[name])
+    figure = _svg(draw(findings, name, SMALL, small=True), f"{name}-small", question) if finding.numbers else ""
+    tag = f'<span class="tag {TAGS[finding.verdict]}">{finding.verdict or "numbers"}</span>'
+    return f'<a class="card" href="#{name}"><h2>{question}</h2>{figure}<p>{tag} {html.escape(finding.text)}</p></a>'
 
 
-def _tag(finding: Finding) -> str:
-    return f'<span class="tag {TAGS[finding.verdict]}">{finding.verdict or "numbers"}</span> '
-
-
-def _figure(result: ProbeResult, name: str) -> str:
+def _figure(findings: Mapping[str, Finding], name: str) -> str:
     """The figure for wide and for narrow screens, of which the style shows one."""
-    wide, narrow = (_svg(draw(result, name, width), f"{name}-{width}", QUESTIONS[name]) for width in (WIDE, NARROW))
+    label = html.escape(QUESTIONS[name])
+    wide, narrow = (_svg(draw(findings, name, width), f"{name}-{width}", label) for width in (WIDE, NARROW))
     return f'<div class="on-wide">{wide}</div><div class="on-narrow">{narrow}</div>'
 
 
 def _svg(figure: Any, name: str, label: str) -> str:
-    """A figure as inline SVG in the colours and font of the page."""
+    """A figure as inline SVG in the colours and font of the page, with names of its own."""
     matplotlib, buffer = require_extra("matplotlib"), io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None}, dpi=72)
@@ -113,39 +122,16 @@ def _svg(figure: Any, name: str, label: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', rf'\1 width="{width:.0f}"', text, count=1)
-    text = re.sub(r'\b(id="|xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
-    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
+    size = f'<svg role="img" aria-label="{label}" width="{width:.0f}"'
+    text = re.sub(r'<svg([^>]*?) width="[^"]*" height="[^"]*"', rf"{size}\1", text, count=1)
+    return re.sub(r'\b(id="|xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
 
 
-def _tables(numbers: dict[str, Any], layers: int) -> str:
-    """The numbers of a finding: clusters by method and K, lists by layer, heads, and single numbers."""
-    tables = []
-    if "curve" in numbers:
-        labels = {name: label for name, (label, *_) in CLUSTER_METHODS.items()} | OTHER_METHODS
-        columns = ("found from", "K", "W2", "embedding cosine", "explained, mean of layers")
-        rows = []
-        for method, by_K in numbers["curve"].items():
-            for K, row in by_K.items():
-                known = [z for z in row["explained"] if z is not None]
-                mean = sum(known) / len(known) if known else None
-                rows.append((labels[method], K, row["w2"], row["embedding_cosine"], mean))
-        tables.append(_table(columns, rows))
-    is_number = lambda value: value is None or isinstance(value, int | float)
-    lists = {k: v for k, v in numbers.items() if isinstance(v, list) and len(v) == layers and all(map(is_number, v))}
-    if lists:
-        tables.append(_table(("layer", *lists), list(zip(range(layers), *lists.values()))))
-    if "heads" in numbers:
-        tables.append(_table(list(numbers["heads"][0]), [list(row.values()) for row in numbers["heads"]]))
-    single = {k.replace("_", " "): v for k, v in numbers.items() if isinstance(v, int | float | str)}
-    listed = "".join(f"<li>{html.escape(key)}: {_cell(value)}</li>" for key, value in single.items())
-    return f'{"".join(tables)}<ul class="numbers">{listed}</ul>'
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    head = "".join(f"<th>{html.escape(column.replace('_', ' '))}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+def _table(columns: Mapping[str, Sequence[Any]]) -> str:
+    """A table from its columns by heading."""
+    head = "".join(f"<th>{html.escape(heading.replace('_', ' '))}</th>" for heading in columns)
+    rows = ("".join(f"<td>{_cell(value)}</td>" for value in row) for row in zip(*columns.values()))
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(f"<tr>{row}</tr>" for row in rows)}</table></div>'
 
 
 def _cell(value: Any) -> str:
@@ -154,52 +140,78 @@ def _cell(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else html.escape(str(value))
 
 
-def _not_covered(result: ProbeResult) -> str:
+def _clusters(numbers: dict[str, Any]) -> dict[str, str]:
+    """The table of methods, and the other numbers of the clusters that the page names."""
+    curves, sizes = {name: numbers["curve"][name] for name in METHODS}, [str(K) for K in numbers["sizes"]]
+    middle = sizes[len(sizes) // 2]
+    known = {name: [z for z in curve[middle]["explained"] if z is not None] for name, curve in curves.items()}
+    columns = {
+        "found from": list(METHODS.values()),
+        f"K for W2 {numbers['w2_goal']}": [numbers["clusters_for_w2_goal"][name] for name in METHODS],
+        **{f"W2, K = {K}": [curve.get(K, {}).get("w2") for curve in curves.values()] for K in sizes},
+        "cosine": [curve[middle]["embedding_cosine"] for curve in curves.values()],
+        "R2": [sum(R2) / len(R2) if R2 else None for R2 in known.values()],
+    }
+    cost = ", ".join(f"{_cell(float(share))} times (K = {K})" for K, share in numbers["cost_over_attention"].items())
+    return {"clusters_methods": _table(columns), "goal": str(numbers["w2_goal"]), "middle": middle, "cost": cost}
+
+
+def _not_covered(about: About, numbers: dict[str, Any]) -> str:
     """What the theorem of the last question does not cover in this model."""
-    facts, limit = result.about.encoder, result.limit
+    facts = about.encoder
     parts = [f"queries of {facts['head_dim']} of {facts['dim']} dimensions"] if facts["head_dim"] < facts["dim"] else []
     parts += [f"{facts['heads']} heads that are summed"] if facts["heads"] > 1 else []
-    parts += ["weights that change from layer to layer"] if limit is not None and len(limit.other_layers) else []
+    parts += ["weights that change from layer to layer"] if numbers["rivals"]["other_layers"] is not None else []
     return f"this model has {', '.join([*parts, 'biases, norms and feed-forward parts'])}."
 
 
-def _described(result: ProbeResult) -> str:
-    about, encoder = result.about, result.about.encoder
-    skipped = f", {len(about.skipped)} left out as too short" if about.skipped else ""
-    packages = ", ".join(f"{name} {about.versions[name]}" for name in ("attn-flow", "torch", "transformers", "python"))
-    unexplained = f"leave {max(about.unexplained):.1e} of what attention adds unexplained" if about.unexplained else ""
-    items = {
-        "Encoder": f"{encoder['model']} ({encoder['architecture']}), {encoder['layers']} layers, "
-        f"{encoder['heads']} heads of width {encoder['head_dim']}, d = {encoder['dim']}",
-        "Texts": f"{about.texts}, {about.tokens} tokens, {about.truncated} cut to {about.max_length}{skipped}; "
-        f"{about.unknown_share:.1%} of the tokens unknown to the tokenizer",
-        "Temperature": "as trained" if about.beta_factor == 1 else f"{about.beta_factor:g} times the trained beta",
-        "Weights and positions as read": unexplained,
-        "Computed": f"in {about.dtype} on {about.device}, seed {about.seed}; {packages}",
-        "Weights": about.weights,
-    }
-    return "<ul>" + "".join(f"<li>{k}: {html.escape(v)}.</li>" for k, v in items.items() if v) + "</ul>"
+def _described(about: About) -> str:
+    facts, versions = about.encoder, about.versions
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("attn-flow", "torch", "transformers", "python"))
+    items = [
+        f"Encoder: {facts['model']} ({facts['architecture']}), {facts['layers']} layers, {facts['heads']} heads of "
+        f"width {facts['head_dim']}, d = {facts['dim']}, at {about.beta_factor:g} times the trained beta.",
+        f"Texts: {about.texts}, {about.tokens} tokens, {about.truncated} cut to {about.max_length}, "
+        f"{len(about.skipped)} left out as too short; {about.unknown_share:.1%} of the tokens are unknown.",
+        f"Weights: {about.weights}; as read they leave {max(about.unexplained, default=0):.1e} of what attention adds "
+        "unexplained.",
+        f"Computed: in {about.dtype} on {about.device}, seed {about.seed}; {packages}.",
+    ]
+    return "<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in items) + "</ul>"
 
 
-def _scripts(result: ProbeResult) -> str:
+def _scripts(about: About, averaging: Finding, reading: Reading, tokens: list[list[str]]) -> str:
     """The data of the token view and its script. "<" is escaped, so that no token can end the script."""
-    reading, lengths = result.reading, result.reading.lengths.tolist()
+    lengths = reading.lengths.tolist()
     spreads = (reading.keys.log() / max(1.0, float(reading.lengths.double().log().max()))).split(lengths, -1)
     received = [[[round(value, 2) for value in row] for row in z.tolist()] for z in reading.received.split(lengths, -1)]
-    heads = result.findings["averaging"].numbers.get("heads", [])
+    heads = averaging.numbers.get("heads", [])
     data = {
         "texts": [
-            {"words": as_words(tokens), "keys": _bytes(keys), "received": rows}
-            for tokens, keys, rows in zip(result.tokens, spreads, received)
+            {"words": as_words(words), "keys": _bytes(keys), "received": rows}
+            for words, keys, rows in zip(tokens, spreads, received)
         ],
         "longest": max(lengths),
-        "layers": result.about.encoder["layers"],
-        "heads": result.about.encoder["heads"],
+        "layers": about.encoder["layers"],
+        "heads": about.encoder["heads"],
         "map": [{"layer": row["layer"], "head": row["head"], "b": row["b"], "sd": row["logit_sd"]} for row in heads],
         "rows": {"n": reading.weights.shape[-1], "bytes": _bytes(reading.weights.sqrt())},
     }
     escaped = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return f"<script>const data = {escaped};</script><script>{_packaged('page.js')}</script>"
+
+
+def as_words(tokens: list[str]) -> list[tuple[str, bool]]:
+    """Every token as it reads, and whether it continues the word before it.
+
+    Knows the marks of WordPiece (##), SentencePiece and byte-level vocabularies; others are left as they are.
+
+    >>> as_words(["tab", "##ula", "rasa"])
+    [('tab', False), ('ula', True), ('rasa', False)]
+    """
+    is_marked = any(token.startswith(("▁", "Ġ")) for token in tokens)  # where a word begins
+    continues = lambda token: token.startswith("##") or (is_marked and token[:1] not in "▁Ġ<[")
+    return [(token.removeprefix("##").lstrip("▁Ġ") or " ", continues(token)) for token in tokens]
 
 
 def _bytes(values: Any) -> str:
@@ -209,14 +221,3 @@ def _bytes(values: Any) -> str:
 
 def _packaged(name: str) -> str:
     return files("attn_flow.probe").joinpath(name).read_text(encoding="utf-8")
-
-
-def _write_html(path: Path, title: str, body: str, scripts: str = "") -> Path:
-    text = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_packaged('page.css')}</style></head>"
-        f"<body>\n{body}\n{scripts}</body></html>\n"
-    )
-    write_bytes(text.encode(), path)
-    return path

@@ -2,93 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attn_flow.base.files import read_json, read_tensors, write_json, write_tensors
 from attn_flow.base.checks import require_extra
-from attn_flow.probe.averaging import Averaging
-from attn_flow.probe.clusters import Clusters
-from attn_flow.probe.findings import QUESTIONS, Finding
-from attn_flow.probe.limit import LimitApproach
+from attn_flow.base.files import read_json, read_tensors, write_json, write_tensors
+from attn_flow.probe.findings import QUESTIONS, About, Finding, Reading
 from attn_flow.probe.page import write_page
-from attn_flow.probe.temperature import Temperature
-from attn_flow.probe.tokens import Evolution, Reading
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-RECORDS: dict[str, Callable[..., Any]] = {
-    "averaging": Averaging,
-    "clusters": Clusters,
-    "temperature": Temperature,
-    "limit": LimitApproach,
-    "evolution": Evolution,
-    "reading": Reading,
-}
-
-NEED_ALL_TOKENS = ("averaging", "clusters", "limit")  # questions about tokens that see all of their text
-
-
-@dataclass(frozen=True)
-class About:
-    """What was probed."""
-
-    encoder: dict[str, Any]  # the facts of `hooks.encoder_facts`
-    weights: str  # digest
-    inputs: str  # digest
-    texts: int
-    tokens: int
-    skipped: list[int]  # the numbers of the texts that were too short
-    truncated: int  # how many texts were cut to `max_length`
-    unknown_share: float  # share of tokens that the tokenizer does not know
-    max_length: int | None
-    batch: int
-    beta_factor: float
-    seed: int
-    dtype: str  # of the computation
-    device: str
-    versions: dict[str, str]  # of the packages
-    hides: str = ""  # why tokens see only a part of their text; empty if they see all
-    key: str = ""  # a digest of all of the above: equal keys, equal results
-    unexplained: list[float] = field(default_factory=list)  # by layer, share of attention that the weights do not give
-
 
 @dataclass(frozen=True, eq=False)
 class ProbeResult:
-    """What a probe measured. Made by `probe`, or read from a folder by `ProbeResult.load`.
+    """What a probe found. Made by `probe`, or read from a folder by `ProbeResult.load`.
 
     Args:
         about: what was probed.
-        averaging, clusters, temperature, limit: the measurements of the four questions; None if one does not apply.
-        evolution: how the cloud changes through depth.
-        reading: attention token by token, of a few texts.
+        findings: the answer to each question: averaging, clusters, temperature, limit.
+        evolution: how the cloud of tokens changes through depth.
+        measurements: the tensors behind the findings, such as "averaging.head_errors"; none for a question that does
+            not apply. Those of "reading" are attention token by token, of a few texts.
         tokens: the tokens of these texts.
     """
 
     about: About
-    averaging: Averaging | None
-    clusters: Clusters | None
-    temperature: Temperature
-    limit: LimitApproach | None
-    evolution: Evolution
-    reading: Reading
+    findings: dict[str, Finding]
+    evolution: Finding
+    measurements: dict[str, Tensor]
     tokens: list[list[str]]
 
-    @cached_property
-    def findings(self) -> dict[str, Finding]:
-        """The answer to each question: averaging, clusters, temperature, limit."""
-        records = {name: getattr(self, name) for name in QUESTIONS}
-        reason = self.about.hides or "it takes several texts, and a model that can be run with other attention"
-        return {
-            name: Finding(None, f"Not measured: {reason}.") if record is None else record.finding(seed=self.about.seed)
-            for name, record in records.items()
-        }
+    @classmethod
+    def of_records(cls, about: About, records: Mapping[str, Any], tokens: list[list[str]]) -> ProbeResult:
+        """The result of measured records, such as `Averaging`, by question; None stands for one that does not apply."""
+        reason = about.hides or "it takes several texts, and a model that can be run with other attention"
+
+        def answer(name: str) -> Finding:
+            record = records[name]
+            return Finding(None, f"Not measured: {reason}.") if record is None else record.finding(seed=about.seed)
+
+        findings = {name: answer(name) for name in QUESTIONS}
+        measurements = {f"{name}.{key}": z for name, record in records.items() for key, z in tensors_of(record).items()}
+        return cls(about, findings, answer("evolution"), measurements, tokens)
 
     def __repr__(self) -> str:
         encoder = self.about.encoder
@@ -104,12 +64,8 @@ class ProbeResult:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values: `about`, `questions` (verdict, text, numbers), `evolution`. A missing number is None."""
-        answer = lambda finding: {"verdict": finding.verdict, "text": finding.text, "numbers": finding.numbers}
-        return {
-            "about": asdict(self.about),
-            "questions": {name: answer(finding) for name, finding in self.findings.items()},
-            "evolution": answer(self.evolution.finding(self.about.seed)),
-        }
+        questions = {name: asdict(finding) for name, finding in self.findings.items()}
+        return {"about": asdict(self.about), "questions": questions, "evolution": asdict(self.evolution)}
 
     def report(self, folder: str | Path, title: str = "") -> Path:
         """Write report.html, its figures and the numbers into a folder.
@@ -123,16 +79,15 @@ class ProbeResult:
         """
         folder = Path(folder)
         (folder / "probe.json").unlink(missing_ok=True)
-        page = write_page(self, folder, title)
+        reading = Reading(**{name: self.measurements[f"reading.{name}"] for name in Reading.__annotations__})
+        page = write_page(folder, title, self.about, self.findings, self.evolution, reading, self.tokens)
         self.save(folder)
         return page
 
     def save(self, folder: str | Path) -> None:
         """Write probe.safetensors and then probe.json: if that is there, all is."""
-        folder = Path(folder)
-        tensors = {f"{name}.{key}": z for name in RECORDS for key, z in tensors_of(getattr(self, name)).items()}
-        write_tensors(tensors, folder / "probe.safetensors", {"key": self.about.key})
-        write_json({**self.as_json(), "tokens": self.tokens}, folder / "probe.json")
+        write_tensors(self.measurements, Path(folder) / "probe.safetensors", {})
+        write_json({**self.as_json(), "tokens": self.tokens}, Path(folder) / "probe.json")
 
     @classmethod
     def load(cls, folder: str | Path) -> ProbeResult:
@@ -141,25 +96,15 @@ class ProbeResult:
         if not path.is_file():
             raise ValueError(f"no finished probe in {folder}: {path} is missing.")
         content = read_json(path)
-        tensors, words = read_tensors(path.with_name("probe.safetensors"))
+        tensors, _ = read_tensors(path.with_name("probe.safetensors"))
         try:
-            about, tokens = About(**content["about"]), content["tokens"]
+            about, evolution = About(**content["about"]), Finding(**content["evolution"])
+            findings = {name: Finding(**content["questions"][name]) for name in QUESTIONS}
+            return cls(about, findings, evolution, tensors, content["tokens"])
         except (KeyError, TypeError):
             raise ValueError(f"{path} is damaged or of another version of attn_flow; probe again.") from None
-        if words.get("key") != about.key:
-            raise ValueError(f"{path} and probe.safetensors are of different runs; probe again.")
-        parts: dict[str, dict[str, Tensor]] = {name: {} for name in RECORDS}
-        for name, tensor in tensors.items():
-            record, _, key = name.partition(".")
-            parts[record][key] = tensor
-        return cls(about, tokens=tokens, **{name: record_of(name, parts[name]) for name in RECORDS})
 
 
 def tensors_of(record: Any) -> dict[str, Tensor]:
     """Copies of the fields of a measured record, which a file wants apart; nothing for what was not measured."""
-    return {} if record is None else {entry.name: getattr(record, entry.name).clone() for entry in fields(record)}
-
-
-def record_of(name: str, tensors: dict[str, Tensor]) -> Any:
-    """The record of a question, from its fields."""
-    return RECORDS[name](**tensors) if tensors else None
+    return {} if record is None else {name: tensor.clone() for name, tensor in vars(record).items()}

@@ -26,15 +26,15 @@ from attn_flow.hooks.inputs import length_limit, row_texts
 from attn_flow.hooks.layout import blocks, encoder_inside
 from attn_flow.hooks.weights import encoder_facts
 from attn_flow.nn.stack import DeepStack
-from attn_flow.probe.averaging import measure_averaging
-from attn_flow.probe.clusters import measure_clusters
-from attn_flow.probe.findings import MIN_TEXTS
-from attn_flow.probe.limit import measure_limit
+from attn_flow.probe.averaging import Averaging, measure_averaging
+from attn_flow.probe.clusters import Clusters, measure_clusters
+from attn_flow.probe.findings import MIN_TEXTS, About, Reading
+from attn_flow.probe.limit import LimitApproach, measure_limit
 from attn_flow.probe.recording import MIN_TOKENS, Recording, exact, record_encoder
-from attn_flow.probe.result import NEED_ALL_TOKENS, About, ProbeResult, record_of, tensors_of
+from attn_flow.probe.result import ProbeResult, tensors_of
 from attn_flow.probe.stacks import record_stack, stack_facts
-from attn_flow.probe.temperature import measure_temperature
-from attn_flow.probe.tokens import measure_evolution, read_tokens
+from attn_flow.probe.temperature import Temperature, measure_temperature
+from attn_flow.probe.tokens import Evolution, measure_evolution, read_tokens
 
 Progress = Callable[[float], None]
 # Every stage with its typical share of the time. Processes take the stages in turn.
@@ -46,6 +46,15 @@ STAGES: dict[str, tuple[int, Callable[[Recording, torch.Generator, Progress], An
     "evolution": (1, lambda recording, generator, report: measure_evolution(recording)),
     "reading": (1, lambda recording, generator, report: read_tokens(recording)),
 }
+RECORDS: dict[str, Callable[..., Any]] = {  # what a stage measures
+    "averaging": Averaging,
+    "temperature": Temperature,
+    "clusters": Clusters,
+    "limit": LimitApproach,
+    "evolution": Evolution,
+    "reading": Reading,
+}
+NEED_ALL_TOKENS = ("averaging", "clusters", "limit")  # questions about tokens that see all of their text
 UNEXPLAINED = 0.01  # share of what attention adds that weights and positions as read may leave unexplained
 
 
@@ -128,14 +137,14 @@ class ProbeRun:
                 report(1.0)
         records = {name: record for share in self.world.gather_objects(records) for name, record in share.items()}
         tokens = self.recording.tokens[: len(records["reading"].lengths)]
-        return ProbeResult(self.about, tokens=tokens, **records)
+        return ProbeResult.of_records(self.about, records, tokens)
 
     def _read_or_measure(self, name: str, folder: str | Path | None, report: Progress) -> Any:
         path = None if folder is None else Path(folder) / f"{name}.safetensors"
         if path is not None and path.exists():
             fields, words = read_tensors(path)
             if words.get("key") == self.about.key:
-                return record_of(name, fields)
+                return RECORDS[name](**fields) if fields else None
         record = None
         if can_be_measured(name, self.recording):
             mixed = hashlib.sha256(f"{self.about.seed}/{name}".encode()).digest()  # other numbers in every stage

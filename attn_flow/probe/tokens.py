@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from attn_flow.base.processes import limit_threads
 from attn_flow.observe.quantities import effective_rank
-from attn_flow.probe.findings import Finding, bootstrap
+from attn_flow.probe.findings import Finding, Reading, bootstrap
 from attn_flow.probe.recording import Recording, directions
 
 TEXTS = 16  # whose clouds are measured; more do not change the means
@@ -25,7 +24,7 @@ class Evolution:
 
     cosine: Tensor  # mean cosine of different tokens of a text
     centred_cosine: Tensor  # the same after the mean of the text is taken away
-    effective_rank: Tensor  # exp of the entropy of the eigenvalues of the second-moment matrix of a text's directions
+    effective_rank: Tensor  # exp of the entropy of the normalised singular values of a text's directions
 
     def finding(self, seed: int = 0) -> Finding:
         """Whether tokens gather, or only gain a direction that all of them share."""
@@ -39,10 +38,9 @@ class Evolution:
             text = "Tokens gain a common direction and do not gather"
         else:
             text = "Tokens do not come closer through depth"
-        ends = lambda name: f"{means[name][0]:.2f} to {means[name][-1]:.2f}".replace("-0.00", "0.00")
-        rank = f"{means['effective_rank'][0]:.0f} to {means['effective_rank'][-1]:.0f}"
-        cosines = f"mean cosine {ends('cosine')}, centred {ends('centred_cosine')}"
-        return Finding(None, f"{text}: {cosines}; effective rank {rank}.", means)
+        cosine, centred, rank = ((mean[0], mean[-1]) for mean in means.values())
+        cosines = f"mean cosine {cosine[0]:z.2f} to {cosine[1]:z.2f}, centred {centred[0]:z.2f} to {centred[1]:z.2f}"
+        return Finding(None, f"{text}: {cosines}; effective rank {rank[0]:.0f} to {rank[1]:.0f}.", means)
 
 
 def measure_evolution(recording: Recording) -> Evolution:
@@ -63,16 +61,6 @@ def _mean_cosine(x: Tensor) -> float:
     return float((x.sum(0).square().sum() - n) / (n * (n - 1)))
 
 
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """The first few texts, one after another on the axis of tokens."""
-
-    lengths: Tensor  # their numbers of tokens
-    keys: Tensor  # (layers, heads, tokens), exp(entropy) of a query's attention: over how many keys it is spread
-    received: Tensor  # (layers, tokens), attention that a token receives over its fair share, mean over heads
-    weights: Tensor  # (layers, heads, m, m), attention among the first m tokens of the first of these texts
-
-
 def read_tokens(recording: Recording) -> Reading:
     """The attention of the first texts, token by token."""
     recording = recording.first(SHOWN_TEXTS)
@@ -86,23 +74,3 @@ def read_tokens(recording: Recording) -> Reading:
         weights.append(rows[0][:, :m, :m])
     lengths = torch.tensor([len(special) for special in recording.special])
     return Reading(lengths, torch.stack(keys), torch.stack(received), torch.stack(weights))
-
-
-def as_words(tokens: list[str]) -> list[tuple[str, bool]]:
-    """Every token as it reads, and whether it continues the word before it.
-
-    Knows the marks of WordPiece (##), SentencePiece and byte-level vocabularies; others are left as they are.
-
-    >>> as_words(["tab", "##ula", "rasa"])
-    [('tab', False), ('ula', True), ('rasa', False)]
-    """
-    special = re.compile(r"\[\w+\]|<[^>]+>")
-    marks = "".join(mark for mark in "▁Ġ" if any(token.startswith(mark) for token in tokens))
-    if not marks:
-        return [(t[2:], True) if len(t) > 2 and t.startswith("##") else (t, False) for t in tokens]
-    words, is_first = [], True
-    for token in tokens:
-        is_special = bool(special.fullmatch(token))
-        words.append((token.lstrip(marks) or " ", not (is_first or is_special or token[:1] in marks)))
-        is_first = is_special
-    return words

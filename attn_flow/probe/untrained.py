@@ -23,13 +23,11 @@ def untrained_copy(model: Model, seed: int = 0) -> Model:
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = getattr(model, "config", None)
-        if config is not None:
-            return type(model)(config).to(next(model.parameters())).eval()
+        if hasattr(model, "config"):
+            return type(model)(model.config).to(next(model.parameters())).eval()
         untrained = copy.deepcopy(model)
         for module in untrained.modules():
             for name in ("reset_parameters", "_reset_parameters"):
-                reset = getattr(module, name, None)
-                if callable(reset):
-                    reset()
+                if hasattr(module, name):
+                    getattr(module, name)()
     return untrained.eval()

@@ -61,7 +61,7 @@ def test_probe_compares_models_and_does_not_repeat_itself(tiny, tmp_path) -> Non
     texts = ["--texts", str(tmp_path / "t.txt"), "--out", str(tmp_path / "out")]
     words = ["probe", tiny, f"{tiny}@random", *texts]
     assert set(json.loads(run(*words, "--json").stdout)) == {tiny, f"{tiny}@random"}
-    assert (tmp_path / "out" / "comparison.html").exists()
+    assert len(list((tmp_path / "out").glob("*/report.html"))) == 2
     assert run(*words, "--quiet").stdout.count("finished before") == 2
 
 

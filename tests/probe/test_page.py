@@ -8,8 +8,7 @@ from pathlib import Path
 import browser
 import pytest
 
-from attn_flow.probe.page import write_comparison
-from attn_flow.probe.tokens import as_words
+from attn_flow.probe.page import as_words
 
 HOSTILE = "<script>document.title='owned'</script> </script> <img src=x onerror=alert(1)> & <b>bold</b> "
 
@@ -58,13 +57,6 @@ def test_the_marker_of_a_finished_run_is_written_last(result, tmp_path, monkeypa
     with pytest.raises(ZeroDivisionError):
         result.report(tmp_path)
     assert not (tmp_path / "probe.json").exists()
-
-
-def test_models_side_by_side(result, tmp_path) -> None:
-    path = write_comparison({"a": result, "b": result}, tmp_path, {"a": "a", "b": "b%40random"})
-    text = path.read_text()
-    assert 'href="b%40random/report.html"' in text
-    assert text.count("<svg") == 1
 
 
 def test_words_are_joined() -> None:

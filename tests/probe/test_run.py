@@ -16,7 +16,6 @@ from attn_flow.hooks.corpus import fingerprint
 from attn_flow.hooks.demo import tiny_bert
 from attn_flow.probe import ProbeResult, prepare, probe, untrained_copy
 from attn_flow.probe.recording import MIN_TOKENS
-from attn_flow.probe.result import RECORDS, tensors_of
 from attn_flow.probe.run import ProbeRun
 
 WORDS = ["a b c d e f g h i j " * 2, "j i h g f e d c b a " * 2, "a c e g i b d f h j " * 2]
@@ -27,12 +26,8 @@ def small() -> ProbeRun:
     return prepare(*tiny_bert(), WORDS)
 
 
-def tensors(result: ProbeResult) -> dict[str, torch.Tensor]:
-    return {f"{name}.{key}": z for name in RECORDS for key, z in tensors_of(getattr(result, name)).items()}
-
-
 def assert_equal(a: ProbeResult, b: ProbeResult) -> None:
-    first, second = tensors(a), tensors(b)
+    first, second = a.measurements, b.measurements
     assert first.keys() == second.keys()
     for name, z in first.items():
         torch.testing.assert_close(second[name], z, rtol=0, atol=0, equal_nan=True, msg=name)
