@@ -101,12 +101,6 @@ def probe(
             console.echo(f"Report: {folder / 'report.html'}")
     if not world.is_first:
         return
-    if len(results) > 1:
-        from attn_flow.probe.page import write_comparison
-
-        page = write_comparison(results, out, {name: folder_name(name) for name in results})
-        if shows:
-            console.echo(f"Comparison: {page}")
     if as_json:
         answers = {name: result.as_json() for name, result in results.items()}
         console.print_json(answers[names[0]] if len(names) == 1 else answers)
