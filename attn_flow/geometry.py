@@ -223,11 +223,7 @@ class Ellipsoid:
 
 
 def place(name: str, x: Tensor, geometry: Geometry) -> Tensor:
-    """The retraction of tokens x (..., n, d) to the geometry; ValueError for tokens that have no image there.
-
-    Args:
-        name: the name of x in the error.
-    """
+    """The retraction of tokens x (..., n, d) to the geometry; ValueError with this name if one has no image there."""
     y = geometry.retract(x)
     has_image = y.detach().isfinite().all(-1)
     if isinstance(geometry, Sphere):  # a token whose square overflows is retracted to zero

@@ -141,7 +141,11 @@ def solve(
         with_plan: whether to compute the plan and the potentials.
 
     Returns:
-        A `Transport` with value, error, plan and potentials; its docstring has an example.
+        A `Transport` with value, error, plan and potentials.
+
+    Example:
+        >>> solve(torch.zeros(1, 1), torch.ones(1, 1), p=1)
+        Transport(1 +- 0, method='line', p=1, euclidean)
     """
     if not 1 <= p <= MAX_P:
         raise ValueError(f"p = {p}, expected a number from 1 to {MAX_P}.")

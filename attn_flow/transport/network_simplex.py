@@ -14,8 +14,7 @@ from attn_flow.base.checks import require_extra
 from attn_flow.transport.ground_cost import GroundCost
 from attn_flow.transport.plan import Array, Plan
 
-# Pivots after which the network simplex stops; its error bound then shows what is missing.
-MAX_PIVOTS = 10_000_000
+MAX_PIVOTS = 10_000_000  # after which the network simplex stops; its error bound then shows what is missing
 
 
 def has_pot() -> bool:

@@ -11,8 +11,7 @@ from torch import Tensor
 from attn_flow.transport.ground_cost import GroundCost, c_transform
 from attn_flow.transport.plan import Array, Plan
 
-# The lengths of points may differ by this much, relative to their mean, on what is called a sphere.
-SPHERE_RTOL = 1e-4
+SPHERE_RTOL = 1e-4  # the lengths of points may differ by this much, relative to their mean, on what is called a sphere
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
-# Steps of a coupling below this mass are rounding errors and pair points that do not belong together.
-MIN_MASS = 1e-15
+MIN_MASS = 1e-15  # smaller steps of a coupling are rounding errors and pair points that do not belong together
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,7 @@ from attn_flow.transport.ground_cost import GroundCost, c_transform, smallest_re
 from attn_flow.transport.network_simplex import MAX_PIVOTS, simplex
 from attn_flow.transport.plan import Array, Index, Plan, refine
 
-# Up to this many points in each cloud the dense program is solved.
-DENSE_POINTS = 800
+DENSE_POINTS = 800  # up to this many points in each cloud the dense program is solved
 BLOCK_POINTS = 5  # points per block of the coarser problem
 NEIGHBOURS = 8  # pairs per point that enter the shortlist at a time
 MAX_ROUNDS = 60
