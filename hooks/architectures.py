@@ -7,7 +7,6 @@ transformers 4 and 5 and plain torch. `register(Architecture(...))` adds one.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,10 +36,10 @@ class Architecture:
         fused: order of the rows of a fused projection: "(c h k)" or "(h c k)" with c: query, key or value, h: head.
         emit: the last module of attention before its residual sum, if that is not `attn` itself.
         q_bias, v_bias: parameters that are added to fused queries and values.
-        also_query: further projections of queries, which a change of beta scales too.
+        also_query: further projections of queries, which a change of beta scales too, where there are any.
         layer_scale: the module that scales what attention adds.
         embed_norm, unless: the norm that feeds the first block, unless the encoder has the second module.
-        after_norm: a module between the blocks 0 and 1, and its norm.
+        after_norm: the norm of a module between the blocks 0 and 1.
         beta: the inverse temperature, if it is not the `scaling` of the attention module or 1/sqrt(head_dim).
         positions: how positions enter the scores, in words; empty if they do not.
         angles, score_table: functions of the Block and n: cos and sin (n, r) of rotary positions; a bias (heads, n, n).
@@ -74,7 +73,7 @@ class Architecture:
     layer_scale: str = ""
     embed_norm: str = ""
     unless: str = ""
-    after_norm: tuple[str, str] = ("", "")
+    after_norm: str = ""
     beta: float | Callable[[Any], float] | None = None
     positions: str | Callable[[Any], str] = ""
     angles: Callable[[Any, int], tuple[Tensor, Tensor]] | None = None
@@ -121,23 +120,6 @@ def _deberta_beta(block: Any) -> float:
     return 1 / float(torch.tensor(float(block.head_dim * _deberta_terms_count(block))).sqrt())
 
 
-def _gpt2_beta(block: Any) -> float:
-    core, beta = block.core, 1 / math.sqrt(block.head_dim)
-    if not hasattr(core, "scaling") and core.config._attn_implementation != "eager":
-        return beta  # transformers 4 ignores both options outside its eager attention
-    beta = beta if core.scale_attn_weights else 1.0
-    return beta / (core.layer_idx + 1) if core.scale_attn_by_inverse_layer_idx else beta
-
-
-def _bert_positions(block: Any) -> str:
-    kind = getattr(block.core, "position_embedding_type", None) or "absolute"
-    return "" if kind == "absolute" else f"relative positions ({kind})"
-
-
-def _deberta_positions(block: Any) -> str:
-    return "disentangled relative positions" if block.core.relative_attention else ""
-
-
 def _rotary_positions(block: Any) -> str:
     return "rotary positions (RoPE)" + ("" if block.window is None else f", window of {block.window} tokens each way")
 
@@ -172,10 +154,6 @@ def _t5_table(block: Any, n: int) -> Tensor:
     return first.compute_bias(n, n)[0]
 
 
-def _is_decoder(block: Any) -> bool:
-    return bool(getattr(block.module, "is_decoder", False))
-
-
 def _is_clip_text(block: Any) -> bool:
     return "text" in getattr(getattr(block.attn, "config", None), "model_type", "")
 
@@ -199,8 +177,6 @@ _BERT = Architecture(
     norm_placement="post",
     embed_norm="embeddings.LayerNorm",
     unless="embeddings_project",
-    positions=_bert_positions,
-    causal=_is_decoder,
 )
 _VIT = Architecture(
     name="ViT",
@@ -293,7 +269,7 @@ ARCHITECTURES: list[Architecture] = [
         v_bias="attention.self.v_bias",
         also_query=("attention.self.pos_q_proj",),
         beta=_deberta_beta,
-        positions=_deberta_positions,
+        positions="disentangled relative positions",
         score_terms=_deberta_terms,
         refuse=("attention.self.head_logits_proj",),
     ),
@@ -303,9 +279,9 @@ ARCHITECTURES: list[Architecture] = [
         qkv="attention.self.{query_proj,key_proj,value_proj}",
         also_query=("attention.self.pos_query_proj",),
         beta=_deberta_beta,
-        positions=_deberta_positions,
+        positions="disentangled relative positions",
         score_terms=_deberta_v2_terms,
-        after_norm=("encoder.conv", "encoder.conv.LayerNorm"),
+        after_norm="encoder.conv.LayerNorm",
     ),
     replace(
         _BERT,
@@ -354,7 +330,6 @@ ARCHITECTURES: list[Architecture] = [
         fused="(c h k)",
         norm1="ln_1",
         norm2="ln_2",
-        beta=_gpt2_beta,
         causal=True,
     ),
     _NEOX,

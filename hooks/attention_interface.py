@@ -15,17 +15,13 @@ from torch import Tensor, nn
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
 
-def register_attention(name: str = "attn_flow") -> None:
-    """Make an attention implementation known to transformers that takes `beta_factor` and `surrogate`.
+def register_attention() -> None:
+    """Make the attention implementation "attn_flow" known to transformers; it takes `beta_factor` and `surrogate`.
 
     Afterwards `from_pretrained(..., attn_implementation="attn_flow")` and `model.set_attn_implementation("attn_flow")`
     accept it. Without further arguments the model computes what it does with "sdpa". transformers warns for models that
     do not use its attention interface (DeBERTa, MPNet) and leaves them unchanged; `scale_beta` works for all. It needs
     transformers 5.
-
-    Args:
-        name: of the implementation. The masks are registered under the same name; without them padding would be
-            attended to.
 
     Returns:
         Nothing. A forward pass then takes two more keyword arguments:
@@ -53,8 +49,8 @@ def register_attention(name: str = "attn_flow") -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    AttentionInterface.register(name, flow_attention)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionInterface.register("attn_flow", flow_attention)
+    AttentionMaskInterface.register("attn_flow", sdpa_mask)  # without it padding would be attended to
 
 
 def flow_attention(
@@ -77,15 +73,11 @@ def flow_attention(
     factor = torch.as_tensor(beta_factor, dtype=query.dtype, device=query.device)
     if factor.ndim == 2:
         factor = factor[module.layer_idx]  # type: ignore[index]
-    if factor.ndim > 1 or (factor.ndim == 1 and len(factor) != query.shape[1]):
-        raise ValueError(
-            f"beta_factor has shape {tuple(factor.shape)}, expected (), (heads,) or (layers, heads) with heads = "
-            f"{query.shape[1]}."
-        )
+    if factor.ndim > 0 and factor.shape != query.shape[1:2]:
+        raise ValueError(f"beta_factor has {tuple(factor.shape)} numbers for {query.shape[1]} heads.")
     query = query * factor.view(-1, 1, 1)
     if surrogate is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    groups = query.shape[1] // key.shape[1]
-    key, value = (z.repeat_interleave(groups, 1) for z in (key, value))
+    key, value = (z.repeat_interleave(query.shape[1] // z.shape[1], 1) for z in (key, value))
     beta = query.shape[-1] ** -0.5 if scaling is None else scaling
     return surrogate(query, key, value, attention_mask, beta).transpose(1, 2).contiguous(), None

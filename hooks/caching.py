@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,17 @@ from attn_flow.hooks.layout import Block, inside
 
 
 class WithoutCache:
-    """A hook of the encoder that turns its cache off in forward passes and in generate(), with one warning."""
+    """A hook of the encoder that turns its cache off in forward passes and in generate(), with one warning.
+
+    An argument use_cache=True or another config does not turn it on.
+    """
 
     def __init__(self, model: Any, block: Block) -> None:
         self.has_warned = False
         self.generators: list[Any] = []
         while model is not None:
             if hasattr(type(model), "generate") and "generate" not in vars(model):
-                model.generate = GenerationWithoutCache(model, self)
+                model.generate = partial(self.generate, model)
                 self.generators.append(model)
             model = inside(model)
         self.handle = block.root.register_forward_pre_hook(self, with_kwargs=True)
@@ -28,19 +32,29 @@ class WithoutCache:
     def __call__(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        config: Any = root.config
-        use_cache = kwargs.get("use_cache")
-        if (config.use_cache if use_cache is None else use_cache) and not torch.compiler.is_compiling():
-            self.warn(stacklevel=5)
-        return args, {**kwargs, "use_cache": False}
+        return args, self.without_cache(root.config, kwargs)
 
-    def warn(self, stacklevel: int) -> None:
-        if not self.has_warned:
-            self.has_warned = True
-            message = (
-                "a layer evaluates its attention several times, so the model runs without a cache of keys and values."
+    def generate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The `generate` of the model."""
+        config = kwargs.get("generation_config") or model.generation_config
+        return type(model).generate(model, *args, **self.without_cache(config, kwargs))
+
+    def without_cache(self, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call with use_cache=False."""
+        if kwargs.get("past_key_values") is not None:
+            raise ValueError(
+                "a layer evaluates its attention several times, and each would fill the cache of keys and values; pass "
+                "no past_key_values and use_cache=False, also to generate()."
             )
-            warnings.warn(message, stacklevel=stacklevel)
+        use_cache = kwargs.get("use_cache")
+        use_cache = config.use_cache if use_cache is None else use_cache
+        if use_cache is not False and not self.has_warned and not torch.compiler.is_compiling():
+            self.has_warned = True
+            warnings.warn(
+                "a layer evaluates its attention several times, so the model runs without a cache of keys and values.",
+                stacklevel=3,
+            )
+        return {**kwargs, "use_cache": False}
 
     def detach(self) -> None:
         self.handle.remove()
@@ -48,23 +62,10 @@ class WithoutCache:
             del model.generate
 
 
-class GenerationWithoutCache:
-    """The `generate` of a model without a cache: an argument use_cache=True or another config does not turn it on."""
-
-    def __init__(self, model: Any, switch: WithoutCache) -> None:
-        self.model, self.switch = model, switch
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("generation_config") or self.model.generation_config
-        if kwargs.get("use_cache", config.use_cache) is not False:
-            self.switch.warn(stacklevel=3)
-        return type(self.model).generate(self.model, *args, **{**kwargs, "use_cache": False})
-
-
-def stop_caching(stack: ExitStack, model: nn.Module, block: Block) -> None:
-    """Run a causal model without its cache until the stack is closed."""
-    if block.causal and hasattr(getattr(block.root, "config", None), "use_cache"):
-        stack.callback(WithoutCache(model, block).detach)
+def stop_caching(model: nn.Module, block: Block) -> Callable[[], None]:
+    """Run a model without its cache, if it has one, until the function that is returned is called."""
+    has_cache = block.causal and hasattr(getattr(block.root, "config", None), "use_cache")
+    return WithoutCache(model, block).detach if has_cache else lambda: None
 
 
 def restore_cache(block: Block) -> None:

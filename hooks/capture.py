@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,11 @@ from torch import nn
 
 from attn_flow.base.processes import ALONE, Processes
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.hooks.inputs import Tally, TokenBatch, pieces
+from attn_flow.hooks.inputs import TokenBatch, batches, tally
 from attn_flow.hooks.layout import encoder_inside, evaluation_mode
+from attn_flow.hooks.positions import as_float
 from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
-from attn_flow.hooks.self_check import first_tokens, self_check
+from attn_flow.hooks.self_check import first_text, self_check
 
 
 def record(
@@ -23,10 +25,8 @@ def record(
     texts: Iterable[str] | None = None,
     *,
     points: str | Sequence[str] = "resid",
-    special: bool = True,
     batch: int = 16,
     max_length: int | None = None,
-    dtype: torch.dtype | None = None,
     max_unknown: float = 0.1,
     check: bool = True,
     world: Processes = ALONE,
@@ -42,17 +42,16 @@ def record(
 
     Other arguments:
         points: the activations to keep, as in `recording`; "resid" is the residual stream at all levels.
-        special: keep [CLS], [SEP], class tokens. Padding is always left out.
         batch: texts at a time.
         max_length: tokens kept of each text; by default as many as the model takes.
-        dtype: of the states; by default the model's, but float32 for half precision.
         max_unknown: share of unknown tokens above which the texts are refused: it is probably not the model's own
             tokenizer, or the texts are of another kind than it was made for. `about["unknown_share"]` has the share.
-        check: first compare the weights as read with what the layers compute, on a few tokens (see `self_check`).
+        check: first compare the weights as read with what the layers compute, on one text (see `self_check`).
         world: `processes()`, which share the batches; each of them returns the path of all texts.
 
     Returns:
-        A Trajectory: x (points, texts, n, d), mask (texts, n), t counts layers, with labels for every token.
+        A Trajectory: x (points, texts, n, d) in the model's dtype, but float32 for half precision, mask (texts, n), and
+        t, which counts layers. Every token has labels: its text, position, word, and whether it is a special one.
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
@@ -63,35 +62,24 @@ def record(
     """
     model = encoder_inside(model)
     paths: list[Trajectory] = []
-    tally = Tally(max_unknown)
+    counts: Counter[str] = Counter()
     with recording(model, points) as cache, evaluation_mode(model):
-        for b, piece in enumerate(pieces(model, source, texts, batch, max_length)):
-            if b % world.count == world.rank:
-                tokens = piece.make()
-                tally.add(tokens)
-                paths.append(record_batch(model, cache, tokens, special, dtype, check and not paths))
+        own_batches = batches(model, source, texts, batch, max_length, world)
+        for tokens in tally(own_batches, counts, max_unknown, world):
+            paths.append(record_batch(model, cache, tokens, check and not paths))
     if world.count > 1:
         paths = _gather(paths, world)
-    tally.finish(world)
-    share = {} if texts is None else {"unknown_share": tally.unknown / max(1, tally.content)}
-    return _join(paths, {"truncated": tally.truncated, "special": special, **share})
+    share = {} if texts is None else {"unknown_share": counts["unknown"] / max(1, counts["content"])}
+    return _join(paths, {"truncated": counts["truncated"], **share})
 
 
-def record_batch(
-    model: nn.Module,
-    cache: ActivationCache,
-    batch: TokenBatch,
-    special: bool,
-    dtype: torch.dtype | None,
-    check: bool,
-) -> Trajectory:
-    """The path of one batch; the arguments are those of `record`."""
+def record_batch(model: nn.Module, cache: ActivationCache, batch: TokenBatch, check: bool) -> Trajectory:
+    """The path of one batch, in float32 for a model in half precision; `check` as in `record`."""
     run_batch(model, cache, batch)
-    path = cache.trajectory(batch, special=special)
+    path = cache.trajectory(batch)
     if check:  # it runs the model again, and so comes after the cache was read
-        self_check(model, first_tokens(batch.inputs))
-    is_half = path.x.dtype in (torch.float16, torch.bfloat16)
-    return replace(path, x=path.x.to(dtype or (torch.float32 if is_half else path.x.dtype)))
+        self_check(model, first_text(batch.inputs))
+    return replace(path, x=as_float(path.x))
 
 
 def _gather(paths: list[Trajectory], world: Processes) -> list[Trajectory]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from attn_flow.base.files import digest, lock_for_writing, read_json, versions, write_json
@@ -16,8 +16,8 @@ from attn_flow.base.processes import ALONE, Processes
 from attn_flow.base.progress import progress_bar
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks.capture import record_batch
-from attn_flow.hooks.evaluation import list_changes
-from attn_flow.hooks.inputs import Tally, pieces
+from attn_flow.hooks.evaluation import describe_changes
+from attn_flow.hooks.inputs import batches, tally
 from attn_flow.hooks.layout import encoder_inside, evaluation_mode
 from attn_flow.hooks.recorder import recording
 
@@ -29,10 +29,8 @@ def record_corpus(
     folder: str | os.PathLike[str],
     *,
     points: str | Sequence[str] = "resid",
-    special: bool = True,
     batch: int = 16,
     max_length: int | None = None,
-    dtype: torch.dtype | None = None,
     max_unknown: float = 0.1,
     check: bool = True,
     progress: bool = False,
@@ -46,8 +44,8 @@ def record_corpus(
             texts, options or versions is refused.
 
     Other arguments:
-        points, special, batch, max_length, dtype, max_unknown, check, world: as in `record`.
-        progress: show a bar.
+        points, batch, max_length, max_unknown, check, world: as in `record`.
+        progress: show a bar, if the number of texts is known.
 
     Returns:
         The files of all batches in the order of the texts; `Trajectory.load(file)` reads one.
@@ -62,32 +60,29 @@ def record_corpus(
         [torch.Size([3, 2, 5, 16]), torch.Size([3, 1, 3, 16])]
     """
     model, folder = encoder_inside(model), Path(folder)
-    files, tally = [], Tally(max_unknown)
-    total = len(texts) if hasattr(texts, "__len__") else None  # type: ignore[arg-type]
+    file_of = lambda b: folder / f"batch-{b:05}.safetensors"
+    counts: Counter[str] = Counter()
+    own, total = 0, len(texts) / world.count if isinstance(texts, Sized) else 0
     with (
         recording(model, points) as cache,
         evaluation_mode(model),
         lock_for_writing(folder / f"process-{world.rank}"),
-        progress_bar("record", total, progress and world.is_first) as advance,
+        progress_bar("record", total, progress and total > 0 and world.is_first) as advance,
     ):
-        options = {"special": special, "batch": batch, "max_length": max_length, "saved dtype": str(dtype)}
-        about = {**cache.about(), **options, "changes": list_changes(model), "versions": versions()}
-        _require_same({**about, "weights": fingerprint(model)}, folder)
-        for b, piece in enumerate(pieces(model, source, texts, batch, max_length)):
-            files.append(file := folder / f"batch-{b:05}.safetensors")
-            if b % world.count == world.rank:
-                tokens = piece.make()
-                tally.add(tokens)
-                key = digest(tokens.inputs)
-                if not file.exists():
-                    path = record_batch(model, cache, tokens, special, dtype, check)
-                    replace(path, about={**path.about, "inputs": key}).save(file)
-                    check = False
-                elif Trajectory.load(file).about.get("inputs") != key:
-                    raise ValueError(f"{file} holds other texts, or tokens of another tokenizer; use another folder.")
-            advance(piece.size)
-    tally.finish(world)
-    return tuple(files)
+        options = {"batch": batch, "max_length": max_length, "changes": list(map(describe_changes, cache.blocks))}
+        about = {**cache.about(), **options, "versions": versions(), "weights": fingerprint(model)}
+        _require_same(about, folder)
+        for tokens in tally(batches(model, source, texts, batch, max_length, world), counts, max_unknown, world):
+            file, key = file_of(tokens.first // batch), digest(tokens.inputs)
+            if not file.exists():
+                path = record_batch(model, cache, tokens, check)
+                replace(path, about={**path.about, "inputs": key}).save(file)
+                check = False
+            elif Trajectory.load(file).about.get("inputs") != key:
+                raise ValueError(f"{file} holds other texts, or tokens of another tokenizer; use another folder.")
+            own += 1
+            advance(tokens.size)
+    return tuple(file_of(b) for b in range(sum(world.gather_objects(own))))
 
 
 def _require_same(about: dict[str, Any], folder: Path) -> None:
@@ -104,6 +99,4 @@ def _require_same(about: dict[str, Any], folder: Path) -> None:
 def fingerprint(model: nn.Module) -> str:
     """A name of a model that changes with any of its weights and saved buffers."""
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    if any(t.is_meta for t in state.values()):
-        raise ValueError("a weight is on the meta device (offloaded or not loaded); load it with weights.")
     return f"{type(model).__name__} {digest(state)[:16]}"

@@ -9,6 +9,7 @@ The scores are beta <q, k>, so that multiplying the queries changes beta exactly
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -16,12 +17,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from attn_flow.hooks.layout import Block, LayerClock, at, blocks, hidden_states, input_states, with_hidden_states
+from attn_flow.hooks.layout import ENTRY, Block, LayerClock, at, hidden_states, input_states, with_hidden_states
 from attn_flow.nn.options import FlowOptions
 
-CACHES = ("past_key_values", "past_key_value", "layer_past")
 Settings = tuple[FlowOptions | None, Tensor | None]  # how a layer flows, and the multiple (heads,) of its beta
 Exchange = tuple[dict[str, Any], str, Any]  # a dictionary of modules or parameters, a name in it, and its own entry
+
+
+@dataclass(eq=False)
+class Change:
+    """What `wrap` and `scale_beta` change for a while.
+
+    Args:
+        options: how layers flow; None evaluates their attention once.
+        factors: layer -> multiple (heads,) of the trained inverse temperature, or None. Other layers stay plain.
+        clock: tells which layer runs a shared block.
+    """
+
+    options: FlowOptions | None
+    factors: dict[int, Tensor | None]
+    clock: LayerClock
 
 
 class ChangedAttention:
@@ -29,88 +44,70 @@ class ChangedAttention:
 
     A flow returns the displacement x(horizon) - x(0) of x' = A(x), which the block adds to its tokens. This object has
     plain attributes only, so that a copied or pickled model carries its own along.
-
-    Args:
-        block: the block of the attention module.
-        clock: tells which layer runs a shared block.
-        options: how the layer flows; None evaluates attention once.
-        factors: layer -> multiple (heads,) of the trained inverse temperature, or None. Other layers stay plain.
     """
 
-    x0: Tensor | None = None  # the residual stream before the norm of a pre-norm block
-
-    def __init__(
-        self,
-        block: Block,
-        clock: LayerClock | None = None,
-        options: FlowOptions | None = None,
-        factors: dict[int, Tensor | None] | None = None,
-    ) -> None:
-        self.block, self.module, self.clock = block, block.attn, clock
-        self.options, self.factors = options, factors or {}
+    def __init__(self, block: Block) -> None:
+        self.block, self.changes = block, list[Change]()
+        self.module: Any = block.attn
+        self.x0: Any = None  # the residual stream before the norm of a pre-norm block, while attention runs
+        self.before = self.module.__dict__.get("forward")
+        self.module.forward = self
         self.handles: list[RemovableHandle] = []
-
-    @property
-    def is_flow(self) -> bool:
-        return self.options is not None
-
-    def settings(self, layer: int) -> Settings | None:
-        """How a layer is evaluated; None if it stays plain."""
-        return (self.options, self.factors[layer]) if layer in self.factors else None
-
-    def attach(self) -> None:
-        module, block = self.module, self.block
-        if self.is_flow and any(change.is_flow for change in changes_of(module)):
-            raise ValueError(f"{block.path} is wrapped already; remove that wrap first, or give all options to one.")
-        self.before = module.__dict__.get("forward")
-        module.forward = self  # type: ignore[assignment]
-        if self.is_flow and block.norm_placement != "post":
+        if block.norm_placement != "post":
             # This hook is inside of the block, so that gradient checkpointing runs it again.
             norm = block[block.architecture.norm1]
             self.handles.append(norm.register_forward_pre_hook(self._enter_norm))
         # torch's encoder skips `forward` in its fused path unless there is a hook, and packs padded batches.
+        self.handles.append(self.module.register_forward_hook(self._leave))
         self.had_nested_tensors = getattr(block.root, "use_nested_tensor", False)
-        if isinstance(module, nn.MultiheadAttention):
-            self.handles.append(module.register_forward_hook(do_nothing))
+        if self.had_nested_tensors:
             block.root.use_nested_tensor = False  # type: ignore[assignment]
 
-    def detach(self) -> None:
+    def remove(self, change: Change | None = None) -> None:
+        """End a change. The module has its own `forward` again after the last."""
+        if change is not None:
+            self.changes.remove(change)
+        if self.changes or hasattr(self.module, ENTRY):
+            return
         for handle in self.handles:
             handle.remove()
         if self.had_nested_tensors:
             self.block.root.use_nested_tensor = True  # type: ignore[assignment]
-        outer = next((change for change in changes_of(self.module) if change.before is self), None)
-        name = "forward" if self.module.__dict__.get("forward") is self else "_old_forward"
-        if outer is not None:
-            outer.before = self.before
-        elif name == "forward" and self.before is None:
+        if self.module.__dict__.get("forward") is not self:
+            self.module._old_forward = self.before or MethodType(type(self.module).forward, self.module)
+        elif self.before is None:
             del self.module.forward
         else:
-            setattr(self.module, name, self.before or MethodType(type(self.module).forward, self.module))
+            self.module.forward = self.before
+
+    def settings(self, layer: int) -> Settings:
+        """How a layer flows, and the product of all factors of its inverse temperature."""
+        child: Any = getattr(self.module, ENTRY, None)  # a LayerFlow, or what PEFT or accelerate put in its place
+        active = [(change.options, change.factors[layer]) for change in self.changes if layer in change.factors]
+        if child is not None:
+            active.append((child.options, child()))  # called as a module, so that offloaded weights are there
+        flow, product = None, None
+        for options, factor in active:
+            flow = flow if options is None else options
+            if factor is not None:
+                product = factor if product is None else product * factor.to(product)
+        return flow, product
 
     def _enter_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.x0 = args[0]
 
+    def _leave(self, *_: Any) -> None:
+        self.x0 = None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        settings = self.settings(self.block.index if self.clock is None else self.clock.layer_of(self.block))
-        if settings is None:
-            return self.original(*args, **kwargs)
-        options, factor = settings
+        layer = self.changes[0].clock.layer_of(self.block) if self.changes else self.block.index
+        options, factor = self.settings(layer)
         exchanged = exchange_queries(self.block, factor)
         try:
-            if options is None:
-                return self.original(*args, **kwargs)
-            caches = [a for a in args if hasattr(a, "get_seq_length")] + [kwargs.get(name) for name in CACHES]
-            if options.evaluations > 1 and any(cache is not None for cache in caches):
-                raise ValueError(
-                    f"{self.block.path} evaluates its attention {options.evaluations} times and each would fill the "
-                    "cache of keys and values; pass use_cache=False, also to generate()."
-                )
-            return self._flow(options, *args, **kwargs)
+            return self.original(*args, **kwargs) if options is None else self._flow(options, *args, **kwargs)
         finally:
             for entries, name, own in reversed(exchanged):
                 entries[name] = own
-            self.x0 = None
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass before the change. No bound method is kept, so that a copied model calls its own."""
@@ -120,34 +117,34 @@ class ChangedAttention:
 
     def _flow(self, options: FlowOptions, *args: Any, **kwargs: Any) -> Any:
         block, arch = self.block, self.block.architecture
-        before = input_states(args, kwargs)
-        x0 = before if block.norm_placement == "post" else self.x0
-        assert x0 is not None  # the norm of the block has run
-        output: list[Any] = []
+        is_post, before = block.norm_placement == "post", input_states(args, kwargs)
+        output: Any = None
         # The last module before the residual sum: inside the attention module, after it, or the attention itself.
         emit = OutputModule(block, arch.emit) if arch.emit else None
         is_inside = arch.emit.startswith(arch.attn + ".")
 
-        def velocity(x: Tensor) -> Tensor:
-            z = x if block.norm_placement == "post" else block[arch.norm1](x)
+        def velocity(t: float, x: Tensor) -> Tensor:
+            nonlocal output
+            z = x if is_post else block[arch.norm1](x)
             # torch's MultiheadAttention takes the tokens three times.
             new_args = tuple(z if a is before else a for a in args)
-            new_kwargs = {name: z if a is before else a for name, a in kwargs.items()}
-            output[:] = [self.original(*new_args, **new_kwargs)]
+            output = self.original(*new_args, **{name: z if a is before else a for name, a in kwargs.items()})
             if emit is None:
-                return hidden_states(output[0])
-            return emit.take() if is_inside else emit.module.forward(hidden_states(output[0]))
+                added = hidden_states(output)
+            else:
+                added = emit.output if is_inside else emit.module.forward(hidden_states(output))
+            return options.geometry.tangent(x, added)
 
         if emit is not None and is_inside:
             emit.install()
         try:
-            u = options.displacement(lambda t, x: options.geometry.tangent(x, velocity(x)), x0)
+            u = options.displacement(velocity, before if is_post else self.x0)
             if emit is None:
-                return with_hidden_states(output[0], u)
+                return with_hidden_states(output, u)
             emit.displacement = u
             if not is_inside:
                 emit.install()
-                return output[0]
+                return output
             # ALBERT's attention ends in its own residual sum and norm: once more, with the displacement put in.
             return self.original(*args, **kwargs)
         finally:
@@ -155,42 +152,26 @@ class ChangedAttention:
                 emit.remove()
 
 
-def do_nothing(*_: Any) -> None:
-    """A hook without effect."""
+def changed_attention(block: Block) -> ChangedAttention | None:
+    """What stands in the place of `forward` in a changed attention module; None if it is as it was loaded."""
+    attributes = block.attn.__dict__
+    forwards = attributes.get("forward"), attributes.get("_old_forward")  # the second is where accelerate keeps it
+    return next((forward for forward in forwards if isinstance(forward, ChangedAttention)), None)
 
 
-def changes_of(module: nn.Module) -> list[ChangedAttention]:
-    """The changes of an attention module, the outermost first."""
-    changes: list[ChangedAttention] = []
-    forward = module.__dict__.get("forward")
-    if not isinstance(forward, ChangedAttention):
-        forward = module.__dict__.get("_old_forward")  # where accelerate keeps it
-    while isinstance(forward, ChangedAttention):
-        changes.append(forward)
-        forward = forward.before
-    return changes
+def read_settings(block: Block) -> Settings:
+    """How a layer flows now, and the multiple (heads,) of its trained inverse temperature; None for what is trained."""
+    changed = changed_attention(block)
+    return (None, None) if changed is None else changed.settings(block.index)
 
 
-def active_factor(block: Block, layer: int) -> Tensor | None:
-    """The product (heads,) of all factors of the trained inverse temperature of a layer; None if there is none."""
-    settings = [change.settings(layer) for change in changes_of(block.attn)]
-    factors = [setting[1] for setting in settings if setting is not None and setting[1] is not None]
-    return torch.stack(factors).prod(0) if factors else None
-
-
-def describe_changes(block: Block) -> list[str]:
-    """What `wrap`, `replace_attention` and `scale_beta` have changed in a block, in words."""
-    settings = [change.settings(block.index) for change in changes_of(block.attn)]
-    words = [f"a flow with {setting[0]}" for setting in settings if setting is not None and setting[0] is not None]
-    factor = active_factor(block, block.index)
+def describe_changes(block: Block) -> str:
+    """What `wrap`, `replace_attention` and `scale_beta` have changed in a layer, in words; empty if it is as loaded."""
+    options, factor = read_settings(block)
+    words = [] if options is None else [f"a flow with {options}"]
     if factor is not None:
         words.append(f"beta_factor {[float(f'{value:.6g}') for value in factor.tolist()]}")
-    return words
-
-
-def list_changes(model: nn.Module) -> list[str]:
-    """What is wrapped or scaled in a model, layer by layer; empty for a model as it was loaded."""
-    return [f"layer {block.index}: {change}" for block in blocks(model) for change in describe_changes(block)]
+    return "; ".join(words)
 
 
 class OutputModule(nn.Module):
@@ -202,7 +183,7 @@ class OutputModule(nn.Module):
         self.entries = block[owner]._modules
         module: Any = self.entries[self.name]
         self.module: Any = module.module if isinstance(module, OutputModule) else module  # after an interrupted call
-        self.output: Tensor | None = None
+        self.output: Any = None  # of the last call
         self.displacement: Tensor | None = None
         if self.module._forward_hooks or self.module._forward_pre_hooks:  # listeners get the displacement
             for name, hooks in vars(self.module).items():
@@ -214,12 +195,6 @@ class OutputModule(nn.Module):
 
     def remove(self) -> None:
         self.entries[self.name] = self.module
-
-    def take(self) -> Tensor:
-        """The output of the last call."""
-        output, self.output = self.output, None
-        assert output is not None  # the attention has called its last module
-        return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.displacement is None:
@@ -272,12 +247,6 @@ class ScaledProjection(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         output = self.projection(*args, **kwargs)
         return output * expand_factor(self.factor.to(output), output.shape[-1], self.fused)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._modules["projection"], name)
 
 
 def expand_factor(factor: Tensor, width: int, fused: str) -> Tensor:

@@ -7,13 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from attn_flow.base import checks
-from attn_flow.dynamics.steppers import METHODS
 from attn_flow.geometry import Euclidean
-from attn_flow.hooks.layout import blocks
+from attn_flow.hooks.layout import ENTRY, blocks
 from attn_flow.nn.options import FlowOptions
 
-ENTRY = "attn_flow"  # the name of the module in a replaced attention, and of the entry in a config
 StepName = Literal["euler", "rk4", "dopri5"]
 
 
@@ -48,7 +45,6 @@ class LayerFlow(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        checks.require_choice("step", step, METHODS)
         self.heads, self.horizon, self.steps, self.step, self.learn_beta = heads, horizon, steps, step, learn_beta
         _ = self.options  # checked
         zero = torch.zeros(heads, device=device, dtype=dtype)
@@ -60,7 +56,7 @@ class LayerFlow(nn.Module):
     @property
     def options(self) -> FlowOptions:
         """How the layer flows."""
-        return FlowOptions(self.horizon, self.steps, METHODS[self.step], Euclidean())
+        return FlowOptions(self.horizon, self.steps, self.step, Euclidean())
 
     @property
     def beta_factor(self) -> Tensor:
@@ -85,10 +81,8 @@ class LayerFlow(nn.Module):
         return self.beta_factor
 
     def extra_repr(self) -> str:
-        return (
-            f"heads={self.heads}, horizon={self.horizon}, steps={self.steps}, step={self.step}, "
-            f"learn_beta={self.learn_beta}"
-        )
+        names = ("heads", "horizon", "steps", "step", "learn_beta")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
 def flows(model: nn.Module) -> dict[int, LayerFlow]:
@@ -108,4 +102,4 @@ def flows(model: nn.Module) -> dict[int, LayerFlow]:
         [[2.0, 2.0], [2.0, 2.0]]
     """
     children = {block.index: getattr(block.attn, ENTRY, None) for block in blocks(model)}
-    return {i: child for i, child in children.items() if child is not None and hasattr(child, "log_beta_factor")}
+    return {i: child for i, child in children.items() if child is not None}

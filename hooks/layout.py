@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attn_flow.hooks.architectures import ARCHITECTURES, Architecture
 
+ENTRY = "attn_flow"  # the name of the child of a replaced attention module, and of the entry in a config
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 HEAD_DIMS = ("head_dim", "attention_head_size", "attention_head_dim", "head_size", "key_value_proj_dim")
 
@@ -39,15 +40,12 @@ class Block:
 
     index: int
     path: str
-    architecture: Architecture
-    root: nn.Module
-    module: nn.Module
+    architecture: Architecture = field(repr=False)
+    root: nn.Module = field(repr=False)
+    module: nn.Module = field(repr=False)
 
     def __getitem__(self, path: str) -> nn.Module:
         return self.module.get_submodule(path)
-
-    def __repr__(self) -> str:
-        return f"Block({self.index}, {self.path!r}, {self.architecture.name}, {type(self.module).__name__})"
 
     def _resolve(self, value: object) -> object:
         """A value of the architecture, which may be a function of the block."""
@@ -107,15 +105,13 @@ class Block:
 
     @property
     def head_dim(self) -> int:
-        """Width of the queries of one head. No weight is read, since quantised ones have another shape."""
+        """Width of the queries of one head."""
         widths = [getattr(self.core, name, None) for name in HEAD_DIMS]
         width = next((width for width in widths if isinstance(width, int)), None)
-        if width is not None:
+        if width is not None:  # of all models that may be quantised, where weights have another shape
             return width
         query: Any = self[self.architecture.q]
-        query = getattr(query, "base_layer", query)  # inside an adapter
-        outputs = getattr(query, "out_features", None) or getattr(query, "nf", None) or query.weight.shape[0]
-        return outputs // (3 * self.heads if self.architecture.fused else self.heads)
+        return query.weight.shape[0] // (3 * self.heads if self.architecture.fused else self.heads)
 
     @property
     def beta(self) -> float:
@@ -129,19 +125,14 @@ class Block:
     @property
     def norm_in(self) -> nn.Module | None:
         """The norm whose output attention sees: the block's own or the last one before it; None if there is none."""
-        arch = self.architecture
-        own = at(self.module, arch.norm1)
-        if self.norm_placement != "post" and not isinstance(own, nn.Identity):
+        arch, own = self.architecture, at(self.module, self.architecture.norm1)
+        if self.norm_placement != "post" and not isinstance(own, nn.Identity):  # as in ModernBERT's first block
             return own
         if self.index == 0:
-            is_absent = not arch.embed_norm or (arch.unless and has(self.root, arch.unless))
+            is_absent = not arch.embed_norm or (arch.unless and at(self.root, arch.unless) is not None)
             return None if is_absent else at(self.root, arch.embed_norm)
-        between, norm = arch.after_norm
-        if self.index == 1 and between and has(self.root, between):
-            return at(self.root, norm)
-        if self.norm_placement != "post" or own is None:  # ModernBERT has an Identity instead of its first norm
-            return None
-        return blocks(self.root)[self.index - 1][arch.norm2]
+        between = at(self.root, arch.after_norm) if self.index == 1 and arch.after_norm else None
+        return blocks(self.root)[self.index - 1][arch.norm2] if between is None else between
 
 
 def blocks(model: nn.Module) -> list[Block]:
@@ -162,14 +153,13 @@ def blocks(model: nn.Module) -> list[Block]:
         [('encoder.layer.0', 'BERT'), ('encoder.layer.1', 'BERT')]
     """
     model = encoder_inside(model)
-    matches = list(_matches(model))
+    matches = _matches(model)
     if not matches:
         raise ValueError(_describe_unknown(model))
-    path, root, arch = matches[0]
     if len(matches) > 1:
-        names = ", ".join(p for p, _, _ in matches)
-        parts = " or ".join(f"model.{p}" for p, _, _ in matches)
-        raise ValueError(f"{type(model).__name__} holds several encoders: {names}; pass one of them, {parts}.")
+        parts = " or ".join(f"model.{path}" for path, _, _ in matches)
+        raise ValueError(f"{type(model).__name__} holds several encoders; pass one of them, {parts}.")
+    path, root, arch = matches[0]
     prefix = f"{path}." if path else ""
     return [Block(i, prefix + p, arch, root, block) for i, (p, block) in enumerate(_layers(root, arch))]
 
@@ -178,10 +168,11 @@ def blocks_to_change(model: Any) -> list[Block]:
     """The blocks of a model that is going to be changed; ValueError if it would ignore the change."""
     outer = model
     while outer is not None:
-        if isinstance(outer, nn.DataParallel):
-            raise ValueError("model is a DataParallel, whose replicas would share one state; wrap model.module first.")
-        if isinstance(outer, nn.Module) and "_orig_mod" in outer._modules:
-            raise ValueError("model is compiled and may ignore the change; change model._orig_mod, compile it after.")
+        if isinstance(outer, nn.DataParallel) or (isinstance(outer, nn.Module) and "_orig_mod" in outer._modules):
+            raise ValueError(
+                f"model is a {type(outer).__name__} and may ignore the change; change model.module of a DataParallel, "
+                "model._orig_mod of a compiled model, and compile it after."
+            )
         outer = inside(outer)
     return blocks(model)
 
@@ -209,7 +200,7 @@ def inside(model: Any) -> Any:
         return model.model if isinstance(getattr(model, "model", None), nn.Module) else None
     if isinstance(model, nn.Sequential) and len(model) and hasattr(model[0], "auto_model"):  # a SentenceTransformer
         return model[0].auto_model
-    if hasattr(model, "get_encoder") and has(model, "encoder") and has(model, "decoder"):
+    if hasattr(model, "get_encoder") and at(model, "encoder") is not None and at(model, "decoder") is not None:
         return model.get_submodule("encoder")
     return None
 
@@ -219,11 +210,8 @@ def choose_layers(count: int, layers: int | Iterable[int] | None) -> list[int]:
     if layers is None:
         return list(range(count))
     chosen = [layers] if isinstance(layers, int) else list(layers)
-    for i in chosen:
-        if not isinstance(i, int) or not -count <= i < count:
-            raise ValueError(f"layer {i!r}: the model has {count} layers, expected 0 to {count - 1}.")
-    if not chosen:
-        raise ValueError("layers is empty, expected at least one; leave it out for all of them.")
+    if not chosen or any(not isinstance(i, int) or not -count <= i < count for i in chosen):
+        raise ValueError(f"layers = {chosen}, expected indices from 0 to {count - 1}, and at least one.")
     return sorted({i % count for i in chosen})
 
 
@@ -301,10 +289,6 @@ def at(module: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def has(module: nn.Module, path: str) -> bool:
-    return at(module, path) is not None
-
-
 def _layers(root: nn.Module, arch: Architecture) -> list[tuple[str, nn.Module]]:
     """(path, block) of all layers of an encoder; empty if it has no such list."""
     if callable(arch.blocks):
@@ -313,43 +297,36 @@ def _layers(root: nn.Module, arch: Architecture) -> list[tuple[str, nn.Module]]:
     return [(f"{arch.blocks}.{i}", m) for i, m in enumerate(modules)] if isinstance(modules, nn.ModuleList) else []
 
 
-def _missing(block: nn.Module, arch: Architecture) -> list[str]:
-    """Paths of the architecture that a block lacks, and modules that it should not have; empty if it matches."""
+def _fits(root: nn.Module, arch: Architecture) -> bool:
+    """Whether a module is an encoder of a layout: its blocks have the submodules of the layout."""
+    layers = _layers(root, arch)
+    if not layers:
+        return False
     paths = {arch.attn, arch.q, arch.k, arch.v, arch.o, arch.norm1, arch.norm2, arch.ffn, arch.emit, arch.layer_scale}
-    missing = [path for path in sorted(paths - {""}) if not has(block, path)]
-    for path in filter(None, (arch.q_bias, arch.v_bias)):
-        owner, _, name = path.rpartition(".")
-        if not isinstance(getattr(at(block, owner), name, None), Tensor):
-            missing.append(path)
-    return missing + [f"no {path}" for path in arch.refuse if has(block, path)]
+    has = lambda path: at(layers[0][1], path) is not None
+    return all(map(has, paths)) and not any(map(has, arch.refuse))
 
 
-def _matches(model: nn.Module) -> Iterator[tuple[str, nn.Module, Architecture]]:
+def _matches(model: nn.Module) -> list[tuple[str, nn.Module, Architecture]]:
     """The submodules that are encoders of a known layout, at the smallest depth where there is one."""
     depth = lambda path: path.count(".") + bool(path)
-    smallest = math.inf
+    matches: list[tuple[str, nn.Module, Architecture]] = []
     for path, module in sorted(model.named_modules(), key=lambda item: depth(item[0])):
-        if depth(path) > smallest:
-            return
-        for arch in ARCHITECTURES:
-            layers = _layers(module, arch)
-            if layers and not _missing(layers[0][1], arch):
-                smallest = depth(path)
-                yield path, module, arch
-                break
+        if matches and depth(path) > depth(matches[0][0]):
+            break
+        matches += [(path, module, arch) for arch in ARCHITECTURES if _fits(module, arch)][:1]
+    return matches
 
 
 def _describe_unknown(model: nn.Module) -> str:
-    """What a model has instead of a known layout, and the layout that is most similar."""
+    """What a model has instead of a known layout."""
     known = ", ".join(dict.fromkeys(arch.name for arch in ARCHITECTURES))
     lists = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     if not lists:
         return f"{type(model).__name__} has no list of blocks; expected an encoder with one of: {known}."
     path, modules = max(lists, key=lambda item: len(list(item[1].modules())))
     children = sorted({p for p, _ in modules[0].named_modules() if p and p.count(".") < 2})
-    similar = min(ARCHITECTURES, key=lambda arch: len(_missing(modules[0], arch)))
     return (
         f"{type(model).__name__} is of no known architecture. Its largest list of blocks is {path!r} with submodules "
-        f"{', '.join(children)}. The most similar, {similar.name}, misses {', '.join(_missing(modules[0], similar))}. "
-        f"Known: {known}. Add a layout with attn_flow.hooks.register(Architecture(...))."
+        f"{', '.join(children)}. Known: {known}. Add a layout with attn_flow.hooks.register(Architecture(...))."
     )

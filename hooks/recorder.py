@@ -7,8 +7,6 @@ in some models, and loses count when a layer is replaced.
 from __future__ import annotations
 
 import inspect
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.hooks.evaluation import active_factor
+from attn_flow.hooks.evaluation import read_settings
 from attn_flow.hooks.inputs import TokenBatch
 from attn_flow.hooks.layout import Block, LayerClock, blocks, distinct, hidden_states, input_states
 from attn_flow.hooks.positions import attention_scores, project
@@ -54,12 +52,10 @@ class ActivationCache(Mapping[str, Tensor]):
         >>> from attn_flow.hooks import recording
         >>> from attn_flow.hooks.demo import tiny_bert
         >>> model, tokenizer = tiny_bert()  # or from_pretrained("bert-base-uncased")
-        >>> with recording(model, ["hook_in", "attn.hook_pattern"]) as cache:
+        >>> with recording(model, ["blocks.0.hook_in", "blocks.1.attn.hook_pattern"]) as cache:
         ...     output = model(**tokenizer(["a b c"], return_tensors="pt"))
-        >>> list(cache)
-        ['blocks.0.hook_in', 'blocks.1.hook_in', 'blocks.0.attn.hook_pattern', 'blocks.1.attn.hook_pattern']
-        >>> cache["blocks.1.hook_in"].shape, cache["blocks.0.attn.hook_pattern"].shape
-        (torch.Size([1, 5, 16]), torch.Size([1, 2, 5, 5]))
+        >>> {name: tuple(activation.shape) for name, activation in cache.items()}
+        {'blocks.0.hook_in': (1, 5, 16), 'blocks.1.attn.hook_pattern': (1, 2, 5, 5)}
     """
 
     def __init__(self, model: nn.Module, points: str | Sequence[str]) -> None:
@@ -80,37 +76,18 @@ class ActivationCache(Mapping[str, Tensor]):
             root.use_nested_tensor = False
         stack.callback(root.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
         self.clock.attach(stack)
-        derived = (*PER_HEAD, *PAIRS)
         wanted = {
-            (layer, "attn.hook_in" if point in derived else point) for layer, point in map(split_name, self.points)
+            (layer, "attn.hook_in" if point in (*PER_HEAD, *PAIRS) else point)
+            for layer, point in map(split_name, self.points)
         }
         for block in distinct(self.blocks):
-            indices = [b.index for b in self.blocks if b.module is block.module]
-            for point in POINTS:
-                layers = {i for i in indices if (i, point) in wanted}
-                if layers:
-                    stack.callback(self._listen(block, point, layers).remove)
+            for point in {point for _, point in wanted}:
+                stack.callback(self._listen(block, point, wanted).remove)
 
-    def _listen(self, block: Block, point: str, layers: set[int]) -> Any:
+    def _listen(self, block: Block, point: str, wanted: set[tuple[int, str]]) -> Any:
         arch, placement = block.architecture, block.norm_placement
         if point == "hook_resid_mid" and placement == "parallel":
             raise ValueError(f"{point}: attention and feed-forward part run in parallel here; there is no middle.")
-        if point == "mlp.hook_out" and getattr(getattr(block.root, "config", None), "chunk_size_feed_forward", None):
-            raise ValueError(f"{point}: the feed-forward part is chunked; set config.chunk_size_feed_forward = 0.")
-
-        def keep(x: Tensor) -> None:
-            layer = self.clock.layer
-            if self.clock.is_running and layer in layers:
-                self._states[f"blocks.{layer}.{point}"] = x
-                if point == "attn.hook_in":
-                    self._factors[layer] = active_factor(block, layer)
-
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            keep(input_states(args, kwargs))
-
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            keep(hidden_states(output))
-
         path, is_input = {
             "hook_in": ("", True),
             "attn.hook_in": (arch.attn, True),
@@ -119,9 +96,18 @@ class ActivationCache(Mapping[str, Tensor]):
             "mlp.hook_out": (arch.ffn, False),
             "hook_out": ("", False),
         }[point]
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
+            layer = self.clock.layer
+            if self.clock.is_running and (layer, point) in wanted:
+                x = input_states(args, kwargs) if is_input else hidden_states(output)
+                self._states[f"blocks.{layer}.{point}"] = x
+                if point == "attn.hook_in":
+                    self._factors[layer] = read_settings(self.blocks[layer])[1]
+
         if is_input:
-            return block[path].register_forward_pre_hook(before, with_kwargs=True)
-        return block[path].register_forward_hook(after)
+            return block[path].register_forward_pre_hook(keep, with_kwargs=True)
+        return block[path].register_forward_hook(keep, with_kwargs=True)
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = inspect.signature(root.forward).bind_partial(*args, **kwargs).arguments
@@ -180,7 +166,7 @@ class ActivationCache(Mapping[str, Tensor]):
         x = self.last_state
         padding = self._call.get("src_key_padding_mask")
         if padding is not None:
-            return (~padding if padding.dtype == torch.bool else padding == 0).to(x.device)
+            return padding.to(x.device) == 0  # also False, as a bool
         mask = self._call.get("attention_mask")
         if mask is None:
             return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -192,24 +178,17 @@ class ActivationCache(Mapping[str, Tensor]):
 
     # --- as other objects ---
 
-    def kept_tokens(self, batch: TokenBatch, special: bool) -> tuple[Tensor, Tensor]:
-        """Which positions to record (batch, pos), and which hold special tokens ([CLS], [SEP], class tokens)."""
-        mask = self.mask
-        marks = torch.zeros_like(mask)
+    def special_tokens(self, batch: TokenBatch) -> Tensor:
+        """Which positions hold special tokens ([CLS], [SEP], class tokens), as far as it is known, (batch, pos)."""
+        marks = torch.zeros_like(self.mask)
         if batch.special is not None:
             for b, row in enumerate(batch.special):
-                marks[b, : len(row)] = torch.tensor(row, device=mask.device)
+                marks[b, : len(row)] = torch.tensor(row, device=marks.device)
         elif "pixel_values" in self._call:
             config: Any = self.blocks[0].root.config
             rows, columns = (size // config.patch_size for size in self._call["pixel_values"].shape[-2:])
-            marks[:, : mask.shape[1] - rows * columns] = True  # class and register tokens come before the patches
-        elif not special:
-            raise ValueError("special=False needs to know the special tokens; pass special_tokens_mask in the inputs.")
-        is_kept = mask if special else mask & ~marks
-        if not bool(is_kept.any(-1).all()):
-            empty = batch.first + int((~is_kept.any(-1)).nonzero()[0])
-            raise ValueError(f"text {empty} has no token left to record; drop it, or keep special tokens.")
-        return is_kept, marks
+            marks[:, : marks.shape[1] - rows * columns] = True  # class and register tokens come before the patches
+        return marks
 
     def strings(self, batch: TokenBatch | None = None, tokenizer: Any = None) -> list[list[str]]:
         """A name for every position of the last pass: the token, its id, or the position."""
@@ -220,32 +199,30 @@ class ActivationCache(Mapping[str, Tensor]):
             return [tokenizer.convert_ids_to_tokens(r) if tokenizer else [str(i) for i in r] for r in ids.tolist()]
         return [[str(i) for i in range(n)]] * texts
 
-    def trajectory(self, batch: TokenBatch | None = None, *, special: bool = True) -> Trajectory:
+    def trajectory(self, batch: TokenBatch | None = None) -> Trajectory:
         """The last pass as clouds x (points, texts, n, d): without padding, tokens to the left, then zeros."""
-        batch = batch or TokenBatch({})
-        is_kept, marks = self.kept_tokens(batch, special)
-        lengths = is_kept.sum(-1)
-        order = (~is_kept).to(torch.uint8).argsort(dim=-1, stable=True)[:, : int(lengths.max())]
-        columns = torch.arange(order.shape[1], device=order.device)
-        mask, is_in_place = columns < lengths[:, None], bool((order == columns).all())
-        states = [self[name].to(order.device) for name in self.points]
-        if any(state.ndim != 3 for state in states):
+        batch, is_token = batch or TokenBatch({}), self.mask
+        if any(split_name(name)[1] in (*PER_HEAD, *PAIRS) for name in self.points):
             raise ValueError("a trajectory has one vector per token; read queries, keys, scores and patterns by name.")
-        take = lambda x: x[:, : order.shape[1]] if is_in_place else torch.take_along_dim(x, order[..., None], dim=1)
-        x = torch.stack([take(state) for state in states])
-        if int(lengths.min()) < x.shape[-2]:
-            x[:, ~mask] = 0.0
+        if not bool(is_token.any(-1).all()):
+            raise ValueError(f"text {batch.first + int(is_token.any(-1).int().argmin())} has no token; drop it.")
+        lengths = is_token.sum(-1)
+        order = (~is_token).to(torch.uint8).argsort(dim=-1, stable=True)[:, : int(lengths.max())]
+        mask = torch.arange(order.shape[1], device=order.device) < lengths[:, None]
+        states = [self[name].to(order.device).take_along_dim(order[..., None], dim=1) for name in self.points]
+        x = torch.stack(states).masked_fill_(~mask[..., None], 0.0)
         positions = [row[:n] for row, n in zip(order.tolist(), lengths.tolist())]
         rows = lambda table: [[row[j] for j in kept] for row, kept in zip(table, positions)]
         labels: dict[str, list] = {
             "text": list(range(batch.first, batch.first + len(order))),
             "position": positions,
             "token": rows(self.strings(batch)),
-            "special": rows(marks.tolist()),
+            "special": rows(self.special_tokens(batch).tolist()),
         }
         if isinstance(self._call.get("input_ids"), Tensor):
             labels["id"] = rows(self._call["input_ids"].tolist())
-        t = torch.tensor([depth_of(name) for name in self.points], dtype=torch.float64, device=x.device)
+        depths = [layer + DEPTH.get(point, 0.0) for layer, point in map(split_name, self.points)]
+        t = torch.tensor(depths, dtype=torch.float64, device=x.device)
         return Trajectory(t, x, mask=mask, about=self.about(), labels=labels)
 
     def to_frame(self, name: str, tokenizer: Any = None) -> pandas.DataFrame:
@@ -263,20 +240,19 @@ class ActivationCache(Mapping[str, Tensor]):
         import pandas
 
         x, mask, point = self[name].detach().cpu(), self.mask.cpu(), split_name(name)[1]
+        axes, is_kept = ["text", "position"], mask
         if point in PAIRS:
+            axes = ["text", "head", "query", "key"]
             is_kept = (mask[:, None, :, None] & mask[:, None, None, :]).expand(x.shape) & ~x.isneginf()
-            index = dict(zip(("text", "head", "query", "key"), is_kept.nonzero().T.numpy()))
-            return pandas.DataFrame({**index, "value": x[is_kept].float().numpy()})
-        where = mask.nonzero()
+        elif point in PER_HEAD:
+            axes, is_kept = ["text", "position", "head"], mask[..., None].expand(x.shape[:3])
+        frame = pandas.DataFrame(is_kept.nonzero().numpy(), columns=axes)
+        values = pandas.DataFrame(x[is_kept].float().numpy())
+        if point in PAIRS:
+            return frame.assign(value=values[0])
         strings = self.strings(None, tokenizer)
-        tokens = [strings[text][position] for text, position in where.tolist()]
-        frame = pandas.DataFrame({"text": where[:, 0].numpy(), "position": where[:, 1].numpy(), "token": tokens})
-        values = x[mask]  # (tokens, d) or (tokens, heads, d_head)
-        if values.ndim == 3:
-            frame = frame.loc[frame.index.repeat(values.shape[1])].reset_index(drop=True)
-            frame["head"] = list(range(values.shape[1])) * len(values)
-            values = values.flatten(0, 1)
-        return frame.join(pandas.DataFrame(values.float().numpy()))
+        frame.insert(2, "token", [strings[text][position] for text, position in zip(frame["text"], frame["position"])])
+        return frame.join(values)
 
     def about(self) -> dict[str, Any]:
         """The model and what was recorded, as plain JSON."""
@@ -297,31 +273,18 @@ def split_name(name: str) -> tuple[int, str]:
     return int(layer), point
 
 
-def depth_of(name: str) -> float:
-    """Where in the encoder an activation is, counted in layers."""
-    layer, point = split_name(name)
-    return layer + DEPTH.get(point, 0.0)
-
-
 def parse_points(points: str | Sequence[str], layers: int) -> list[str]:
     """Full names of points: "attn.hook_out" means all layers, "resid" the residual stream at all levels 0 to L."""
-    names: list[str] = []
-    for name in [points] if isinstance(points, str) else points:
-        match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
-        point = match[2] if match else name
-        if point == "resid" and not match:
-            names += [f"blocks.{i}.hook_in" for i in range(layers)] + [f"blocks.{layers - 1}.hook_out"]
-        elif point not in POINTS:
-            raise ValueError(
-                f"point {name!r}, expected 'resid', or one of {', '.join(POINTS)}, also after 'blocks.0.'."
-            )
-        elif match and int(match[1]) >= layers:
-            raise ValueError(f"point {name!r}: the model has {layers} layers, expected 0 to {layers - 1}.")
-        else:
-            names += [name] if match else [f"blocks.{i}.{point}" for i in range(layers)]
-    if not names:
-        raise ValueError(f"points is empty, expected at least one of: resid, {', '.join(POINTS)}.")
-    return names
+    names = [points] if isinstance(points, str) else list(points)
+    choices = {point: [f"blocks.{i}.{point}" for i in range(layers)] for point in POINTS}
+    choices |= {name: [name] for full_names in choices.values() for name in full_names}
+    choices["resid"] = [*choices["hook_in"], f"blocks.{layers - 1}.hook_out"]
+    if not names or not set(names) <= set(choices):
+        raise ValueError(
+            f"points = {points!r}, expected 'resid', or some of {', '.join(POINTS)}, also of one layer: 'blocks.0.' to "
+            f"'blocks.{layers - 1}.' before them."
+        )
+    return [full_name for name in names for full_name in choices[name]]
 
 
 @contextmanager
@@ -358,9 +321,7 @@ def run_batch(model: nn.Module, cache: ActivationCache, batch: TokenBatch) -> No
     device = next(model.parameters()).device
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     model(**{name: t.to(device) for name, t in batch.inputs.items()}, **options)
-    last = cache.last_state
-    # The sum is a cheap first test. Padding may hold anything, and a sum may overflow.
-    if not math.isfinite(float(last.sum())) and not bool(torch.isfinite(last[cache.mask]).all()):
+    if not bool(torch.isfinite(cache.last_state[cache.mask]).all()):  # padding may hold anything
         raise ValueError(
             f"the model gave NaN or infinite states in {cache.about()['dtype']} (texts from {batch.first}); load it "
             "with dtype=torch.float32."

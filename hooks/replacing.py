@@ -8,31 +8,20 @@ place (a trained copy under PEFT's modules_to_save) is what acts.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from attn_flow.hooks.caching import restore_cache, stop_caching
-from attn_flow.hooks.evaluation import ChangedAttention, Settings, changes_of
-from attn_flow.hooks.layer_flow import ENTRY, LayerFlow, StepName
-from attn_flow.hooks.layout import blocks, blocks_to_change, choose_layers, distinct
+from attn_flow.hooks.evaluation import ChangedAttention, changed_attention, read_settings
+from attn_flow.hooks.layer_flow import LayerFlow, StepName
+from attn_flow.hooks.layout import ENTRY, blocks, blocks_to_change, choose_layers, distinct
 from attn_flow.hooks.saving import update_config
 from attn_flow.hooks.wrapping import resolve_factor
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-class ReplacedAttention(ChangedAttention):
-    """The `forward` of a replaced attention module. Its settings are those of the child module when the layer runs."""
-
-    is_flow = True
-
-    def settings(self, layer: int) -> Settings:
-        child: Any = getattr(self.module, ENTRY)  # or what PEFT or accelerate put in its place
-        return child.options, child()  # called as a module, so that offloaded weights are there
 
 
 def replace_attention(
@@ -81,7 +70,7 @@ def replace_attention(
                 f"layer {block.index} shares its block with layers {shared}, which has one flow for all of them; "
                 "expected all or none of them in `layers`."
             )
-        if any(change.is_flow for change in changes_of(block.attn)):
+        if read_settings(block)[0] is not None:
             raise ValueError(f"layer {block.index} is a flow already; undo that by restore_attention(model) first.")
     new_flows = []
     for block in distinct(all_blocks[i] for i in chosen):
@@ -93,13 +82,12 @@ def replace_attention(
         if factor is not None:
             flow.beta_factor = factor
         new_flows.append((block, flow))
-    with ExitStack() as stack:
-        for block, flow in new_flows:
-            block.attn.add_module(ENTRY, flow)
-            ReplacedAttention(block).attach()
-        if new_flows[0][1].options.evaluations > 1:
-            stop_caching(stack, model, all_blocks[0])
-        stack.pop_all()  # `restore_attention` undoes it, also in a copy of the model
+    for block, flow in new_flows:
+        block.attn.add_module(ENTRY, flow)
+        if changed_attention(block) is None:
+            ChangedAttention(block)
+    if new_flows[0][1].options.evaluations > 1:
+        stop_caching(model, all_blocks[0])
     update_config(model)
     return model
 
@@ -122,10 +110,10 @@ def restore_attention(model: Model) -> Model:
     """
     all_blocks = blocks(model)
     for block in all_blocks:
-        for change in changes_of(block.attn):
-            if isinstance(change, ReplacedAttention):
-                change.detach()
-                delattr(block.attn, ENTRY)
+        changed = changed_attention(block)
+        if changed is not None and hasattr(block.attn, ENTRY):
+            delattr(block.attn, ENTRY)
+            changed.remove()
     restore_cache(all_blocks[0])
     update_config(model)
     return model

@@ -13,28 +13,25 @@ from typing import Any
 from safetensors import SafetensorError
 
 
-def pretrained(kind: Any, path: str | os.PathLike[str], remote_code: bool = False, **options: Any) -> Any:
-    """kind.from_pretrained(path), which never asks on the terminal whether to run the code of a model.
-
-    kind: an Auto class, or a class of models. remote_code: run the code that the folder or the hub brings along.
-    """
+def pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> Any:
+    """kind.from_pretrained(path) of an Auto class or a class of models, which neither runs nor asks to run its code."""
     try:
-        return kind.from_pretrained(os.fspath(path), trust_remote_code=remote_code, **options)
+        return kind.from_pretrained(os.fspath(path), trust_remote_code=False, **options)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(
-            f"{path} brings Python code of its own, which was not run; if you trust it, pass remote_code=True to "
-            "attn_flow.hooks.load_encoder."
+            f"{path} brings Python code of its own, which was not run; if you trust it, load it by transformers with "
+            "trust_remote_code=True."
         ) from None
     except (SafetensorError, UnpicklingError) as error:
         why = str(error).splitlines()[0]
         raise ValueError(f"{path}: its weights cannot be read ({why}); the file is damaged, fetch it again.") from None
 
 
-def pretrained_model(kind: Any, path: str | os.PathLike[str], remote_code: bool = False, **options: Any) -> Any:
+def pretrained_model(kind: Any, path: str | os.PathLike[str], **options: Any) -> Any:
     """The model of `pretrained`, all of whose weights come from the file; a pooler, which no layer sees, may be new."""
-    model, report = pretrained(kind, path, remote_code, output_loading_info=True, **options)
+    model, report = pretrained(kind, path, output_loading_info=True, **options)
     missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
@@ -45,11 +42,11 @@ def pretrained_model(kind: Any, path: str | os.PathLike[str], remote_code: bool 
     return model
 
 
-def load_tokenizer(path: str | os.PathLike[str], *, remote_code: bool = False) -> Any:
-    """The tokenizer of a folder or name; `remote_code` as in `load_encoder`."""
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a folder or a name of the hub."""
     from transformers import AutoTokenizer
 
-    return pretrained(AutoTokenizer, path, remote_code)
+    return pretrained(AutoTokenizer, path)
 
 
 def package_folder(package: str, inside: str, install: str) -> Path:

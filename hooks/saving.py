@@ -1,14 +1,10 @@
 """Save models with replaced attention so that they load anywhere.
 
-`save_pretrained` writes a model_type of its own ("attn_flow_bert"), the options of the flows, and the file
-modeling_attn_flow.py beside the weights. The width in the config has a note on how to load it, so that it is no number.
-So a plain load refuses instead of running ordinary layers, also `BertModel.from_pretrained`, and
-
-    AutoModel.from_pretrained(folder, trust_remote_code=True)
-    pipeline("fill-mask", model=folder, trust_remote_code=True)
-    SentenceTransformer(folder, trust_remote_code=True)
-
-load the flows. `attn_flow.hooks.load(folder)` does so too, without running code of the folder.
+`save_pretrained` writes a model_type of its own ("attn_flow_bert"), an attention implementation that transformers does
+not have, the options of the flows, and the file modeling_attn_flow.py. So AutoModel, pipeline and SentenceTransformer
+load the flows with trust_remote_code=True, and refuse without it, and `attn_flow.hooks.load` loads them without running
+code of the folder. `BertModel.from_pretrained(folder)` refuses as well; if it is given another attn_implementation, it
+runs ordinary layers, and transformers warns of another model type and of weights that are not used.
 """
 
 from __future__ import annotations
@@ -23,12 +19,12 @@ from typing import Any
 from torch import nn
 
 from attn_flow.base.files import write_json
-from attn_flow.hooks.layer_flow import ENTRY, flows
-from attn_flow.hooks.layout import inside
+from attn_flow.hooks.layer_flow import flows
+from attn_flow.hooks.layout import ENTRY, inside
 
 PREFIX = "attn_flow_"  # of the model_type of a saved model with flows
 CODE = Path(__file__).with_name("modeling_attn_flow.py")
-LOAD_NOTE = ", but attention is a flow: use attn_flow.hooks.load, or AutoModel with trust_remote_code=True"
+IMPLEMENTATION = "a flow, use attn_flow.hooks.load"  # shown by transformers, which does not know it
 HEADING = "## Attention as a flow"
 
 
@@ -53,15 +49,11 @@ def update_config(model: nn.Module) -> None:
 
 def describe_flows(model: nn.Module) -> list[dict[str, Any]]:
     """The options of all flows, one entry for the layers that have the same: plain JSON."""
-    entries: list[dict[str, Any]] = []
+    names = ("horizon", "steps", "step", "learn_beta")
+    layers: dict[tuple[Any, ...], list[int]] = {}
     for i, flow in flows(model).items():
-        options = {name: getattr(flow, name) for name in ("horizon", "steps", "step", "learn_beta")}
-        entry = next((e for e in entries if all(e[name] == value for name, value in options.items())), None)
-        if entry is None:
-            entries.append({"layers": [i], **options})
-        else:
-            entry["layers"].append(i)
-    return entries
+        layers.setdefault(tuple(getattr(flow, name) for name in names), []).append(i)
+    return [{"layers": indices, **dict(zip(names, values))} for values, indices in layers.items()]
 
 
 def pretrained_inside(model: Any) -> Any:
@@ -82,16 +74,13 @@ class FlowSaver:
         self.model = model
 
     def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        push_to_hub = kwargs.pop("push_to_hub", False)
-        hub_options = {name: kwargs.pop(name) for name in ("repo_id", "commit_message", "create_pr") if name in kwargs}
+        if kwargs.pop("push_to_hub", False):
+            raise ValueError("push_to_hub=True would leave out files of a flow; use model.push_to_hub(name).")
         update_config(self.model)  # the options of a flow may have been set since it was made
         type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
         folder = Path(save_directory)
-        if kwargs.get("is_main_process", True) and (folder / "config.json").is_file():
+        if kwargs.get("is_main_process", True):
             _write_beside_weights(self.model, folder)
-        if push_to_hub:
-            hub_options.setdefault("repo_id", folder.name)
-            self.model.push_to_hub(**hub_options)
 
 
 def _write_beside_weights(model: Any, folder: Path) -> None:
@@ -99,16 +88,14 @@ def _write_beside_weights(model: Any, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not config["model_type"].startswith(PREFIX):
         config["model_type"] = PREFIX + config["model_type"]
-    width = model.config.attribute_map.get("hidden_size", "hidden_size")
-    if width in config:
-        config[width] = f"{config[width]}{LOAD_NOTE}"
-    names = ["AutoConfig", *_auto_classes(model.config)]
-    classes = {"AutoConfig": "FlowConfig"}
-    config["auto_map"] = {name: f"{CODE.stem}.{classes.get(name, name)}" for name in names}
+    config["_attn_implementation"] = IMPLEMENTATION
+    config["auto_map"] = {name: f"{CODE.stem}.{name}" for name in _auto_classes(model.config)}
+    config["auto_map"]["AutoConfig"] = f"{CODE.stem}.FlowConfig"
     write_json(config, folder / "config.json")
     shutil.copyfile(CODE, folder / CODE.name)
     card = folder / "README.md"
-    text = card.read_text(encoding="utf-8") if card.exists() else _new_card(model)
+    title = f"---\nlibrary_name: transformers\ntags:\n- attn-flow\n---\n\n# {type(model).__name__}\n\n"
+    text = card.read_text(encoding="utf-8") if card.exists() else title
     card.write_text(text.split(HEADING)[0] + _card_section(model), encoding="utf-8")
 
 
@@ -118,12 +105,6 @@ def _auto_classes(config: Any) -> list[str]:
 
     candidates = {name: getattr(modeling_auto, name) for name in dir(modeling_auto) if name.startswith("AutoModel")}
     return [name for name, auto in candidates.items() if type(config) in (getattr(auto, "_model_mapping", None) or ())]
-
-
-def _new_card(model: Any) -> str:
-    name = getattr(model.config, "_name_or_path", "")
-    name = type(model).__name__ if not name or Path(name).exists() else name
-    return f"---\nlibrary_name: transformers\ntags:\n- attn-flow\n---\n\n# {name} with attention as a flow\n\n"
 
 
 def _card_section(model: Any) -> str:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from attn_flow.hooks.evaluation import describe_changes
 from attn_flow.hooks.inputs import TokenBatch
 from attn_flow.hooks.layout import Block, encoder_inside, evaluation_mode
-from attn_flow.hooks.positions import Projections, UnreadableWeightsError, projections, relative_rounding
+from attn_flow.hooks.positions import UnreadableWeightsError, as_float, relative_rounding
 from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
 from attn_flow.hooks.weights import read_attention
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
+
+POINTS = ("attn.hook_in", "attn.hook_out", "attn.q.hook_out", "attn.k.hook_out")
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,18 @@ class Check:
         return self.error <= self.tolerance
 
 
-def self_check(model: nn.Module, inputs: Mapping[str, Tensor], tolerance: float | None = None) -> list[Check]:
+def self_check(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Check]:
     """Compare the Attention of every layer with what the layer computes.
 
     Args:
         model: a known encoder, or something that holds one.
         inputs: as the model takes them; padding is left out of the comparison.
-        tolerance: the relative error (Frobenius norm over tokens) up to which a layer agrees; by default that of its
-            rounding, 16 rounding errors times one plus the largest logit.
 
     Returns:
-        One Check per layer. Where positions enter the scores, a layer is wrapped or scaled, or its weights are
-        quantised, the two cannot agree and the Check says why. Any other layer that does not agree is a ValueError.
+        One Check per layer: its relative error (Frobenius norm over tokens), and a tolerance of 16 rounding errors
+        times one plus a bound on its logits. Where positions enter the scores, a layer is wrapped or scaled, or its
+        weights are quantised, the two cannot agree and the Check says why. Any other layer that does not agree is a
+        ValueError.
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
@@ -63,9 +64,9 @@ def self_check(model: nn.Module, inputs: Mapping[str, Tensor], tolerance: float 
         True
     """
     model = encoder_inside(model)
-    with recording(model, ("attn.hook_in", "attn.hook_out")) as cache, evaluation_mode(model):
+    with recording(model, POINTS) as cache, evaluation_mode(model):
         run_batch(model, cache, TokenBatch(dict(inputs)))
-    checks = [_check_layer(block, cache, tolerance) for block in cache.blocks]
+        checks = [_check_layer(block, cache) for block in cache.blocks]
     wrong = [check for check in checks if not check.exact and not check.omits]
     if wrong:
         worst = max(wrong, key=lambda check: check.error)
@@ -77,43 +78,24 @@ def self_check(model: nn.Module, inputs: Mapping[str, Tensor], tolerance: float 
     return checks
 
 
-def _check_layer(block: Block, cache: ActivationCache, tolerance: float | None) -> Check:
+def _check_layer(block: Block, cache: ActivationCache) -> Check:
     changes = describe_changes(block)
     if changes:
-        return Check(block.index, float("nan"), 0.0, "; ".join(changes))
+        return Check(block.index, float("nan"), 0.0, changes)
     try:
-        weights = projections(block)
-        attention = read_attention(block, weights)
-    except UnreadableWeightsError as error:
-        return Check(block.index, float("nan"), 0.0, str(error))
-    z, output = (cache[f"blocks.{block.index}.attn.hook_{end}"] for end in ("in", "out"))
-    cloud = Cloud(z.to(weights["q"][0].dtype), mask=cache.mask.to(z.device))
-    drift = attention(0.0, cloud.zero_padding(cloud.x), cloud.log_weights)
-    difference = float((drift - output)[cache.mask].norm() / output[cache.mask].norm())
-    if tolerance is None:
-        rounding = max(relative_rounding(z), relative_rounding(output))
-        tolerance = 16 * rounding * (1 + block.beta * _largest_product(cloud.x[cache.mask], weights))
-    return Check(block.index, difference, tolerance, block.positions)
+        attention = read_attention(block)
+    except UnreadableWeightsError as reason:
+        return Check(block.index, float("nan"), 0.0, str(reason))
+    z, output, q, k = (cache[f"blocks.{block.index}.{point}"] for point in POINTS)
+    difference = attention.drift(Cloud(as_float(z), mask=cache.mask)) - output
+    error = float(difference[cache.mask].norm() / output[cache.mask].norm())
+    # The rounding error of a logit is the relative one of its exponential.
+    largest_logit = block.beta * float(q[cache.mask].norm(dim=-1).amax() * k[cache.mask].norm(dim=-1).amax())
+    rounding = max(relative_rounding(z), relative_rounding(output))
+    return Check(block.index, error, 16 * rounding * (1 + largest_logit), block.positions)
 
 
-def _largest_product(z: Tensor, weights: Projections) -> float:
-    """A bound on <Q z_i + b, K z_j + c>: the rounding error of a logit is the relative one of its exponential."""
-    norms = []
-    for weight, bias in (weights["q"], weights["k"]):
-        y = torch.einsum("nd,hkd->nhk", z, weight)
-        norms.append((y if bias is None else y + bias).norm(dim=-1).amax(0))
-    return float((norms[0] * norms[1]).amax())
-
-
-def first_tokens(inputs: Mapping[str, Tensor], count: int = 16) -> dict[str, Tensor]:
-    """A few tokens of the first text, or the first image; torch's encoder, which may have texts second, gets all."""
-    if "src" in inputs:
-        return dict(inputs)
-    leading = next(iter(inputs.values()))
-    first = {name: t[:1] if t.ndim and t.shape[0] == leading.shape[0] else t for name, t in inputs.items()}
-    mask = first.get("attention_mask")
-    if "pixel_values" in inputs or leading.ndim < 2 or (mask is not None and mask.ndim != 2):
-        return first
-    n = leading.shape[1]
-    columns = torch.arange(n)[:count] if mask is None else mask[0].nonzero()[:count, 0]
-    return {name: t[:, columns] if t.ndim > 1 and t.shape[1] == n else t for name, t in first.items()}
+def first_text(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs of the first text or image alone; torch's encoder, which may have texts second, gets all."""
+    texts = -1 if "src" in inputs else len(next(iter(inputs.values())))
+    return {name: t[:1] if t.ndim and len(t) == texts else t for name, t in inputs.items()}

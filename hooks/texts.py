@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,60 +30,48 @@ def load_texts(path: str | os.PathLike[str], field: str = "text") -> list[str]:
         ...     load_texts(Path(folder, "a.jsonl"))
         ['a b']
     """
-    source, kind = str(path), Path(path).suffix.lower()
+    is_input = str(path) == "-"
+    source, kind = ("standard input", "") if is_input else (str(path), Path(path).suffix.lower())
     if kind not in ("", ".txt", ".md", ".jsonl", ".csv"):
         raise ValueError(f"{source} is of no known format ({kind}); expected .txt, .md, .jsonl or .csv.")
-    content = _read(path)
-    if source == "-":
-        source, kind = "standard input", ".jsonl" * content.lstrip().startswith("{")
-    lines = content.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # U+2028 and form feeds end no line
-    if kind == ".jsonl":
-        texts = [_object(line, field, source, i) for i, line in enumerate(lines, start=1) if line.strip()]
-    elif kind == ".csv":
-        texts = _table(content, field, source)
-    else:
-        texts = lines
-    texts = [text.strip() for text in texts if text.strip()]
+    try:
+        content = (sys.stdin.buffer.read() if is_input else Path(path).read_bytes()).decode("utf-8-sig")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ValueError(f"no file {source}.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text (byte {error.start}); convert it first.") from None
+    if is_input and content.lstrip().startswith("{"):
+        kind = ".jsonl"
+    texts = []
+    for number, row in _rows(content, kind, source, field):
+        text = row.get(field) if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            raise ValueError(f"{source}, line {number}: no text field {field!r} (found {keys}); use --field.")
+        texts.append(text.strip())
+    texts = [text for text in texts if text]
     if not texts:
         raise ValueError(f"{source} holds no text.")
     return texts
 
 
-def _read(path: str | os.PathLike[str]) -> str:
-    """The content of a UTF-8 file, or of standard input for "-"."""
-    source = "standard input" if str(path) == "-" else str(path)
-    try:
-        content = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
-        return content.decode("utf-8-sig")
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise ValueError(f"no file {source}.") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8 text (byte {error.start}); convert it first.") from None
-
-
-def _object(text: str, field: str, source: str, line: int) -> str:
-    try:
-        return _entry(json.loads(text), field, source, line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source}, line {line} is not JSON ({error.msg}).") from None
-
-
-def _table(content: str, field: str, source: str) -> list[str]:
-    csv.field_size_limit(max(csv.field_size_limit(), len(content)))  # a field may be a whole document
-    reader = csv.DictReader(io.StringIO(content, newline=""), strict=True)
-    texts = []
-    try:
-        for row in reader:
-            if None in row or None in row.values():  # DictReader's mark of too many and too few fields
-                raise ValueError(f"{source}, line {reader.line_num}: expected as many fields as in the header.")
-            texts.append(_entry(row, field, source, reader.line_num))
-    except csv.Error as error:
-        raise ValueError(f"{source} is not a table ({error}).") from None
-    return texts
-
-
-def _entry(row: Any, field: str, source: str, line: int) -> str:
-    if not isinstance(row, dict) or not isinstance(row.get(field), str):
-        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{source}, line {line}: no text field {field!r} (found {keys}); use --field.")
-    return row[field]
+def _rows(content: str, kind: str, source: str, field: str) -> Iterator[tuple[int, Any]]:
+    """The number of a line, and what it holds as a dictionary."""
+    if kind == ".csv":
+        csv.field_size_limit(max(csv.field_size_limit(), len(content)))  # a field may be a whole document
+        reader = csv.DictReader(io.StringIO(content, newline=""), strict=True)
+        try:
+            for row in reader:
+                if None in row or None in row.values():  # DictReader's mark of too many and too few fields
+                    raise ValueError(f"{source}, line {reader.line_num}: expected as many fields as in the header.")
+                yield reader.line_num, row
+        except csv.Error as error:
+            raise ValueError(f"{source} is not a table ({error}).") from None
+        return
+    lines = content.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # U+2028 and form feeds end no line
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                yield number, json.loads(line) if kind == ".jsonl" else {field: line}
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{source}, line {number} is not JSON ({error.msg}).") from None

@@ -15,23 +15,20 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from attn_flow.attention import Attention
+from attn_flow.attention.attention import Attention
 from attn_flow.geometry import Ellipsoid, Euclidean, Geometry
-from attn_flow.hooks.layout import Block, blocks, has
-from attn_flow.hooks.positions import Projections, as_float, projections, read_linear
+from attn_flow.hooks.layout import Block, at, blocks
+from attn_flow.hooks.positions import as_float, projections, read_linear
 
 
-def read_attention(block: Block, weights: Projections | None = None) -> Attention:
-    """The Attention of one block; see `attentions`. `weights` are its projections, if they have been read already."""
-    weights = projections(block) if weights is None else weights
-    (Q, b), (K, _), (V, c) = weights["q"], weights["k"], weights["v"]
+def read_attention(block: Block) -> Attention:
+    """The Attention of one block; see `attentions`."""
+    (Q, b), (K, _), (V, c) = projections(block).values()
     W, o = read_linear(block, block.architecture.o)
     O = rearrange(W, "d (h v) -> h d v", h=block.heads)
-    value_bias = torch.zeros_like(W[:, 0])
+    value_bias = torch.zeros_like(W[:, 0]) if o is None else o
     if c is not None:
         value_bias = value_bias + torch.einsum("hdv,hv->d", O, c)
-    if o is not None:
-        value_bias = value_bias + o
     if block.architecture.layer_scale:
         scale = as_float(next(block[block.architecture.layer_scale].parameters()))
         O, value_bias = scale[:, None] * O, scale * value_bias
@@ -75,27 +72,23 @@ def geometries(model: nn.Module) -> list[Geometry]:
         >>> [type(geometry).__name__ for geometry in geometries(tiny_bert()[0])]
         ['Ellipsoid', 'Ellipsoid']
     """
-    modules = [block.norm_in for block in blocks(model)]
-    return [Euclidean() if module is None else _ellipsoid(module) for module in modules]
+    return [Euclidean() if norm is None else _ellipsoid(norm) for norm in (block.norm_in for block in blocks(model))]
 
 
-def _ellipsoid(module: nn.Module) -> Ellipsoid:
-    """The image of a norm gain * x / sqrt(mean x^2 + eps) + bias, where a LayerNorm takes the mean from x first."""
-    gain, bias, name = getattr(module, "weight", None), getattr(module, "bias", None), type(module).__name__
-    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
-    if not isinstance(gain, Tensor) or gain.ndim != 1 or eps is None:
-        raise ValueError(f"{name} has no gain `weight` of shape (d,) and no `eps`; expected a LayerNorm or RMSNorm.")
-    is_centred, read = hasattr(module, "bias"), as_float(gain)
-    read_bias = None if bias is None else as_float(bias)
-    x = torch.linspace(-1, 2, gain.shape[0], dtype=gain.dtype, device=gain.device)
-    with torch.no_grad():
-        output, z = as_float(module(x)), as_float(x)
-    z = z - z.mean() if is_centred else z
-    expected = read * z / (z.square().mean() + eps).sqrt() + (0 if read_bias is None else read_bias)
-    rounding = max(torch.finfo(dtype).eps for dtype in (gain.dtype, torch.float32))  # many norms work in float32
-    if float((output - expected).abs().max()) > 16 * rounding * float(1 + expected.abs().max()):
-        raise ValueError(f"{name} does not compute gain * normalised + bias; expected a LayerNorm or RMSNorm.")
-    return Ellipsoid.from_layer_norm(read, read_bias, centred=is_centred)
+def _ellipsoid(norm: nn.Module) -> Ellipsoid:
+    """The image of a norm gain * x / sqrt(mean x^2) + bias, where a LayerNorm takes the mean from x first."""
+    gain, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    if isinstance(gain, Tensor) and gain.ndim == 1:
+        read_bias = None if bias is None else as_float(bias)
+        ellipsoid = Ellipsoid.from_layer_norm(as_float(gain), read_bias, centred=hasattr(norm, "bias"))
+        x = torch.linspace(-100, 200, len(gain)).to(gain)  # so large that the norm's eps does not matter
+        with torch.no_grad():
+            y = as_float(norm(x))[None]
+        if float((ellipsoid.retract(y) - y).norm()) < 0.01 * float(y.norm()):
+            return ellipsoid
+    raise ValueError(
+        f"{type(norm).__name__} does not compute gain * normalised + bias; expected a LayerNorm or RMSNorm."
+    )
 
 
 def encoder_facts(model: nn.Module) -> dict[str, Any]:
@@ -115,12 +108,9 @@ def encoder_facts(model: nn.Module) -> dict[str, Any]:
     """
     layers = blocks(model)
     first = layers[0]
-    gain = getattr(first[first.architecture.norm2], "weight", None)  # never quantised, unlike the projections
-    omits = [f"{block.positions} (layer {block.index})" for block in layers if block.positions]
-    if len({block.positions for block in layers}) == 1 and omits:
-        omits = [first.positions]
+    omits = list(dict.fromkeys(block.positions for block in layers if block.positions))
     omits.append("feed-forward part" + (", in parallel with attention" if first.norm_placement == "parallel" else ""))
-    if first.architecture.after_norm[0] and has(first.root, first.architecture.after_norm[0]):
+    if first.architecture.after_norm and at(first.root, first.architecture.after_norm) is not None:
         omits.append("convolution after layer 0")
     return {
         "architecture": first.architecture.name,
@@ -129,10 +119,11 @@ def encoder_facts(model: nn.Module) -> dict[str, Any]:
         "shared": first.architecture.shared,
         "heads": first.heads,
         "head_dim": first.head_dim,
-        "dim": read_attention(first).dim if gain is None else gain.shape[0],
+        "dim": first[first.architecture.norm2]
+        .get_parameter("weight")
+        .numel(),  # never quantised, unlike the projections
         "beta": [block.beta for block in layers],
         "norm": first.norm_placement,
         "causal": first.causal,
-        "layer_scale": "absorbed in O" if first.architecture.layer_scale else "none",
         "omits": omits,
     }

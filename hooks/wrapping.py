@@ -1,4 +1,4 @@
-"""Run pretrained layers as flows or at another temperature during a `with` block.
+"""Run pretrained layers as flows or at another temperature during a `with` block; `replace_attention` does so for good.
 
 x -> x + A(x) becomes x(horizon) of x' = A(x), where A(x) is what a layer's own attention adds to its residual stream;
 in a pre-norm block it is computed from norm(x). Masks, rotary and relative positions, norms and the feed-forward part
@@ -7,7 +7,7 @@ stay as trained. One Euler step of size one is the pretrained layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from attn_flow.dynamics.steppers import euler
 from attn_flow.geometry import Euclidean, Geometry
 from attn_flow.hooks.caching import stop_caching
-from attn_flow.hooks.evaluation import ChangedAttention
+from attn_flow.hooks.evaluation import Change, ChangedAttention, changed_attention, read_settings
 from attn_flow.hooks.layout import Block, LayerClock, blocks_to_change, choose_layers, distinct
 from attn_flow.nn.options import FlowOptions, Step
 
@@ -34,8 +34,6 @@ def wrap(
     geometry: Geometry | None = None,
 ) -> AbstractContextManager[nn.Module]:
     """Run the attention of some layers as the flow of their own weights: `with wrap(model, [3], steps=32): ...`.
-
-    To train, save and load a model of flows, use `replace_attention`.
 
     Args:
         model: a known encoder, or something that holds one. Wrap a model before compiling it.
@@ -56,12 +54,10 @@ def wrap(
         >>> from attn_flow.hooks.demo import tiny_bert
         >>> model, tokenizer = tiny_bert()  # or AutoModel.from_pretrained("bert-base-uncased")
         >>> plain = record(model, tokenizer, ["a b c"])
-        >>> with wrap(model, layers=[1]):  # one Euler step of size one is the pretrained layer
-        ...     same = record(model, tokenizer, ["a b c"])
-        >>> with wrap(model, layers=[1], beta=8.0, steps=4, step="rk4"):
-        ...     other = record(model, tokenizer, ["a b c"])
-        >>> bool((same.x - plain.x).abs().max() < 1e-5), bool((other.x - plain.x).abs().max() < 1e-5)
-        (True, False)
+        >>> with wrap(model, layers=[1], beta_factor=2.0, steps=4, step="rk4"):
+        ...     flow = record(model, tokenizer, ["a b c"])
+        >>> [bool((a == b).all()) for a, b in zip(plain.x, flow.x)]  # by level: layer 1 is the last of two
+        [True, True, False]
     """
     all_blocks = blocks_to_change(model)
     options = FlowOptions(horizon, steps, step, Euclidean() if geometry is None else geometry)
@@ -71,9 +67,7 @@ def wrap(
 
 
 def scale_beta(
-    model: nn.Module,
-    beta_factor: float | Tensor | Sequence[Any],
-    layers: int | Iterable[int] | None = None,
+    model: nn.Module, beta_factor: float | Tensor, layers: int | Iterable[int] | None = None
 ) -> AbstractContextManager[nn.Module]:
     """Multiply the inverse temperature of some layers: `with scale_beta(model, 4.0): ...`.
 
@@ -82,7 +76,7 @@ def scale_beta(
 
     Args:
         model: a known encoder, or something that holds one.
-        beta_factor: a nonnegative number, one per head, or (layers, heads). A tensor may require gradients.
+        beta_factor: a nonnegative number, or one per head. A tensor may require gradients.
         layers: indices of layers; all by default.
 
     Returns:
@@ -94,21 +88,14 @@ def scale_beta(
         >>> from attn_flow.hooks.demo import tiny_bert
         >>> model, tokenizer = tiny_bert()  # or from_pretrained("bert-base-uncased")
         >>> plain = record(model, tokenizer, ["a b c"])
-        >>> with scale_beta(model, 4.0, layers=1):
+        >>> with scale_beta(model, 4.0):
         ...     colder = record(model, tokenizer, ["a b c"])
-        >>> [bool((a == b).all()) for a, b in zip(plain.x, colder.x)]
-        [True, True, False]
+        >>> bool((colder.x[0] == plain.x[0]).all()), bool((colder.x[1] == plain.x[1]).all())
+        (True, False)
     """
     all_blocks = blocks_to_change(model)
     chosen = choose_layers(len(all_blocks), layers)
-    table = _as_tensor("beta_factor", beta_factor)
-    if table.ndim > 2 or (table.ndim == 2 and table.shape[0] != len(chosen)):
-        raise ValueError(
-            f"beta_factor has shape {tuple(table.shape)}, expected (), (heads,) or (layers, heads) with layers = "
-            f"{len(chosen)}."
-        )
-    rows = list(table) if table.ndim == 2 else [table] * len(chosen)
-    factors = {i: _per_head("beta_factor", row, all_blocks[i]) for i, row in zip(chosen, rows)}
+    factors = {i: resolve_factor(all_blocks[i], None, beta_factor) for i in chosen}
     return _changed(model, all_blocks, factors, None)
 
 
@@ -119,13 +106,17 @@ def _changed(
     """The model with its attention changed in the layers that have an entry in `factors`."""
     with ExitStack() as stack:
         if options is not None and options.evaluations > 1:
-            stop_caching(stack, model, all_blocks[0])
+            stack.callback(stop_caching(model, all_blocks[0]))
         clock = LayerClock(all_blocks)
         clock.attach(stack)
+        change = Change(options, factors, clock)
+        for i in factors if options is not None else ():
+            if read_settings(all_blocks[i])[0] is not None:
+                raise ValueError(f"layer {i} is a flow already; give all options to one wrap, or end that first.")
         for block in distinct(all_blocks[i] for i in factors):
-            change = ChangedAttention(block, clock, options, factors)
-            change.attach()
-            stack.callback(change.detach)
+            changed = changed_attention(block) or ChangedAttention(block)
+            changed.changes.append(change)
+            stack.callback(changed.remove, change)
         yield model
 
 
@@ -133,23 +124,11 @@ def resolve_factor(block: Block, beta: float | Tensor | None, beta_factor: float
     """The multiple (heads,) of the trained inverse temperature that either argument asks for; None for neither."""
     if beta is not None and beta_factor is not None:
         raise ValueError(f"beta = {beta} and beta_factor = {beta_factor}: expected one of them at most.")
-    if beta is not None:
-        return _per_head("beta", beta, block) / block.beta
-    return None if beta_factor is None else _per_head("beta_factor", beta_factor, block)
-
-
-def _as_tensor(name: str, value: float | Tensor | Sequence[Any]) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    try:
-        return torch.tensor(value, dtype=torch.float64)  # cast to the dtype of the queries later
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is a {type(value).__name__}, expected numbers.") from None
-
-
-def _per_head(name: str, values: float | Tensor | Sequence[Any], block: Block) -> Tensor:
-    """Nonnegative numbers, one per head of a block, (heads,)."""
-    values = _as_tensor(name, values)
+    name, values, unit = ("beta_factor", beta_factor, 1.0) if beta is None else ("beta", beta, block.beta)
+    if values is None:
+        return None
+    if not isinstance(values, Tensor):
+        values = torch.tensor(values, dtype=torch.float64)  # cast to the dtype of the queries later
     if values.ndim > 1 or (values.ndim == 1 and values.shape[0] not in (1, block.heads)):
         raise ValueError(f"{name} has shape {tuple(values.shape)}, expected () or (heads,) = ({block.heads},).")
     if not bool((torch.isfinite(values) & (values >= 0)).all()):
@@ -157,4 +136,4 @@ def _per_head(name: str, values: float | Tensor | Sequence[Any], block: Block) -
             f"{name} = {values.tolist()}, expected finite numbers from 0; for beta = inf use "
             "attentions(model)[layer].with_beta(math.inf)."
         )
-    return values.expand(block.heads)
+    return values.expand(block.heads) / unit

@@ -16,11 +16,11 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from attn_flow.hooks.inputs import pieces
+from attn_flow.hooks.inputs import batches
 from attn_flow.hooks.layout import distinct, evaluation_mode, input_states, with_hidden_states
 from attn_flow.hooks.recorder import ActivationCache, recording
 from attn_flow.probe.recording import Predict, Recording
-from attn_flow.transport import CertificateError, wasserstein
+from attn_flow.transport.distances import CertificateError, wasserstein
 
 GEOMLOSS_RTOL = 0.2  # what geomloss may leave unproved: in hundreds of dimensions its bound is wide, its value good
 
@@ -90,11 +90,11 @@ def run(recorded: Recording, predict: Predict | None) -> Passes:
     outputs: list[Tensor] = []
     embeddings: list[Tensor] = []
     with recording(model, "resid") as cache, evaluation_mode(model):
-        for piece in pieces(model, inputs.source, texts, inputs.batch, inputs.max_length):
-            rows = {i - piece.first: text for text, i in enumerate(indices) if 0 <= i - piece.first < piece.size}
+        for tokens in batches(model, inputs.source, texts, inputs.batch, inputs.max_length):
+            rows = {i - tokens.first: text for text, i in enumerate(indices) if 0 <= i - tokens.first < tokens.size}
             if not rows:
                 continue
-            batch = {name: t.to(device) for name, t in piece.make().inputs.items()}
+            batch = {name: t.to(device) for name, t in tokens.inputs.items()}
             with inputs.scaled() if predict is None else _replace_outputs(cache, recorded, predict, rows):
                 output = model(**batch, **options)
             level, mask = cache[cache.points[-1]], cache.mask

@@ -6,7 +6,7 @@ import torch
 from attn_flow.experiments.encoders import of_one_size
 from attn_flow.experiments.encoders.reactions import FARTHEST, ReactionEncoder, count_atoms, molecule
 from attn_flow.hooks import attentions, record, self_check
-from attn_flow.hooks.inputs import pieces
+from attn_flow.hooks.inputs import batches
 
 REACTION = "OC(=O)C(=C)C=C.C=CC#N>>OC(=O)C1=CCCC(C1)C#N"
 
@@ -110,9 +110,9 @@ def test_one_block_fired_again_and_again(model: ReactionEncoder) -> None:
     torch.testing.assert_close(record(model, {"src": src}).x[-1], x, rtol=0, atol=1e-12)
 
 
-def test_an_encoder_with_the_batch_first_is_read_in_pieces(model: ReactionEncoder) -> None:
+def test_an_encoder_with_the_batch_first_is_read_in_batches(model: ReactionEncoder) -> None:
     src = torch.stack([model.atoms(r) for r in ("CO.CCl>>COC", "CN.CCl>>CNC", "CO.CBr>>COC")])
-    sizes = lambda encoder, inputs: [piece.size for piece in pieces(encoder, inputs, None, 2)]
+    sizes = lambda encoder, inputs: [batch.size for batch in batches(encoder, inputs, None, 2)]
     assert sizes(model, {"src": src}) == [2, 1]
     assert sizes(model, {"src": src, "mask": torch.zeros(8, 8)}) == [3]  # a mask of tokens has no texts to cut
     layer = torch.nn.TransformerEncoderLayer(16, 2, 24)

@@ -47,8 +47,6 @@ def test_the_states_of_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert_complete(tmp_path / "a")
     corpus(tmp_path / "b", (text for text in TEXTS), progress=True)  # a stream has no length
     assert_complete(tmp_path / "b")
-    (half,) = corpus(tmp_path / "half", TEXTS[:3], dtype=torch.float16, special=False)
-    assert Trajectory.load(half).x.dtype == torch.float16
     files = record_corpus(tiny("ViT"), inputs("ViT"), None, tmp_path / "images", batch=1)
     assert [Trajectory.load(file).x.shape for file in files] == [(4, 1, 17, 32)] * 2
 
@@ -136,9 +134,7 @@ def test_a_folder_of_another_recording_is_refused(tmp_path: Path, monkeypatch: p
     before = {path.name: path.read_bytes() for path in tmp_path.glob("*")}
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: corpus(tmp_path, points="resid", batch=5), "with other batch; use another folder"),
-        (lambda: corpus(tmp_path, points="resid", special=False), "with other special"),
         (lambda: corpus(tmp_path, points="hook_in", max_length=9), "with other points, max_length"),
-        (lambda: corpus(tmp_path, points="resid", dtype=torch.float64), "with other saved dtype"),
         (edited, "with other weights"),
         (scaled, "with other changes"),
         (by_other_code, "with other versions"),

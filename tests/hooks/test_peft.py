@@ -68,11 +68,13 @@ def test_adapters_before_and_after_replacing_merged_and_unmerged(name: str) -> N
         torch.testing.assert_close(run(restore_attention(unloaded), name), plain, rtol=0, atol=tolerance)
 
 
-def test_adapters_are_scaled_and_read() -> None:
-    model = adapt(tiny("BERT", torch.float64))
-    merged = adapt(tiny("BERT", torch.float64)).merge_and_unload()
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"lora_bias": True}], ids=["LoRA", "DoRA", "with bias"])
+def test_adapters_are_scaled_and_read(options: dict[str, Any]) -> None:
+    model = adapt(tiny("BERT", torch.float64), **options)
+    merged = adapt(tiny("BERT", torch.float64), **options).merge_and_unload()
     for a, b in zip(attentions(model), attentions(merged)):
         torch.testing.assert_close(a.Q, b.Q)
+        torch.testing.assert_close(a.query_bias, b.query_bias)
     assert all(check.exact for check in self_check(model, inputs("BERT")))
     with scale_beta(model, FACTOR), scale_beta(merged, FACTOR):
         torch.testing.assert_close(run(model, "BERT"), run(merged, "BERT"))

@@ -127,7 +127,7 @@ def test_other_changes_beside_a_flow() -> None:
     change = [check.omits for check in self_check(model, x)][1]
     assert "horizon=1, steps=3, step=euler" in change
     assert change.endswith("beta_factor [2.0, 2.0, 2.0, 2.0]")
-    with pytest.raises(ValueError, match="wrapped already"), wrap(model, steps=2):
+    with pytest.raises(ValueError, match="layer 1 is a flow already"), wrap(model, steps=2):
         pass
     with scale_beta(model, 0.5):
         halved = record(model, x).x
@@ -147,7 +147,7 @@ def test_bad_arguments() -> None:
         ({"steps": 0}, "steps = 0"),
         ({"horizon": math.inf}, "horizon = inf"),
         ({"step": "adaptive"}, "step = 'adaptive'"),
-        ({"layers": [3]}, "layer 3: the model has 3 layers"),
+        ({"layers": [3]}, r"layers = \[3\], expected indices from 0 to 2"),
         ({"beta": 1.0, "beta_factor": 1.0}, "expected one of them"),
         ({"beta_factor": -1.0}, "from 0"),
         ({"beta_factor": 0.0, "learn_beta": True}, "above 0"),
@@ -297,8 +297,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
                 replace_attention(model, [layer], steps=3, beta_factor=factor, learn_beta=True)
             output(model, x).sin().sum().backward()
         else:
-            table = torch.tensor(list(factors.values()), dtype=torch.float64)[:, None].expand(-1, 4)
-            with scale_beta(model, table, list(factors)), wrap(model, list(factors), steps=3):
+            with scale_beta(model, 0.7, 0), scale_beta(model, 1.3, 2), wrap(model, [0, 2], steps=3):
                 output(model, x).sin().sum().backward()
             assert not blocks(model)[0].module._forward_pre_hooks
         grads[kind] = torch.cat([block[block.architecture.q].weight.grad.flatten() for block in blocks(model)])

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from encoder_zoo import ZOO, every_architecture, inputs, mask, output, tiny, tokenizer
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from attn_flow.hooks import flows, load, load_encoder, register_attention, replace_attention, scale_beta
@@ -56,8 +55,7 @@ def test_saved_and_loaded_to_the_bit_and_a_plain_load_refuses(name: str, tmp_pat
     assert again.config.attn_flow == model.config.attn_flow
     with pytest.raises(ValueError, match="trust_remote_code"):
         transformers.AutoModel.from_pretrained(tmp_path)
-    words = "'str' object" if V4 else r"attention is a flow: use attn_flow\.hooks\.load"
-    with pytest.raises(TypeError if V4 else StrictDataclassError, match=words):
+    with pytest.raises(ValueError, match=r"a flow, use attn_flow\.hooks\.load"):
         type(model).from_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
     if name != "T5 encoder":  # for which AutoModel is the model with a decoder
@@ -72,6 +70,7 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "attn_flow_bert"
+    assert config["hidden_size"] == 32
     assert config["auto_map"]["AutoModelForMaskedLM"] == "modeling_attn_flow.AutoModelForMaskedLM"
     assert [(entry["layers"], entry["steps"]) for entry in config["attn_flow"]] == [([0], 3), ([2], 2)]
     assert flows(load(tmp_path))[0].steps == 3
@@ -79,6 +78,8 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
     assert card.count("## Attention as a flow") == 1
     assert json.loads(card.split("```json")[1].split("```")[0]) == config["attn_flow"]
     assert model.config.model_type == "bert"  # in memory the model is what it was
+    with pytest.raises(ValueError, match=r"use model\.push_to_hub"):
+        model.save_pretrained(tmp_path, push_to_hub=True)
 
 
 def test_models_with_a_head_and_heads_for_other_tasks(tmp_path: Path) -> None:
@@ -202,14 +203,13 @@ def test_a_quantisation_config(tmp_path: Path) -> None:
 def test_folders_that_load_refuses(tmp_path: Path) -> None:
     tiny("BERT").save_pretrained(tmp_path / "plain")
     (tmp_path / "empty").mkdir()
-    for folder, message in (("plain", "no entry 'attn_flow'"), ("empty", r"no config\.json")):
-        with pytest.raises(ValueError, match=message):
+    for folder in ("plain", "empty"):
+        with pytest.raises(ValueError, match="no config with an entry 'attn_flow'"):
             load(tmp_path / folder)
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"attn_flow": [{"layers": [0], "code": "x"}]}, "not one that replace_attention wrote"),
-        ({"attn_flow": [{"layers": [7]}]}, "layer 7"),
-        ({"architectures": ["os"]}, "no model that transformers knows"),
-        ({"architectures": ["GPT2Model"]}, "do not go together"),
+        ({"attn_flow": [{"layers": [7]}]}, r"layers = \[7\]"),
+        ({"architectures": ["os"]}, "a os with a BertConfig, which transformers does not know"),
+        ({"architectures": ["GPT2Model"]}, "a GPT2Model with a BertConfig, which transformers does not know"),
         ({"model_type": "attn_flow_nothing"}, "type 'nothing', which this transformers does not know"),
     ]
     save(tmp_path / "flow")
@@ -273,9 +273,9 @@ def test_the_attention_interface_by_layer_and_with_a_surrogate() -> None:
     plain, model, x = tiny("Llama"), tiny("Llama"), inputs("Llama")
     model.set_attn_implementation("attn_flow")
     table = torch.stack([PER_HEAD, torch.ones(4), 2 * PER_HEAD])
-    with torch.no_grad(), scale_beta(plain, table):
+    with torch.no_grad(), scale_beta(plain, PER_HEAD, 0), scale_beta(plain, 2 * PER_HEAD, 2):
         torch.testing.assert_close(output(model, x, beta_factor=table), output(plain, x), rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match=r"beta_factor has shape \(3,\), expected .* heads = 4"):
+    with pytest.raises(ValueError, match=r"beta_factor has \(3,\) numbers for 4 heads"):
         model(**x, beta_factor=torch.ones(3))
 
     def softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, beta: float) -> Tensor:

