@@ -33,15 +33,10 @@ def clouds_figure(
     final: Tensor | None = None,
     title: str = "",
 ) -> Figure:
-    """Clouds x (T, n, d) at some of the times t (T,), with the sphere of predicted limits.
+    """Clouds x (T, n, d) at the times t (T,) of these indices, a panel each.
 
-    Args:
-        indices: which times to show.
-        predicted, final: bases (d, k) of the subspace of the limits, and of V's leading directions.
-        title: what stands above the panels.
-
-    Returns:
-        A figure with one panel for every time. More than three dimensions are projected on three principal axes.
+    predicted and final are bases (d, k) of the subspace of the limits, and of V's leading directions. More than three
+    dimensions are projected on three principal axes.
     """
     x, bases, is_projected = _in_view(x, predicted, final)
     start, d = x[0], x.shape[-1]
@@ -68,7 +63,6 @@ def animate_clouds(
     t: Tensor,
     x: Tensor,
     predicted: Tensor | None = None,
-    final: Tensor | None = None,
     curve: Tensor | None = None,
     seconds: float = 8.0,
 ) -> None:
@@ -76,7 +70,7 @@ def animate_clouds(
     with style(width=9.0) as pyplot:
         from matplotlib.animation import FuncAnimation, PillowWriter
 
-        x, bases, _ = _in_view(x, predicted, final)
+        x, bases, _ = _in_view(x, predicted, None)
         d, radius = x.shape[-1], float(x.norm(dim=-1).max())
         figure = pyplot.figure(figsize=(4.2, 4.2 if curve is None else 5.6))
         grid = figure.add_gridspec(1 if curve is None else 2, 1, height_ratios=[1] if curve is None else [3, 1])

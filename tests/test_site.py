@@ -250,7 +250,7 @@ def test_shell_blocks_run(tmp_path: Path) -> None:
         more = next((COMMANDS[start] for start in COMMANDS if line.startswith(start)), "")
         if more is None or ("antiberty" in line and fetched("antiberty") is None):
             continue
-        words = line.replace("attn-flow", f"{sys.executable} -m attn_flow", 1) + more
+        words = re.sub("^(attn-flow|python -m attn_flow)", f"{sys.executable} -m attn_flow", line) + more
         done = subprocess.run(words, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"{page}: {words}\n{done.stderr}"
         ran += 1

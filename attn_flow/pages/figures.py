@@ -13,7 +13,7 @@ from attn_flow.base.figures import PREDICTION, TRUTH, caption, style
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from attn_flow import DensityPath
+    from attn_flow.dynamics.densities import DensityPath
 
 
 def beta_words(beta: float, n: int) -> str:

@@ -23,7 +23,8 @@ from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.measures.cloud import Cloud
 from attn_flow.pages.figures import beta_words, simulation_figure
 from attn_flow.pages.simulation_page import page_clouds, write_page
-from attn_flow.prediction import LimitMap, limit, phases, resolution
+from attn_flow.prediction.limit_map import LimitMap, limit
+from attn_flow.prediction.phases import phases
 from attn_flow.prediction.words import limit_sentences
 
 MAX_TIMES = 200  # at which W2 is measured if only the end is given
@@ -53,16 +54,14 @@ def run_simulation(
         out: a folder for the paths, figures, a page and simulate.json; files of an earlier run there are removed.
 
     Returns:
-        "limit" (None where no limit is known), "sentences" about it, "caption", "n", "d", and "runs": for every beta t,
-        mean_length (the length of the mean token), and where there is a limit w2, t_min, min_w2, phases, requires,
-        doubts, resolution.
+        "limit" (None where none is known), "sentences" about it, "caption", "n", "d", and "runs": for every beta t,
+        mean_length (of the mean token), and where there is a limit w2, t_min, min_w2, phases, requires, doubts.
 
     Example:
         >>> numbers = run_simulation(Attention.identity(3), [5.0], Cloud(torch.eye(3)), [1.0])
         >>> len(numbers["runs"][0]["w2"])
         11
     """
-    checks.require_choice("step", step, ("euler", "rk4", "dopri5"))
     checks.require_nonnegative(noise=noise)
     times = _saved_times(t, h)
     target, sentences = _limit_for(attention, cloud)
@@ -73,7 +72,7 @@ def run_simulation(
     for beta, one in zip(betas, attentions):
         random = independent(noise, torch.Generator().manual_seed(seed)) if noise else None
         path = flow(one, cloud, times, step=step, h=h, noise=random, progress=progress)
-        runs.append(_run_numbers(one, beta, target, path, bool(noise)))
+        runs.append(_run_numbers(beta, target, path, bool(noise)))
         if out is not None:
             paths.append(path)
     n, d = cloud.x.shape
@@ -97,27 +96,19 @@ def _limit_for(attention: Attention, cloud: Cloud) -> tuple[LimitMap | None, lis
     return target, limit_sentences(target.as_dict())
 
 
-def _run_numbers(
-    attention: Attention, beta: float, target: LimitMap | None, path: Trajectory, is_noisy: bool
-) -> dict[str, Any]:
-    """The numbers of one run: distances, phases, resolution, and what is predicted at this beta."""
+def _run_numbers(beta: float, target: LimitMap | None, path: Trajectory, is_noisy: bool) -> dict[str, Any]:
+    """The numbers of one run: distances, phases, and what is predicted at this beta."""
     length = Cloud(path.x, path.weights).mean.norm(dim=-1)
     run: dict[str, Any] = {"beta": beta, "t": path.t.tolist(), "mean_length": length.tolist(), "w2": None, "phases": []}
     run |= {"t_min_predicted": None, "doubts": [], "note": ""}
     if target is None:
         return run
-    measured = resolution(attention, path.cloud(0))
     is_cold = 1 < beta < math.inf and not is_noisy
     return {
         **run,
-        **phases(path, target, warn=False).as_dict(),
+        **phases(path, target).as_dict(),
         "t_min_predicted": target.t_min(beta) if is_cold else None,
         "min_w2_predicted": target.width(beta) if is_cold else None,
-        "resolution": {
-            "verdict": measured.verdict,
-            "self_argmax": measured.self_argmax.tolist(),
-            "number": measured.number.tolist(),
-        },
     }
 
 

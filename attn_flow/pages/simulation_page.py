@@ -29,7 +29,7 @@ def page_clouds(path: Trajectory) -> dict[str, Any] | None:
     return {"t": path.t[times].tolist(), "x": [[[round(v, 4) for v in y] for y in z] for z in x.tolist()]}
 
 
-def write_page(path: str | Path, numbers: Mapping[str, Any], clouds: Sequence[dict[str, Any] | None]) -> Path:
+def write_page(path: str | Path, numbers: Mapping[str, Any], clouds: Sequence[dict[str, Any] | None]) -> None:
     """Write the page of a run of `attn-flow simulate`, with the `page_clouds` of every run, to the file `path`."""
     limit, d = numbers["limit"], numbers["d"]
     basis = []
@@ -44,16 +44,12 @@ def write_page(path: str | Path, numbers: Mapping[str, Any], clouds: Sequence[di
         "numbers.",
         "runs": [_run(run, shown) for run, shown in zip(numbers["runs"], clouds)],
         "curve": "W2 to the predicted limit" if limit is not None else "length of the mean token",
-        "columns": ["beta", "least W2", "at t", "predicted t", "W2 at the end", "its course"]
-        if limit is not None
-        else [],
+        "columns": ["beta", "least W2", "at t", "predicted t", "W2 at the end", "its course"] * (limit is not None),
         "rows": [] if limit is None else [_row(run) for run in numbers["runs"]],
         "remarks": _remarks(numbers),
     }
     data = json.dumps(to_plain(page), allow_nan=False).replace("<", "\\u003c")
-    path = Path(path)
     write_bytes(assembled("simulation.html", "simulation.js").replace("/* data */", data).encode(), path)
-    return path
 
 
 def _run(run: Mapping[str, Any], clouds: dict[str, Any] | None) -> dict[str, Any]:
@@ -65,8 +61,7 @@ def _run(run: Mapping[str, Any], clouds: dict[str, Any] | None) -> dict[str, Any
 
 def _row(run: Mapping[str, Any]) -> list[Any]:
     predicted = "none" if run["t_min_predicted"] is None else run["t_min_predicted"]
-    words = phase_words(run["phases"])
-    return [_beta(run["beta"]), run["min_w2"], run["t_min"], predicted, run["w2"][-1], words]
+    return [_beta(run["beta"]), run["min_w2"], run["t_min"], predicted, run["w2"][-1], phase_words(run["phases"])]
 
 
 def _lead(numbers: Mapping[str, Any], k: int) -> str:
@@ -77,11 +72,8 @@ def _lead(numbers: Mapping[str, Any], k: int) -> str:
         return words + "Colours say where a token started."
     if numbers["d"] > 3:
         words += "Clouds are drawn in two and three dimensions only. "
-    marks = {
-        1: "The red rings are the two points where they should gather. ",
-        2: "They should gather on the red circle. ",
-    }
-    words += marks.get(k, "")
+    if k:
+        words += f"They should gather {'at the two points in red rings' if k == 1 else 'on the red circle'}. "
     least = min(numbers["runs"], key=lambda run: run["min_w2"])
     return words + (
         f"They come nearest for β = {_beta(least['beta'])}: the distance W2 to the prediction falls from "

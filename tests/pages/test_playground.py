@@ -45,7 +45,8 @@ def test_ten_settings_move_as_flow_does(page, tmp_path):
     assert len(found["runs"]) == 10
     for run in found["runs"]:
         x0, last = (torch.tensor(run[name], dtype=torch.float64) for name in ("first", "last"))
-        attention = Attention.from_matrices(matrix(run["G"]), matrix(run["V"]), beta=run["beta"], kind=run["kind"])
+        beta, kind = (math.inf, "softmax") if run["kind"] == "hardmax" else (run["beta"], run["kind"])
+        attention = Attention.from_matrices(matrix(run["G"]), matrix(run["V"]), beta=beta, kind=kind)
         path = flow(attention, x0, [0.0, 40 * run["h"]], step=run["step"], h=run["h"])
         assert (path.x[-1] - last).abs().max() < 1e-8, run["name"]
         if run["atoms"]:
