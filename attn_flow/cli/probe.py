@@ -55,7 +55,7 @@ def probe(
     from attn_flow.base.processes import processes
     from attn_flow.experiments.encoders.zoo import own_inputs
     from attn_flow.hooks.safe_loading import load_tokenizer
-    from attn_flow.probe.findings import MIN_TEXTS, SUMMARY
+    from attn_flow.probe.findings import MIN_TEXTS
     from attn_flow.probe.run import prepare
 
     names = ["minilm"] if demo and not models else list(models or [])
@@ -92,7 +92,7 @@ def probe(
         results[name] = _run_or_load(run, name, folder, again, shows, progress)
         if shows:
             findings = results[name].findings
-            rows = [[SUMMARY[key], f.verdict or "-", f.value, f.baseline] for key, f in findings.items()]
+            rows = [[key, f.verdict or "-", f.value, f.baseline] for key, f in findings.items()]
             console.print_table(name, ["question", "answer", "value (95% interval)", "compare with"], rows)
             for text in dict.fromkeys(f.text for f in findings.values() if f.value == "not measured"):
                 console.paragraph(text)

@@ -69,7 +69,7 @@ def exponents_and_temperature(axes: Axes, findings: Findings) -> Ends:
     axes.set(ylabel="exponent b of the error", xlim=(low, high), ylim=(-0.05, 0.62), title="One dot per head")
     place = int((b < 0.12).double().argmax())
     axes.annotate(
-        "theory b(s)", (float(s[place]), float(b[place])), (10, 6), textcoords="offset points", color=PREDICTION
+        "theory b(s)", (float(s[place]), float(b[place])), (8, 14), textcoords="offset points", color=PREDICTION
     )
     axes.text(high, 0.51, "mean-field rate 1/2", ha="right", color=BASELINE)
     return []

@@ -18,12 +18,7 @@ QUESTIONS = {
     "temperature": "How cold is each head, and what describes it?",
     "limit": "Does a layer move towards the limit that its weights predict?",
 }
-SUMMARY = {  # rows of the table in the terminal
-    "averaging": "averages over tokens?",
-    "clusters": "clusters per head",
-    "temperature": "temperature of heads",
-    "limit": "moves to its limit?",
-}
+DESCRIPTIONS = {"two_moments": "two moments", "four_keys": "the four largest logits", "argmax": "the largest logit"}
 
 
 @dataclass(frozen=True)

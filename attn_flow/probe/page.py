@@ -17,21 +17,14 @@ from attn_flow.base.checks import require_extra
 from attn_flow.base.figures import INK, save_figure
 from attn_flow.base.files import write_bytes
 from attn_flow.probe.figures import CLUSTER_METHODS, PIXELS_PER_INCH, draw
-from attn_flow.probe.findings import QUESTIONS, About, Finding, Reading
+from attn_flow.probe.findings import DESCRIPTIONS, QUESTIONS, About, Finding, Reading
 
 WIDE, NARROW, SMALL = 748, 350, 236  # widths of figures in pixels
 ANSWERS = {"supported": "Yes", "partly": "In part", "not supported": "No"}
 TAGS = {"supported": "yes", "partly": "partly", "not supported": "no", None: "note"}
-LAYER_NUMBERS = {  # in the tables of layers, which page.html explains
+COLUMNS = {  # of the tables, which page.html explains
     "averaging": ("exponent", "exponent_low", "exponent_high", "continuation", "other_text"),
     "limit": ("p_value", "agreement", "rotated", "rotations", "percent_of_distance", "percent_of_flow", "fraction"),
-}
-PREDICTIONS = {  # of the exponents of heads
-    "logits_b": "the head's logits",
-    "predicted_b": "the curve b(s)",
-    "layer_mean_b": "the mean b of its layer",
-    "mean_b": "the mean b of all heads",
-    "permuted_heads": "the logits of a random other head",
 }
 METHODS = {name: label for name, (label, *_) in CLUSTER_METHODS.items()} | {  # the last ones were run with one K
     "foreign_queries_fitted": "other texts' queries, masses and values fitted",
@@ -75,18 +68,8 @@ def write_page(
             continue
         save_figure(draw(findings, name), folder / f"{name}.png")
         parts[f"{name}_figure"] = _figure(findings, name)
-        by_layer = {key: numbers[key] for key in LAYER_NUMBERS.get(name, ())}
-        parts[f"{name}_layers"] = _table({"layer": range(encoder["layers"]), **by_layer})
-        heads = numbers.get("heads", [{}])
-        parts[f"{name}_heads"] = _table({key: [row[key] for row in heads] for key in heads[0]})
-    if averaging.numbers:
-        rows = [averaging.numbers[key] for key in PREDICTIONS]
-        by_row = {key: [row[key] for row in rows] for key in ("correlation", "rms_error")}
-        parts["predictions"] = _table({"b predicted from": list(PREDICTIONS.values()), **by_row})
-    if findings["clusters"].numbers:
-        parts |= _clusters(findings["clusters"].numbers)
-    if findings["limit"].numbers:
-        parts["not_covered"] = html.escape(_not_covered(about, findings["limit"].numbers))
+        parts[f"{name}_numbers"] = _table(_columns(name, numbers, encoder["layers"]))
+    parts |= _clusters_in_words(findings["clusters"].numbers) | {"not_covered": _not_covered(about, findings["limit"])}
     body = Template(template).substitute(parts)
     text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -140,37 +123,50 @@ def _cell(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else html.escape(str(value))
 
 
-def _clusters(numbers: dict[str, Any]) -> dict[str, str]:
-    """The table of methods, and the other numbers of the clusters that the page names."""
-    curves, sizes = {name: numbers["curve"][name] for name in METHODS}, [str(K) for K in numbers["sizes"]]
-    middle = sizes[len(sizes) // 2]
-    known = {name: [z for z in curve[middle]["explained"] if z is not None] for name, curve in curves.items()}
-    columns = {
+def _columns(name: str, numbers: dict[str, Any], layers: int) -> dict[str, Sequence[Any]]:
+    """The columns of a question's table: by layer, by phase of the heads, or by the method that finds clusters."""
+    if name in COLUMNS:
+        return {"layer": range(layers), **{key: numbers[key] for key in COLUMNS[name]}}
+    if name == "temperature":
+        sizes, medians = numbers["phases"], numbers["explained"].values()
+        kinds = {f"R2 by {label}": [row[kind] for row in medians] for kind, label in DESCRIPTIONS.items()}
+        return {"phase": list(sizes), "heads": list(sizes.values()), **kinds}
+    curves, sizes = [numbers["curve"][method] for method in METHODS], [str(K) for K in numbers["sizes"]]
+    middle = [curve[sizes[len(sizes) // 2]] for curve in curves]
+    known = [[z for z in row["explained"] if z is not None] for row in middle]
+    return {
         "found from": list(METHODS.values()),
-        f"K for W2 {numbers['w2_goal']}": [numbers["clusters_for_w2_goal"][name] for name in METHODS],
-        **{f"W2, K = {K}": [curve.get(K, {}).get("w2") for curve in curves.values()] for K in sizes},
-        "cosine": [curve[middle]["embedding_cosine"] for curve in curves.values()],
-        "R2": [sum(R2) / len(R2) if R2 else None for R2 in known.values()],
+        f"K for W2 {numbers['w2_goal']}": [numbers["clusters_for_w2_goal"][method] for method in METHODS],
+        **{f"W2, K = {K}": [curve.get(K, {}).get("w2") for curve in curves] for K in sizes},
+        "cosine": [row["embedding_cosine"] for row in middle],
+        "R2": [sum(values) / len(values) if values else None for values in known],
     }
-    cost = ", ".join(f"{_cell(float(share))} times (K = {K})" for K, share in numbers["cost_over_attention"].items())
-    return {"clusters_methods": _table(columns), "goal": str(numbers["w2_goal"]), "middle": middle, "cost": cost}
 
 
-def _not_covered(about: About, numbers: dict[str, Any]) -> str:
+def _clusters_in_words(numbers: dict[str, Any]) -> dict[str, str]:
+    """Numbers of the clusters that the text of the page names."""
+    if not numbers:
+        return {}
+    cost = ", ".join(f"{_cell(float(share))} (K = {K})" for K, share in numbers["cost_over_attention"].items())
+    return {"goal": str(numbers["w2_goal"]), "middle": str(numbers["sizes"][len(numbers["sizes"]) // 2]), "cost": cost}
+
+
+def _not_covered(about: About, limit: Finding) -> str:
     """What the theorem of the last question does not cover in this model."""
-    facts = about.encoder
-    parts = [f"queries of {facts['head_dim']} of {facts['dim']} dimensions"] if facts["head_dim"] < facts["dim"] else []
-    parts += [f"{facts['heads']} heads that are summed"] if facts["heads"] > 1 else []
-    parts += ["weights that change from layer to layer"] if numbers["rivals"]["other_layers"] is not None else []
+    facts, changes = about.encoder, limit.numbers.get("rivals", {}).get("other_layers") is not None
+    parts = [f"queries of {facts['head_dim']} of {facts['dim']} dimensions"] * (facts["head_dim"] < facts["dim"])
+    parts += [f"{facts['heads']} heads that are summed"] * (facts["heads"] > 1)
+    parts += ["weights that change from layer to layer"] * changes
     return f"this model has {', '.join([*parts, 'biases, norms and feed-forward parts'])}."
 
 
 def _described(about: About) -> str:
     facts, versions = about.encoder, about.versions
+    beta = "its trained beta" if about.beta_factor == 1 else f"{about.beta_factor:g} times its trained beta"
     packages = ", ".join(f"{name} {versions[name]}" for name in ("attn-flow", "torch", "transformers", "python"))
     items = [
         f"Encoder: {facts['model']} ({facts['architecture']}), {facts['layers']} layers, {facts['heads']} heads of "
-        f"width {facts['head_dim']}, d = {facts['dim']}, at {about.beta_factor:g} times the trained beta.",
+        f"width {facts['head_dim']}, d = {facts['dim']}, at {beta}.",
         f"Texts: {about.texts}, {about.tokens} tokens, {about.truncated} cut to {about.max_length}, "
         f"{len(about.skipped)} left out as too short; {about.unknown_share:.1%} of the tokens are unknown.",
         f"Weights: {about.weights}; as read they leave {max(about.unexplained, default=0):.1e} of what attention adds "

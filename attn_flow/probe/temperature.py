@@ -14,13 +14,12 @@ from torch import Tensor
 from attn_flow.measures.cloud import Cloud
 from attn_flow.measures.gaussian import Gaussian
 from attn_flow.measures.mixture import Mixture
-from attn_flow.probe.findings import Finding, rank_correlation
+from attn_flow.probe.findings import DESCRIPTIONS, Finding, rank_correlation
 from attn_flow.probe.recording import Heads, Recording, explained
 from attn_flow.probe.sampling import head_rows, logit_sd
 from attn_flow.theory.random_energy import PHASES, phase, thresholds
 
 TEXTS = 16  # as for the exponents
-DESCRIPTIONS = {"two_moments": "two moments", "four_keys": "the four largest logits", "argmax": "the largest logit"}
 
 
 @dataclass(frozen=True, eq=False)
