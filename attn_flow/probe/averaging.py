@@ -158,9 +158,9 @@ def _measure_text(recording: Recording, layer: int, text: int, generator: torch.
     order = permuted_keys(heads.special, DRAWS, generator)
     for m in sizes.tolist():
         difference = sampled_averages(part, order[:, :m]) - heads.averages[:, chosen]
-        head_errors.append(difference.double().square().sum(-1).mean((0, 2)))
+        head_errors.append(difference.square().sum(-1).double().mean((0, 2)))
         combined = torch.einsum("ahnv,hdv->and", difference, heads.output)
-        layer_errors.append(combined.double().square().sum(-1).mean())
+        layer_errors.append(combined.square().sum(-1).double().mean())
     output = torch.einsum("hnv,hdv->nd", heads.averages, heads.output)
     other = None if recording.texts == 1 else recording.heads(layer, (text + 1) % recording.texts)
     return (

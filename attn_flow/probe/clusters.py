@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from attn_flow.probe import coresets, findings
 from attn_flow.probe.coresets import ForeignQueries, cluster_by_queries, foreign_queries
 from attn_flow.probe.findings import Finding, bootstrap, resampled_texts, with_interval
-from attn_flow.probe.recording import MIN_TOKENS, Heads, Predict, Recording, record_encoder
+from attn_flow.probe.recording import MIN_TOKENS, Heads, Predict, Recording, explained, record_encoder
 from attn_flow.probe.replacement import prepare_replacement
 
 W2_GOAL = 0.3  # of the distance between texts, for which the number of clusters is reported
@@ -184,11 +185,16 @@ def measure_clusters(
     w2, cosine = (torch.full((len(METHODS), len(sizes), len(lengths)), torch.nan).double() for _ in range(2))
     r2 = torch.full((len(METHODS), len(sizes), L, first.texts), torch.nan).double()
     runs = [(m, s) for m in range(len(METHODS)) for s in range(len(sizes)) if m < len(CURVES) or s == len(sizes) // 2]
+    predictions = {(m, s): _predict(METHODS[m], foreign, sizes[s], generator) for m, s in runs}
+    for layer, text in product(range(L), range(first.texts)):
+        heads = first.heads(layer, text)
+        for m, s in runs:
+            predicted = predictions[m, s](heads, layer, text)
+            r2[m, s, layer, text] = explained(predicted, first.outputs[layer][text])
+        progress(0.25 * (layer * first.texts + text + 1) / (L * first.texts))
     for done, (m, s) in enumerate(runs):
-        predict = _predict(METHODS[m], foreign, sizes[s], generator)
-        w2[m, s], cosine[m, s] = encoder.compare(predict)
-        r2[m, s] = first.explained(predict)
-        progress(0.9 * (done + 1) / len(runs))
+        w2[m, s], cosine[m, s] = encoder.compare(predictions[m, s])
+        progress(0.25 + 0.65 * (done + 1) / len(runs))
     inputs = recording.inputs
     has_cuts = inputs is not None and inputs.texts is not None and median // 4 >= MIN_TOKENS
     short = [_measure_cut(encoder.recording, n, generator) for n in (median // 2, median // 4) if has_cuts]

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from attn_flow.probe.recording import Recording
 
@@ -58,32 +57,47 @@ class Coreset:
 # --- clusters from queries ---
 
 
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """The attention P of queries to keys, keys first, and the logarithm of what it was divided by."""
+
+    weights: Tensor  # (heads, n, m)
+    log_sums: Tensor  # (heads, 1, m)
+    received: Tensor  # (heads, n), the attention that a key receives from all queries
+
+    @classmethod
+    def by(cls, queries: Tensor, keys: Tensor) -> Attended:
+        """The attention of queries (heads, m, k) to keys (heads, n, k), computed in place: it is the largest tensor."""
+        weights = keys @ queries.mT
+        largest = weights.amax(-2, keepdim=True)
+        sums = weights.sub_(largest).exp_().sum(-2, keepdim=True)
+        weights = weights.div_(sums)
+        return cls(weights, sums.log() + largest, weights.sum(-1) + 1e-12)
+
+
 def cluster_by_queries(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:
     """The coreset of `size` clusters that these queries tell apart.
 
     The queries may be those of other texts, or the text's own: then it is a reference that sees the answer.
     """
-    received = _received(queries, keys)
+    attended = Attended.by(queries, keys)
+    received = attended.received / attended.received.sum(-1, keepdim=True)
     centred = queries - queries.mean(-2, keepdim=True)
     variances, axes = torch.linalg.eigh(centred.mT @ centred / queries.shape[-2])
     parts = ((keys @ (axes * variances.clamp_min(0).sqrt()[..., None, :]), 1.0), (values, VALUE_SHARE))
     points = torch.cat([x * (share / _spread(x, received)).sqrt()[:, None, None] for x, share in parts], dim=-1)
-    return merge(keys, values, queries, k_means(points, received, size))
+    return merge(keys, values, queries, k_means(points, received, size), attended)
 
 
-def merge(keys: Tensor, values: Tensor, queries: Tensor, labels: Tensor) -> Coreset:
-    """Clusters with labels (heads, n) as a coreset, with masses from the queries."""
-    logits = queries @ keys.mT
-    log_sums = logits.logsumexp(-1, keepdim=True)
-    attention = (logits - log_sums).exp()
-    member = one_hot(labels, int(labels.max()) + 1).to(keys)
-    weighted = member * (attention.sum(-2)[..., None] + 1e-12)
-    total = weighted.sum(-2).clamp_min(1e-30)[..., None]
-    centre_keys, centre_values = weighted.mT @ keys / total, weighted.mT @ values / total
-    to_cluster = attention @ member  # (heads, m, K)
-    terms = to_cluster.clamp_min(1e-30).log() + log_sums - queries @ centre_keys.mT
-    paid = to_cluster.sum(-2)
-    log_masses = (to_cluster * terms).sum(-2) / paid.clamp_min(1e-30)
+def merge(keys: Tensor, values: Tensor, queries: Tensor, labels: Tensor, attended: Attended) -> Coreset:
+    """Clusters with labels (heads, n) as a coreset, with masses from the queries, whose attention is given."""
+    size, received = int(labels.max()) + 1, attended.received[..., None]
+    total = _sum_clusters(received, labels, size).clamp_min(1e-30)
+    centre_keys, centre_values = (_sum_clusters(received * x, labels, size) / total for x in (keys, values))
+    to_cluster = _sum_clusters(attended.weights, labels, size)  # (heads, K, m)
+    terms = to_cluster.clamp_min(1e-30).log() + attended.log_sums - centre_keys @ queries.mT
+    paid = to_cluster.sum(-1)
+    log_masses = (to_cluster * terms).sum(-1) / paid.clamp_min(1e-30)
     return Coreset(centre_keys, centre_values, log_masses.masked_fill(paid <= 1e-20, -torch.inf))
 
 
@@ -92,22 +106,33 @@ def k_means(points: Tensor, weights: Tensor, size: int) -> Tensor:
 
     It starts at the point of largest weight a and continues with the one of largest a d^2 (farthest first).
     """
-    size = min(size, points.shape[-2])
+    size, heads = min(size, points.shape[-2]), torch.arange(len(points), device=points.device)
     squares = points.square().sum(-1)
-    nearest = lambda centres: (centres.square().sum(-1)[:, None] - 2 * points @ centres.mT).argmin(-1)
-    chosen = [weights.argmax(-1)]
-    distances = torch.full_like(squares, torch.inf)
-    for _ in range(size - 1):
-        start = _take(points, chosen[-1][:, None])
-        to_start = squares + start.square().sum(-1) - 2 * (points @ start.mT)[..., 0]
-        distances = torch.minimum(distances, to_start.clamp_min(0))
-        chosen.append((weights * distances).argmax(-1))
-    centres = _take(points, torch.stack(chosen, -1))
+    distances = (squares[..., None] + squares[:, None] - 2 * points @ points.mT).clamp_min(0) * weights[:, None]
+    farthest, nearest_distance, start = weights.argmax(-1), torch.full_like(weights, torch.inf), []
+    for _ in range(size):
+        start.append(farthest)
+        nearest_distance = torch.minimum(nearest_distance, distances[heads, farthest])
+        farthest = nearest_distance.argmax(-1)
+    centres = _take(points, torch.stack(start, -1))
+    weighted = torch.cat([points, torch.ones_like(points[..., :1])], -1) * weights[..., None]
     for _ in range(ROUNDS):
-        member = one_hot(nearest(centres), size).to(points) * weights[..., None]
-        mass = member.sum(-2)[..., None]
-        centres = torch.where(mass > 0, member.mT @ points / mass.clamp_min(1e-30), centres)
-    return nearest(centres)
+        sums = _sum_clusters(weighted, _nearest(points, centres), size)
+        mass = sums[..., -1:]
+        centres = torch.where(mass > 0, sums[..., :-1] / mass.clamp_min(1e-30), centres)
+    return _nearest(points, centres)
+
+
+def _nearest(points: Tensor, centres: Tensor) -> Tensor:
+    """The nearest centre (heads, n) to each point."""
+    return torch.baddbmm(centres.square().sum(-1)[:, None], points, centres.mT, alpha=-2).argmin(-1)
+
+
+def _sum_clusters(x: Tensor, labels: Tensor, size: int) -> Tensor:
+    """(heads, size, f), the sums of the rows of x (heads, n, f) with each label (heads, n)."""
+    rows = labels + size * torch.arange(len(labels), device=labels.device)[:, None]
+    sums = x.new_zeros(len(labels) * size, x.shape[-1])
+    return sums.index_add_(0, rows.flatten(), x.flatten(0, 1)).unflatten(0, (len(labels), size))
 
 
 def fit(coreset: Coreset, keys: Tensor, values: Tensor, queries: Tensor) -> Coreset:
@@ -143,17 +168,19 @@ def _refit_values(coreset: Coreset, queries: Tensor, target: Tensor) -> Coreset:
 def cluster_keys(keys: Tensor, values: Tensor, size: int) -> Coreset:
     """k-means of the keys alone; the mass of a cluster is its number of tokens."""
     labels = k_means(keys - keys.mean(-2, keepdim=True), torch.full_like(keys[..., 0], 1 / keys.shape[-2]), size)
-    member = one_hot(labels, int(labels.max()) + 1).to(keys)
-    count = member.sum(-2)
-    mean = lambda x: member.mT @ x / count.clamp_min(1)[..., None]
-    return Coreset(mean(keys), mean(values), count.log())
+    rows = torch.cat([keys, values, torch.ones_like(keys[..., :1])], -1)
+    sums = _sum_clusters(rows, labels, int(labels.max()) + 1)
+    count = sums[..., -1:]
+    centres = sums[..., :-1] / count.clamp_min(1)
+    return Coreset(*centres.split([keys.shape[-1], values.shape[-1]], -1), count[..., 0].log())
 
 
 def top_tokens(keys: Tensor, values: Tensor, queries: Tensor, size: int, rest: bool = False) -> Coreset:
     """The tokens that receive most attention of the queries, with equal masses; or one less and the rest as one."""
-    rank = _received(queries, keys).argsort(-1, descending=True)
+    attended = Attended.by(queries, keys)
+    rank = attended.received.argsort(-1, descending=True)
     if rest:
-        return merge(keys, values, queries, rank.argsort(-1).clamp(max=min(size, keys.shape[-2]) - 1))
+        return merge(keys, values, queries, rank.argsort(-1).clamp(max=min(size, keys.shape[-2]) - 1), attended)
     best = rank[:, :size]
     return Coreset(_take(keys, best), _take(values, best), torch.zeros_like(best, dtype=keys.dtype))
 
@@ -161,7 +188,7 @@ def top_tokens(keys: Tensor, values: Tensor, queries: Tensor, size: int, rest: b
 def random_clusters(keys: Tensor, values: Tensor, queries: Tensor, size: int, generator: torch.Generator) -> Coreset:
     """Tokens grouped at random, with masses from the queries: what is left without the right clusters."""
     labels = torch.randint(min(size, keys.shape[-2]), keys.shape[:-1], generator=generator).to(keys.device)
-    return merge(keys, values, queries, labels)
+    return merge(keys, values, queries, labels, Attended.by(queries, keys))
 
 
 def random_tokens(keys: Tensor, values: Tensor, special: Tensor, size: int, generator: torch.Generator) -> Coreset:
@@ -280,12 +307,6 @@ def foreign_queries(recording: Recording, layer: int, texts: int, generator: tor
 
 def _regressors(keys: Tensor, values: Tensor) -> Tensor:
     return torch.cat([keys, values, torch.ones_like(keys[..., :1])], dim=-1)
-
-
-def _received(queries: Tensor, keys: Tensor) -> Tensor:
-    """(heads, n), the share of all attention of the queries that a key receives."""
-    received = (queries @ keys.mT).softmax(-1).sum(-2) + 1e-12
-    return received / received.sum(-1, keepdim=True)
 
 
 def _ridge(gram: Tensor, right: Tensor, ridge: float) -> Tensor:

@@ -46,7 +46,7 @@ def test_masses_are_what_their_formula_says():
     keys, values, queries = draw(1, 12, 3), draw(1, 12, 2, seed=1), draw(1, 7, 3, seed=2)
     labels = torch.tensor([[0, 1, 2, 0, 1, 2, 0, 0, 1, 2, 2, 2]])
     attention = (queries @ keys.mT).softmax(-1)
-    coreset = coresets.merge(keys, values, queries, labels)
+    coreset = coresets.merge(keys, values, queries, labels, coresets.Attended.by(queries, keys))
     for c in range(3):
         tokens = [j for j in range(12) if labels[0, j] == c]
         a = {j: sum(float(attention[0, i, j]) for i in range(7)) for j in tokens}
