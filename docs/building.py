@@ -19,6 +19,12 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 ROWS = 8  # of a table on a page
+PLAYGROUND = '<iframe src="playground.html" title="playground" loading="lazy" class="playground"></iframe>'
+REPLACED = {  # what the repository shows, and the site in its place
+    "<!-- playground -->": PLAYGROUND,
+    "(../experiments/README.md)": "(papers.md)",
+    "(../attn_flow/__init__.py)": "(api.md)",
+}
 TAGS = r"(?!/?(?:br|kbd|sub|sup|a|img|div|span|details|summary|figure|figcaption|iframe)\b|https?:|!--)"
 PACKAGES = {
     "attention": "Who attends to whom",
@@ -58,7 +64,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Inner products <x, y> that are no tags; lists and bold headings of a line that follow one without a blank one."""
+    """REPLACED; inner products <x, y> that are no tags; lists and bold headings of a line after one without a blank."""
+    for shown, replacement in REPLACED.items():
+        markdown = markdown.replace(shown, replacement)
 
     def change(text: str) -> str:
         text = re.sub(r"^(?![-|>#\s])(.+)\n(?=- |\*\*[^*\n]+\.\*\* )", r"\1\n\n", text, flags=re.MULTILINE)

@@ -57,7 +57,7 @@ def test_commands_in_the_text_have_the_options_they_name() -> None:
             seen += 1
         for target in re.findall(r"`make ([\w-]+)`", path.read_text()):
             assert target in targets, f"{path.name}: make {target}"
-    assert seen > 40
+    assert seen > 30
 
 
 def _exists(home: list[str], name: str) -> bool:
@@ -76,6 +76,12 @@ def _exists(home: list[str], name: str) -> bool:
 
 def test_names_of_pages_are_small_letters() -> None:
     assert [path.name for path in PAGES] == [path.name.lower() for path in PAGES]
+
+
+def test_links_of_the_pages_lead_somewhere_in_the_repository() -> None:
+    for path in PAGES:
+        for address in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
+            assert address.startswith("http") or (path.parent / address).exists(), f"{path.name}: {address}"
 
 
 def test_every_experiment_has_its_figure_in_the_gallery() -> None:

