@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from attn_flow.attention import Attention
 from attn_flow.base.processes import ALONE, Processes
 from attn_flow.hooks.capture import record
+from attn_flow.hooks.inputs import batches
 from attn_flow.hooks.layout import blocks, encoder_inside
 from attn_flow.hooks.positions import Positions, read_positions
 from attn_flow.hooks.weights import attentions
@@ -151,6 +152,21 @@ class Recording:
         shorter = f"; shorter texts (--max-length {window + 1}) can be asked" if window + 1 >= MIN_TOKENS else ""
         return f"layers see a window of {window} tokens each way{shorter}"
 
+    @cached_property
+    def batches(self) -> list[tuple[dict[str, Tensor], dict[int, int]]]:
+        """What the model is run on: the inputs of each batch, and the index of the text in each of its rows."""
+        inputs = self.inputs
+        assert inputs is not None  # of every recording that was made from a model
+        texts, indices = inputs.texts, self.indices
+        if texts is not None:
+            texts, indices = [texts[i] for i in indices], list(range(len(indices)))
+        result = []
+        for batch in batches(inputs.model, inputs.source, texts, inputs.batch, inputs.max_length):
+            rows = {i - batch.first: text for text, i in enumerate(indices) if 0 <= i - batch.first < batch.size}
+            if rows:
+                result.append(({name: t.to(self.device) for name, t in batch.inputs.items()}, rows))
+        return result
+
     def heads(self, layer: int, text: int, x: Tensor | None = None) -> Heads:
         """A text as the heads of a layer see it; or other tokens x (n, d) in its place."""
         x = self.states[layer][text] if x is None else x
@@ -193,8 +209,7 @@ def read_heads(
     """
     n, device, H = len(x), x.device, attention.heads
     beta = torch.as_tensor(attention.beta, dtype=torch.float64).to(x).expand(H)[:, None]
-    project = lambda weight: x.expand(H, -1, -1) if weight is None else x @ weight.mT  # (heads, n, k)
-    queries, keys, values = (project(weight) for weight in (attention.Q, attention.K, attention.V))
+    queries, keys, values = (_project(x, H, weight) for weight in (attention.Q, attention.K, attention.V))
     if attention.query_bias is not None:
         queries = queries + attention.query_bias[:, None]
     if positions is not None:
@@ -206,6 +221,13 @@ def read_heads(
         visible = (i[:, None] >= i) if visible is None else visible & (i[:, None] >= i)
     special = torch.zeros(n, dtype=torch.bool, device=device) if special is None else special
     return Heads(beta[..., None] * queries, keys, values, output, attention.value_bias, special, visible)
+
+
+def _project(x: Tensor, heads: int, weight: Tensor | None) -> Tensor:
+    """(heads, n, k) of tokens x (n, d) under weights (heads, k, d), None for the identity, by one product."""
+    if weight is None:
+        return x.expand(heads, -1, -1)
+    return (x @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2]).transpose(0, 1)
 
 
 def record_encoder(

@@ -10,17 +10,19 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from attn_flow.hooks.inputs import batches
 from attn_flow.hooks.layout import distinct, evaluation_mode, input_states, with_hidden_states
 from attn_flow.hooks.recorder import ActivationCache, recording
-from attn_flow.probe.recording import Predict, Recording
 from attn_flow.transport.distances import CertificateError, wasserstein
+
+if TYPE_CHECKING:
+    from attn_flow.probe.recording import Predict, Recording
 
 GEOMLOSS_RTOL = 0.2  # what geomloss may leave unproved: in hundreds of dimensions its bound is wide, its value good
 
@@ -73,7 +75,7 @@ def w2(x: Tensor, y: Tensor, method: str = "auto") -> float:
     x, y = x.cpu(), y.cpu()
     if len(x) != len(y):
         return float(wasserstein(x, y))
-    cost = torch.cdist(x.double(), y.double(), compute_mode="donot_use_mm_for_euclid_dist").square().numpy()
+    cost = torch.cdist(x.double(), y.double()).square().numpy()
     return float(cost[linear_sum_assignment(cost)].mean() ** 0.5)
 
 
@@ -82,21 +84,13 @@ def run(recorded: Recording, predict: Predict | None) -> Passes:
     """The encoder on the texts of a recording, with `predict` in place of attention in every layer if it is given."""
     inputs = recorded.inputs
     assert inputs is not None  # of every recording that was made from a model
-    model, texts, indices = inputs.model, inputs.texts, recorded.indices
-    if texts is not None:
-        texts, indices = [texts[i] for i in indices], list(range(len(indices)))
-    device = next(model.parameters()).device
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    options = {"use_cache": False} if "use_cache" in inspect.signature(inputs.model.forward).parameters else {}
     outputs: list[Tensor] = []
     embeddings: list[Tensor] = []
-    with recording(model, "resid") as cache, evaluation_mode(model):
-        for tokens in batches(model, inputs.source, texts, inputs.batch, inputs.max_length):
-            rows = {i - tokens.first: text for text, i in enumerate(indices) if 0 <= i - tokens.first < tokens.size}
-            if not rows:
-                continue
-            batch = {name: t.to(device) for name, t in tokens.inputs.items()}
+    with recording(inputs.model, "resid") as cache, evaluation_mode(inputs.model):
+        for batch, rows in recorded.batches:
             with inputs.scaled() if predict is None else _replace_outputs(cache, recorded, predict, rows):
-                output = model(**batch, **options)
+                output = inputs.model(**batch, **options)
             level, mask = cache[cache.points[-1]], cache.mask
             last = getattr(output, "last_hidden_state", None)
             last = level if last is None or last.shape != level.shape else last
@@ -130,4 +124,13 @@ def _replace_outputs(
             layout = block.architecture
             stack.callback(block.attn.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(block[layout.emit or layout.attn].register_forward_hook(leave).remove)
+            for linear in {block[path] for path in (layout.q, layout.k, layout.v, layout.o)}:
+                if type(linear) is nn.Linear and layout.score_terms is None:  # else positions are read from it
+                    linear.forward = partial(_zeros, linear.out_features)  # nobody uses what it would compute
+                    stack.callback(delattr, linear, "forward")
         yield
+
+
+def _zeros(width: int, x: Tensor) -> Tensor:
+    """What a projection returns whose output is not used, (..., width)."""
+    return x.new_zeros(*x.shape[:-1], width)

@@ -10,8 +10,10 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 from attn_flow.base import checks
 from attn_flow.base.files import digest, read_tensors, versions, write_tensors
-from attn_flow.base.processes import ALONE, Processes
+from attn_flow.base.processes import ALONE, Processes, limit_threads
 from attn_flow.base.progress import progress_bar
 from attn_flow.hooks.corpus import fingerprint
 from attn_flow.hooks.inputs import length_limit, row_texts
@@ -37,15 +39,16 @@ from attn_flow.probe.temperature import Temperature, measure_temperature
 from attn_flow.probe.tokens import Evolution, measure_evolution, read_tokens
 
 Progress = Callable[[float], None]
-# Every stage with its typical share of the time. Processes take the stages in turn.
+# Every stage with its typical share of the time, the long ones first. Processes take the stages in turn.
 STAGES: dict[str, tuple[int, Callable[[Recording, torch.Generator, Progress], Any]]] = {
+    "clusters": (40, lambda recording, generator, report: measure_clusters(recording, generator, progress=report)),
+    "limit": (45, lambda recording, generator, report: measure_limit(recording, generator, progress=report)),
     "averaging": (10, lambda recording, generator, report: measure_averaging(recording, generator, progress=report)),
-    "temperature": (2, lambda recording, generator, report: measure_temperature(recording)),
-    "clusters": (50, lambda recording, generator, report: measure_clusters(recording, generator, progress=report)),
-    "limit": (36, lambda recording, generator, report: measure_limit(recording, generator, progress=report)),
+    "temperature": (3, lambda recording, generator, report: measure_temperature(recording)),
     "evolution": (1, lambda recording, generator, report: measure_evolution(recording)),
     "reading": (1, lambda recording, generator, report: read_tokens(recording)),
 }
+WORKERS = 2  # stages at a time: a stage alone leaves a second core idle most of the time
 RECORDS: dict[str, Callable[..., Any]] = {  # what a stage measures
     "averaging": Averaging,
     "temperature": Temperature,
@@ -120,21 +123,37 @@ class ProbeRun:
         Returns:
             The result, in every process.
         """
-        records: dict[str, Any] = {}
         own = list(STAGES)[self.world.rank :: self.world.count]
         total = sum(STAGES[name][0] for name in own)
-        with progress_bar("probe", total, progress and self.world.is_first) as advance, torch.no_grad():
-            for name in own:
-                done = 0.0
+        threads, is_stopped = torch.get_num_threads(), Event()
+        workers = min(WORKERS, threads)
 
-                def report(share: float, name: str = name) -> None:
-                    nonlocal done
-                    advance(STAGES[name][0] * (share - done), note=name)
-                    done = share
+        def measure(name: str) -> Any:
+            done = 0.0
 
-                report(0.0)
-                records[name] = self._read_or_measure(name, folder, report)
-                report(1.0)
+            def report(share: float) -> None:
+                nonlocal done
+                if is_stopped.is_set():
+                    raise KeyboardInterrupt
+                advance(STAGES[name][0] * (share - done), note=name)
+                done = share
+
+            report(0.0)
+            with torch.no_grad():  # holds in this thread only
+                record = self._read_or_measure(name, folder, report)
+            report(1.0)
+            return record
+
+        with (
+            progress_bar("probe", total, progress and self.world.is_first) as advance,
+            limit_threads(threads // workers),
+            ThreadPoolExecutor(workers) as pool,
+        ):
+            try:
+                records = dict(zip(own, pool.map(measure, own)))
+            except BaseException:  # Ctrl-C or an error: the other stages end at their next report
+                is_stopped.set()
+                raise
         records = {name: record for share in self.world.gather_objects(records) for name, record in share.items()}
         tokens = self.recording.tokens[: len(records["reading"].lengths)]
         return ProbeResult.of_records(self.about, records, tokens)

@@ -36,15 +36,29 @@ def assert_equal(a: ProbeResult, b: ProbeResult) -> None:
 def test_a_probe_that_was_stopped_and_continued_equals_one_that_was_not(small, tmp_path, monkeypatch) -> None:
     whole = small.run()
     with monkeypatch.context() as patch:
-        patch.setattr("attn_flow.probe.run.measure_limit", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("attn_flow.probe.run.read_tokens", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             small.run(tmp_path)
     finished = {path.stem for path in tmp_path.iterdir()}
-    assert {"averaging", "temperature", "clusters"} <= finished
-    assert "limit" not in finished
+    assert {"limit", "averaging", "temperature"} <= finished  # clusters may have been stopped in another thread
+    assert "reading" not in finished
     with monkeypatch.context() as patch:  # what is finished is not measured again
-        patch.setattr("attn_flow.probe.run.measure_clusters", lambda *_, **__: 1 / 0)
+        for name in ("limit", "averaging", "temperature"):
+            patch.setattr(f"attn_flow.probe.run.measure_{name}", lambda *_, **__: 1 / 0)
         assert_equal(small.run(tmp_path), whole)
+
+
+def test_stages_in_one_thread_and_in_two_give_the_same(small) -> None:
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append(small.run())
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    assert_equal(*results)
 
 
 def test_a_stage_of_other_inputs_is_measured_again(small, tmp_path) -> None:
