@@ -55,7 +55,7 @@ def batches(
     max_length: int | None = None,
     world: Processes = ALONE,
 ) -> Iterator[TokenBatch]:
-    """This process's batches of a tokenizer and texts, or of the model's own inputs; it takes every count-th of all."""
+    """The batches of a tokenizer and texts, or of the model's own inputs; of several processes each takes its share."""
     checks.require_count(batch=size)
     if texts is not None:
         stream = _text_batches(model, source, texts, size, max_length, world)

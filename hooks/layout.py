@@ -207,9 +207,7 @@ def inside(model: Any) -> Any:
 
 def choose_layers(count: int, layers: int | Iterable[int] | None) -> list[int]:
     """The indices of the layers that were asked for, of `count` layers; all for None."""
-    if layers is None:
-        return list(range(count))
-    chosen = [layers] if isinstance(layers, int) else list(layers)
+    chosen = [layers] if isinstance(layers, int) else list(range(count) if layers is None else layers)
     if not chosen or any(not isinstance(i, int) or not -count <= i < count for i in chosen):
         raise ValueError(f"layers = {chosen}, expected indices from 0 to {count - 1}, and at least one.")
     return sorted({i % count for i in chosen})

@@ -71,7 +71,7 @@ def load_encoder(path: str | os.PathLike[str], *, pickle: bool = False) -> tuple
             raise ValueError(f"{folder} has no config.json; expected a folder written by save_pretrained.")
         if not pickle and not list(folder.glob("*.safetensors")):
             raise ValueError(
-                f"{folder} holds no .safetensors file. A pickle can run code when it is read; if you trust this folder, "
+                f"{folder} holds no .safetensors file. A pickle can run code when it is read; if you trust this one, "
                 "pass pickle=True (--pickle), or save the model again with safe_serialization."
             )
     try:

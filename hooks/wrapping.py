@@ -105,14 +105,15 @@ def _changed(
 ) -> Iterator[nn.Module]:
     """The model with its attention changed in the layers that have an entry in `factors`."""
     with ExitStack() as stack:
-        if options is not None and options.evaluations > 1:
-            stack.callback(stop_caching(model, all_blocks[0]))
+        if options is not None:
+            for i in factors:
+                if read_settings(all_blocks[i])[0] is not None:
+                    raise ValueError(f"layer {i} is a flow already; give all options to one wrap, or end that first.")
+            if options.evaluations > 1:
+                stack.callback(stop_caching(model, all_blocks[0]))
         clock = LayerClock(all_blocks)
         clock.attach(stack)
         change = Change(options, factors, clock)
-        for i in factors if options is not None else ():
-            if read_settings(all_blocks[i])[0] is not None:
-                raise ValueError(f"layer {i} is a flow already; give all options to one wrap, or end that first.")
         for block in distinct(all_blocks[i] for i in factors):
             changed = changed_attention(block) or ChangedAttention(block)
             changed.changes.append(change)
