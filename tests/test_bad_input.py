@@ -25,7 +25,7 @@ WRONG_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "a flow in another dimension": (lambda: flow(A, X[:, :2], 1.0), "3"),
     "clouds of different dimensions": (lambda: wasserstein(X, X[:, :2]), "3"),
     "keys of another width": (lambda: Attention(Q=torch.eye(3), K=torch.ones(2, 4)), "shape"),
-    "a matrix that is not square": (lambda: Attention.from_matrices(torch.ones(2, 3), torch.eye(3)), r"\(2, 3\)"),
+    "a matrix that is not square": (lambda: Attention.from_matrices(torch.ones(2, 3), torch.eye(3)), r"2, 3\)"),
     "different numbers of heads": (lambda: Attention(Q=torch.ones(2, 3, 3), V=torch.ones(3, 3, 3)), "heads"),
     "a layer that cannot be split": (lambda: ContinuousAttentionLayer(10, 3), "10"),
     "a layer on tokens of another width": (lambda: ContinuousAttentionLayer(8, 2)(torch.randn(2, 5, 7)), "7|8"),
@@ -44,7 +44,6 @@ WRONG_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "a negative weight": (lambda: Cloud(X, torch.tensor([1.0, 1, 1, 1, 1, -1])), "weights"),
     "weights that are all zero": (lambda: Cloud(X, torch.zeros(6)), "weights"),
     "weights of the wrong shape": (lambda: Cloud(X, torch.ones(5)), "weights"),
-    "no token to attend to": (lambda: Attention.identity(3, self_attention=False).drift(X[:1]), "two|self_attention"),
     # times and options
     "times that decrease": (lambda: flow(A, X, [0.0, 2.0, 1.0]), "increas"),
     "a time that is infinite": (lambda: flow(A, X, math.inf), "finite|inf"),

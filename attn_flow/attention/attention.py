@@ -42,14 +42,12 @@ class Attention(Field):
         V, O: values (..., heads, v, d) and output (..., heads, d, v).
         beta: inverse temperature: a number, or a tensor whose last axis is heads (or 1); `beta[:, None]` is one beta
             per batch element. Infinity means hardmax attention: tokens attend to the highest score.
-        query_bias: b, (..., heads, k).
-        value_bias: c, (..., d).
+        query_bias, value_bias: b, (..., heads, k), and c, (..., d).
 
     Other arguments:
         kind: "softmax"; "unnormalised", A_ij = w_j e^{s_ij} without the normaliser (1/n for w_j without weights);
             "sinkhorn", doubly stochastic weights.
         causal: token i sees only the tokens j <= i.
-        self_attention: False hides every token from itself.
         kernel: how softmax averages are computed (`attn_flow.kernels`): "dense", "near" (large cold clouds), "series"
             (the circle), or "auto".
         context: a fixed measure to attend to instead of the cloud itself; tokens then do not interact.
@@ -73,7 +71,6 @@ class Attention(Field):
     value_bias: Tensor | None = None
     kind: Kind = "softmax"
     causal: bool = False
-    self_attention: bool = True
     kernel: Kernel = "auto"
     context: Measure | None = None
     dim: int = 0
@@ -84,26 +81,20 @@ class Attention(Field):
         checks.require_choice("kernel", self.kernel, get_args(Kernel))
         named = {name: getattr(self, name) for name in weights.AXES if name != "beta"}
         named, dim = weights.check_weights(named, self.dim)
-        vars(self).update(named, dim=dim, beta=weights.as_beta(self.beta, named))
-        if self.tolerance is not None:
-            checks.require_positive(tolerance=self.tolerance)
+        vars(self).update(named, dim=dim, beta=weights.as_beta(self.beta))
         self._checked()
 
     def _checked(self) -> Attention:
         """Itself; an error if options contradict each other or batch axes do not broadcast."""
         if self.is_hardmax and self.kind != "softmax":
             raise ValueError(f"beta = inf with kind = {self.kind!r}; only softmax attention has a limit (hardmax).")
-        has_mask = self.causal or not self.self_attention
-        if has_mask and (self.kind == "sinkhorn" or self.kernel in ("near", "series")):
-            raise ValueError(
-                "kind='sinkhorn' and the kernels 'near' and 'series' need every pair of tokens; use causal=False and "
-                "self_attention=True, or kernel='dense'."
-            )
-        if self.context is not None and (has_mask or self.kind == "sinkhorn"):
-            raise ValueError("causal, self_attention=False and 'sinkhorn' compare tokens of one cloud; drop context.")
+        if self.causal and (self.kind == "sinkhorn" or self.kernel in ("near", "series")):
+            raise ValueError("'sinkhorn', 'near' and 'series' need every pair of tokens; use causal=False.")
+        if self.context is not None and (self.causal or self.kind == "sinkhorn"):
+            raise ValueError("causal and 'sinkhorn' compare tokens of one cloud; drop context.")
         if self.context is not None and not hasattr(self.context, "tilted_mean"):
             raise TypeError(f"context is a {type(self.context).__name__}, expected a measure, such as Cloud(tokens).")
-        _ = self.batch_shape
+        _ = self.leading_axes
         return self
 
     @classmethod
@@ -118,12 +109,6 @@ class Attention(Field):
             tensor([[[-1.,  0.],
                      [ 0., -1.]]])
         """
-        for name, matrix in (("G", G), ("V", V)):
-            checks.require_floating(name, matrix)
-            if matrix.ndim < 2 or matrix.shape[-2] != matrix.shape[-1]:
-                raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected square matrices (..., d, d).")
-        if G.shape[-1] != V.shape[-1]:
-            raise ValueError(f"G has shape {tuple(G.shape)} and V {tuple(V.shape)}, expected the same dimension d.")
         return cls(Q=G, V=V, beta=beta, **options)
 
     @classmethod
@@ -150,7 +135,6 @@ class Attention(Field):
         *,
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
         **options: Any,
     ) -> Attention:
         """Random weights with independent Gaussian entries of variance 1/d, so that |Q x| and |O y| are of order one.
@@ -165,9 +149,9 @@ class Attention(Field):
         """
         k = max(1, d // heads) if head_dim is None else head_dim
         checks.require_count(d=d, heads=heads, head_dim=k)
-        factory: dict[str, Any] = {"generator": generator, "dtype": dtype, "device": device}
-        Q, K, V = (torch.randn(heads, k, d, **factory) / math.sqrt(d) for _ in range(3))
-        return cls(Q, K, V, torch.randn(heads, d, k, **factory) / math.sqrt(d), beta, **options)
+        shapes = ((heads, k, d), (heads, k, d), (heads, k, d), (heads, d, k))
+        weights = (torch.randn(shape, generator=generator, dtype=dtype) / math.sqrt(d) for shape in shapes)
+        return cls(*weights, beta=beta, **options)
 
     def drift(self, cloud: Tensor | Cloud) -> Tensor:
         """The drift of every token of a cloud, before any projection to a geometry.
@@ -202,9 +186,9 @@ class Attention(Field):
 
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
         tokens = others = x[..., None, :, :]  # (..., 1, n, d)
+        queries = self._queries(tokens)  # (..., heads or 1, n, k)
         if isinstance(self.context, Cloud):
             others, log_weights = self.context.x[..., None, :, :], self.context.log_weights
-        queries = self._queries(tokens)  # (..., heads or 1, n, k)
         if self.context is None or isinstance(self.context, Cloud):
             keys, values = weights.project(others, self.K), weights.project(others, self.V)
             log_weights = None if log_weights is None else log_weights[..., None, :]  # (..., 1, n)
@@ -223,20 +207,17 @@ class Attention(Field):
         """The average of the values under the weights of this kind, (..., heads or 1, n, v), by a kernel."""
         inputs = (queries, keys, values, log_weights)
         scale = self.beta[..., None, None].to(queries) if isinstance(self.beta, Tensor) else self.beta
-        masks: dict[str, Any] = {"causal": self.causal, "exclude_self": not self.self_attention}
         if self.kind == "sinkhorn":
             return sinkhorn.softmax_average(*inputs, scale=scale)
         if self.kind == "unnormalised":
-            average, log_sum = dense.average_and_log_sum(*inputs, scale=scale, **masks)
+            average, log_sum = dense.average_and_log_sum(*inputs, scale=scale, causal=self.causal)
             log_sum = log_sum if log_weights is not None else log_sum - math.log(keys.shape[-2])
             return average * log_sum.exp()[..., None]
-        kernel = self.kernel
-        if self.is_hardmax or any(masks.values()):
-            kernel = "dense"
-        elif kernel == "auto":
+        kernel = "dense" if self.is_hardmax or self.causal else self.kernel
+        if kernel == "auto":
             kernel = choose_kernel(*inputs, scale, self.tolerance)
         if kernel == "dense":
-            return dense.softmax_average(*inputs, scale=scale, **masks)
+            return dense.softmax_average(*inputs, scale=scale, causal=self.causal)
         approximate = near.softmax_average if kernel == "near" else series.softmax_average
         return approximate(*inputs, scale=scale, tolerance=self.tolerance)
 
@@ -266,12 +247,10 @@ class Attention(Field):
         cloud = as_cloud(cloud)
         self.check_cloud(cloud)
         attention, x = self._in_working_precision(cloud)
-        tokens = x[..., None, :, :]
+        tokens, n = x[..., None, :, :], x.shape[-2]
         queries, keys = attention._queries(tokens), weights.project(tokens, attention.K)
-        log_weights = None if cloud.log_weights is None else cloud.log_weights.to(x.dtype)[..., None, :]
-        # Averages of the unit vectors are the rows of the matrix.
-        n = x.shape[-2]
-        eye = torch.eye(n, dtype=x.dtype, device=x.device).expand(*keys.shape[:-2], n, n)
+        log_weights = None if cloud.log_weights is None else cloud.log_weights[..., None, :]
+        eye = torch.eye(n).to(x).expand(*keys.shape[:-2], n, n)  # averages of unit vectors are rows of the matrix
         A = attention.copy_with(kernel="dense")._average(queries, keys, eye, log_weights)
         return A.expand(*A.shape[:-3], self.heads, n, n).to(cloud.x.dtype)
 
@@ -281,14 +260,22 @@ class Attention(Field):
         return {name: z for name in weights.AXES if isinstance(z := getattr(self, name), Tensor)}
 
     @property
+    def leading_axes(self) -> torch.Size:
+        """The axes (..., heads) of the weights and of beta, broadcast."""
+        shapes = {name: z.shape[: z.ndim - weights.AXES[name] + 1] for name, z in self.tensors.items()}
+        if self.value_bias is not None:
+            shapes["value_bias"] = torch.Size((*self.value_bias.shape[:-1], 1))
+        return weights.broadcast_axes({"one head": torch.Size((1,)), **shapes})
+
+    @property
     def heads(self) -> int:
         """The number of heads."""
-        return max({1} | weights.head_counts(self.tensors))
+        return self.leading_axes[-1]
 
     @property
     def batch_shape(self) -> torch.Size:
-        """The leading axes of the weights and of beta, broadcast."""
-        return weights.broadcast_batches(**{name: z.shape[: -weights.AXES[name]] for name, z in self.tensors.items()})
+        """The batch axes of the weights and of beta, broadcast."""
+        return self.leading_axes[:-1]
 
     @property
     def is_hardmax(self) -> bool:
@@ -298,36 +285,31 @@ class Attention(Field):
     @property
     def G(self) -> Tensor:
         """K^T Q, (..., heads, d, d): the logits are beta <G x, y>."""
-        return self._product(None if self.K is None else self.K.mT, self.Q)
+        return self._matrix(self.K).mT @ self._matrix(self.Q)
 
     @property
     def G_bias(self) -> Tensor | None:
         """K^T b, (..., heads, d), which is added to G x; None without a query bias."""
-        if self.query_bias is None or self.K is None:
-            return self.query_bias
-        return (self.K.mT @ self.query_bias[..., None])[..., 0]
+        return None if self.query_bias is None else (self._matrix(self.K).mT @ self.query_bias[..., None])[..., 0]
 
     @property
     def OV(self) -> Tensor:
         """O V, (..., heads, d, d)."""
-        return self._product(self.O, self.V)
+        return self._matrix(self.O) @ self._matrix(self.V)
 
     @property
     def M(self) -> Tensor:
         """O V K^T Q, (..., heads, d, d): its spectrum decides the limit of low temperature."""
         return self.OV @ self.G
 
-    def _product(self, A: Tensor | None, B: Tensor | None) -> Tensor:
-        """A B, (..., heads, d, d), where None is the identity."""
-        if A is not None and B is not None:
-            return A @ B
+    def _matrix(self, weight: Tensor | None) -> Tensor:
+        """A weight, or the identity (heads, d, d) if it is None."""
         like = next((z for name, z in self.tensors.items() if name != "beta"), torch.empty(0))
-        eye = torch.eye(self.dim, dtype=like.dtype, device=like.device).expand(self.heads, -1, -1)
-        return A if A is not None else B if B is not None else eye
+        return torch.eye(self.dim).to(like).expand(self.heads, -1, -1) if weight is None else weight
 
     def with_beta(self, beta: float | Tensor) -> Attention:
         """The same attention at another inverse temperature."""
-        return self.copy_with(beta=weights.as_beta(beta, self.tensors))._checked()
+        return self.copy_with(beta=weights.as_beta(beta))._checked()
 
     def with_context(self, context: Measure | Tensor | None) -> Attention:
         """The same attention to a fixed measure, or to tokens (..., m, d), instead of the cloud itself."""
@@ -355,10 +337,7 @@ class Attention(Field):
         if isinstance(self.context, Cloud):
             weights.check_tokens("context", self.context.x, self.dim, self.tensors)
             shapes["context"] = self.context.x.shape[:-2]
-        if not self.self_attention:
-            count = (cloud.probabilities > 0).sum(-1)
-            checks.require(count >= 2, "self_attention=False requires at least two unmasked tokens per cloud.")
-        return weights.broadcast_batches(**shapes)
+        return weights.broadcast_axes(shapes)
 
     def logit_bound(self, radius: float | Tensor) -> Tensor:
         if self.is_hardmax:  # scores are compared and not exponentiated
@@ -370,20 +349,18 @@ class Attention(Field):
 
     @property
     def not_exchangeable_because(self) -> tuple[str, ...]:
-        reasons = ["a causal mask"] * self.causal + ["self_attention=False"] * (not self.self_attention)
-        return (*reasons, "a context") if self.context is not None else tuple(reasons)
+        return ("a causal mask",) * self.causal + ("a context",) * (self.context is not None)
 
     def summary(self) -> dict[str, Any]:
-        beta: Any = self.beta
+        beta: Any = "inf" if self.is_hardmax else self.beta
         if isinstance(beta, Tensor):
             beta = beta.tolist() if checks.can_read(beta) else f"tensor {tuple(beta.shape)}"
-        names = ("heads", "dim", "kind", "causal", "self_attention")
-        return {"beta": "inf" if self.is_hardmax else beta, **{name: getattr(self, name) for name in names}}
+        return {"beta": beta, **super().summary()}
 
     def __repr__(self) -> str:
         beta = f"tensor {tuple(self.beta.shape)}" if isinstance(self.beta, Tensor) else f"{self.beta:g}"
         words = [f"heads={self.heads}, dim={self.dim}, beta={beta}", self.kind]
-        words += ["causal"] * self.causal + ["no self-attention"] * (not self.self_attention)
+        words += ["causal"] * self.causal
         words += [f"batch={tuple(self.batch_shape)}"] * bool(self.batch_shape)
         words += [f"context={type(self.context).__name__}"] * (self.context is not None)
         return f"Attention({', '.join(words)})"

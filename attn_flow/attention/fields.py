@@ -76,10 +76,7 @@ class Field(ABC):
         return {"name": repr(self)}
 
     def __add__(self, other: Field) -> Field:
-        if not isinstance(other, Field):
-            return NotImplemented
-        terms = (field.fields if isinstance(field, Sum) else (field,) for field in (self, other))
-        return Sum(tuple(itertools.chain(*terms)))
+        return Sum((self, other)) if isinstance(other, Field) else NotImplemented
 
 
 def require_field(name: str, field: Field) -> None:
@@ -121,10 +118,8 @@ class Drift(Field):
             raise TypeError(f"{self} returned a {type(drift).__name__} at t = {t:.4g}, expected a tensor.")
         is_broadcastable = all(k in (1, size) for k, size in zip(drift.shape[::-1], x.shape[::-1]))
         if drift.dtype != x.dtype or drift.ndim > x.ndim or not is_broadcastable:
-            raise ValueError(
-                f"{self} returned {drift.dtype} {tuple(drift.shape)} at t = {t:.4g}, expected {x.dtype} "
-                f"{tuple(x.shape)}, as the tokens that it received."
-            )
+            received = f"{drift.dtype} {tuple(drift.shape)} at t = {t:.4g}"
+            raise ValueError(f"{self} returned {received}, expected {x.dtype} {tuple(x.shape)}, as its tokens.")
         return drift.expand(x.shape)
 
     def in_float64(self) -> Field:
@@ -138,7 +133,7 @@ class Drift(Field):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sum(Field):
-    """F_1 + F_2 + ..., made by adding fields."""
+    """F_1 + F_2, made by adding fields."""
 
     fields: tuple[Field, ...] = ()
 
@@ -146,10 +141,8 @@ class Sum(Field):
         return " + ".join(map(repr, self.fields))
 
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
-        drift = self.fields[0](t, x, log_weights)
-        for field in self.fields[1:]:
-            drift = drift + field(t, x, log_weights)
-        return drift
+        first, second = self.fields
+        return first(t, x, log_weights) + second(t, x, log_weights)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -165,8 +158,6 @@ class Layers(Field):
     Example:
         >>> from attn_flow import Attention, Sphere, flow
         >>> layers = Layers([Attention.identity(3, beta=1.0), Attention.identity(3, beta=9.0)], times=[0.0, 0.5, 2.0])
-        >>> layers
-        Layers(2 fields from t = 0 to 2)
         >>> flow(layers, Sphere().uniform(20, 3), t=[0.0, 2.0])
         Trajectory(2 times from 0 to 2, x (2, 20, 3) float32)
     """

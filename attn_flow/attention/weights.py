@@ -28,9 +28,9 @@ def check_weights(weights: Mapping[str, Tensor | None], dim: int) -> tuple[dict[
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, expected {axes} without empty axes.")
         checks.require_finite(name, weight)
         present[name] = weight[None] if weight.ndim == AXES[name] - 1 else weight  # one head
-    if len({weight.dtype for weight in present.values()}) > 1:
-        dtypes = ", ".join(f"{name} {weight.dtype}" for name, weight in present.items())
-        raise ValueError(f"the weights have different dtypes ({dtypes}); use one dtype.")
+    dtypes = {name: weight.dtype for name, weight in present.items()}
+    if len({*dtypes.values()}) > 1:
+        raise ValueError(f"the weights have different dtypes {dtypes}; use one dtype.")
     widths = [z.shape[-2 if name == "O" else -1] for name, z in present.items() if name != "query_bias"]
     d: int = dim or max(widths, default=0)
     if d < 1:
@@ -40,51 +40,34 @@ def check_weights(weights: Mapping[str, Tensor | None], dim: int) -> tuple[dict[
     sizes = {"Q": (k, d), "K": (k, d), "V": (v, d), "O": (d, v), "query_bias": (k,), "value_bias": (d,)}
     for name, weight in present.items():
         checks.require_shape(name, weight, sizes[name])
-    heads = head_counts(present) - {1}
-    if len(heads) > 1:
-        raise ValueError(f"weights have different numbers of heads, {sorted(heads)}; expected one number.")
     return {**weights, **present}, d
-
-
-def head_counts(tensors: Mapping[str, Tensor | None]) -> set[int]:
-    """The sizes of the axes of heads of weights, and of beta if it is among them."""
-    return {z.shape[-AXES[name]] for name, z in tensors.items() if z is not None and name != "value_bias"}
 
 
 def check_tokens(name: str, x: Tensor, d: int, weights: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless tokens have d coordinates and the dtype and device of the weights."""
     checks.require_shape(name, x, (d,))
     weight = next((z for key, z in weights.items() if key != "beta"), None)
-    if weight is None:
-        return
-    checks.require_same_device(name, x, "the attention", weight)
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise ValueError(f"{name} has dtype {x.dtype}, the attention {weight.dtype}; use attention.to({x.dtype}).")
+    if weight is not None:
+        checks.require_same_device(name, x, "the attention", weight)
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"{name} has dtype {x.dtype}, the attention {weight.dtype}; use attention.to({x.dtype}).")
 
 
-def broadcast_batches(**shapes: torch.Size) -> torch.Size:
-    """The common batch axes of tensors with these names; ValueError if there are none."""
+def broadcast_axes(shapes: Mapping[str, torch.Size]) -> torch.Size:
+    """The common leading axes of tensors with these names; ValueError if there are none."""
     try:
         return torch.broadcast_shapes(*shapes.values())
     except RuntimeError:
         named = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-        raise ValueError(
-            f"the batch axes do not broadcast ({named}); for one beta per batch element pass beta[:, None]."
-        ) from None
+        hint = "for one beta per batch element pass beta[:, None]"
+        raise ValueError(f"the axes of the batch and the heads do not broadcast ({named}); {hint}.") from None
 
 
-def as_beta(beta: float | Tensor, weights: Mapping[str, Tensor | None]) -> float | Tensor:
-    """beta as a float if it is one number that has no gradient, otherwise as a tensor (..., heads or 1)."""
+def as_beta(beta: float | Tensor) -> float | Tensor:
+    """beta as a float if it is one number without a gradient, or infinite; otherwise as a tensor (..., heads or 1)."""
     checks.require_beta(beta)
     if not isinstance(beta, Tensor):
         return float(beta)
-    heads = max({1} | head_counts(weights))
-    is_of_heads = heads == 1 or beta.ndim == 0 or beta.shape[-1] in (1, heads)
-    if not is_of_heads or beta.numel() == 0:
-        raise ValueError(
-            f"beta has shape {tuple(beta.shape)}, expected () or (..., heads) = (..., {heads}); for one beta per batch "
-            "element pass beta[:, None]."
-        )
     if checks.can_read(beta) and not beta.requires_grad:
         if bool(beta.isinf().all()):
             return math.inf
@@ -114,16 +97,13 @@ def sum_heads(average: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def bound_projection(radius: float | Tensor, weight: Tensor | None, bias: Tensor | None = None) -> float | Tensor:
-    """An upper bound on |weight x + bias| for |x| <= radius, for every matrix: shape (..., heads)."""
-    bound = radius if weight is None else norm_bound(weight) * radius
-    return bound if bias is None else bound + bias.norm(dim=-1)
+    """An upper bound on |weight x + bias| for |x| <= radius, (..., heads).
 
-
-def norm_bound(weight: Tensor) -> Tensor:
-    """An upper bound on the spectral norm of every matrix (..., k, d) -> (...), at most k^(1/16) times the norm.
-
-    It is |(A A^T)^4|^(1/8) in the Frobenius norm, which is cheaper than a singular value decomposition.
+    The norm of a matrix A, (k, d), is at most |(A A^T)^4|^(1/8) in the Frobenius norm, and that is at most k^(1/16)
+    times the norm. It is cheaper than a singular value decomposition.
     """
-    size = torch.linalg.matrix_norm(weight, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
-    gram = (weight / size) @ (weight / size).mT
-    return size[..., 0, 0] * torch.linalg.matrix_norm(torch.linalg.matrix_power(gram, 4)) ** 0.125
+    if weight is not None:
+        size = torch.linalg.matrix_norm(weight, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
+        gram = (weight / size) @ (weight / size).mT
+        radius = radius * size[..., 0, 0] * torch.linalg.matrix_norm(torch.linalg.matrix_power(gram, 4)) ** 0.125
+    return radius if bias is None else radius + bias.norm(dim=-1)

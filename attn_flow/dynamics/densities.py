@@ -120,8 +120,8 @@ def density_flow(
     if d not in BANDWIDTH or attention.batch_shape:
         what = f"dimension {d} and batch {tuple(attention.batch_shape)}"
         raise ValueError(f"attention of {what}; one density is solved at a time, on the circle (d = 2) or S^2 (d = 3).")
-    if attention.causal or not attention.self_attention:
-        raise ValueError("causal and self_attention=False distinguish tokens, but a density has no single tokens.")
+    if attention.causal:
+        raise ValueError("causal=True distinguishes tokens, but a density has no single tokens.")
     if attention.is_hardmax:
         raise ValueError("beta = inf: a density fills the sphere; use zero_temperature_flow, or a finite beta.")
     L = BANDWIDTH[d] if bandwidth is None else bandwidth

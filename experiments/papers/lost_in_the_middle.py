@@ -116,7 +116,8 @@ def profile(t: float, N: int, m: int, sources: np.ndarray, generator: torch.Gene
     visible = torch.stack([weights[position < j].sum() for j in range(N)])[position]
     # theta_j' = sum_{k<j} A_jk w'(theta_j - theta_k): A is normalised over k < j, and w' carries a factor beta
     scale = torch.where(visible > 0, BETA / torch.where(visible > 0, visible, 1.0), 0.0)
-    attention = Attention.identity(2, BETA, kind="unnormalised", causal=True, self_attention=False)
+    # A token's own term is along the token, so that the projection to the circle removes it: k <= j acts as k < j.
+    attention = Attention.identity(2, BETA, kind="unnormalised", causal=True)
     memory = Transformed(attention, lambda A, time, x: scale[:, None] * A(time, x), "memory")
     x0 = torch.stack([moved.cos(), moved.sin()], -1).flatten(-3, -2)
     path = flow(memory, Cloud(x0, weights), [0.0, t], h=0.15)
