@@ -4,7 +4,7 @@ from attn_flow.prediction.bound import Bound, fit_bound
 from attn_flow.prediction.limit_map import LimitMap, limit
 from attn_flow.prediction.phases import OverSeeds, Phase, Phases, phases, phases_over_seeds, w2_curve
 from attn_flow.prediction.rates import Rates, TerminalPhase
-from attn_flow.prediction.requirements import PredictionWarning, Requirement, Resolution, resolution
+from attn_flow.prediction.requirements import Requirement, Resolution, resolution
 from attn_flow.prediction.spectrum import Spectrum, spectrum
 from attn_flow.prediction.sweep import Sweep, starting_cloud, sweep
 from attn_flow.prediction.zero_temperature import zero_temperature_flow
@@ -15,7 +15,6 @@ __all__ = [
     "OverSeeds",
     "Phase",
     "Phases",
-    "PredictionWarning",
     "Rates",
     "Requirement",
     "Resolution",

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 from scipy.optimize import least_squares
 
 from attn_flow.dynamics.trajectory import Trajectory
@@ -31,12 +30,8 @@ class Bound:
     K_error: float
     residual: float
 
-    def __call__(self, t: ArrayLike, beta: ArrayLike) -> Array:
-        """The fitted W2 at times t and inverse temperatures beta, which broadcast."""
-        return np.exp(_log_bound((math.log(self.K), self.C, self.c), np.asarray(t), np.asarray(beta)))
 
-
-def fit_bound(paths: Sequence[Trajectory], limit: LimitMap, *, w2: Sequence[ArrayLike] | None = None) -> Bound:
+def fit_bound(paths: Sequence[Trajectory], limit: LimitMap) -> Bound:
     """Fit the constants of W2(mu_t, P_# mu_0) <= K (sqrt(log(beta+1)/beta) e^{Ct} + e^{-ct}), arXiv 2605.10931.
 
     Least squares in log W2 with C >= 0 and c >= 0, until W2 has come back to 0.75 of its start and saturates. The bound
@@ -46,7 +41,6 @@ def fit_bound(paths: Sequence[Trajectory], limit: LimitMap, *, w2: Sequence[Arra
     Args:
         paths: one path (T, n, d), or (T, seeds, n, d), for each of two or more finite betas, as `flow` returns them.
         limit: the prediction `limit(attention)`.
-        w2: their distances, each (T,) or (T, seeds), if they are known already.
 
     Example:
         >>> import torch
@@ -62,16 +56,11 @@ def fit_bound(paths: Sequence[Trajectory], limit: LimitMap, *, w2: Sequence[Arra
     betas = [path.about.get("field", {}).get("beta") for path in paths]
     if not all(isinstance(b, (int, float)) and 0 < b < math.inf for b in betas) or len(set(betas)) < 2:
         raise ValueError(f"paths of beta {betas}; expected two or more finite inverse temperatures to tell C from c.")
-    curves = [w2_curve(path, limit).detach().cpu() for path in paths] if w2 is None else w2
-    columns = [np.asarray(curve, dtype=np.float64) for curve in curves]
-    columns = [curve[:, None] if curve.ndim == 1 else curve for curve in columns]
-    expected = [(len(path), columns[0].shape[1]) for path in paths]
-    if [curve.shape for curve in columns] != expected:
-        raise ValueError(f"w2 has shapes {[curve.shape for curve in columns]}, expected (T, seeds) = {expected}.")
-    seeds = [
-        np.hstack([_before_saturation(*one) for one in zip(paths, betas, curves_of_seed)])
-        for curves_of_seed in zip(*(curve.T for curve in columns))
-    ]
+    curves = [w2_curve(path, limit).detach().cpu().double().reshape(len(path), -1).T.numpy() for path in paths]
+    counts = [len(each) for each in curves]
+    if len(set(counts)) > 1:
+        raise ValueError(f"paths of {counts} seeds, expected the same number for each beta.")
+    seeds = [np.hstack([_before_saturation(*one) for one in zip(paths, betas, seed)]) for seed in zip(*curves)]
     (log_K, C, c), residual = _fit(np.hstack(seeds), (0.5, 0.5 if limit.rates is None else limit.rates.decay()))
     K, errors = math.exp(log_K), [math.nan] * 3
     if len(seeds) > 1:
@@ -93,15 +82,10 @@ def _fit(points: Array, rates: tuple[float, float]) -> tuple[list[float], float]
     t, beta, log_w = points
     if len(t) < 6:
         raise ValueError(f"{len(t)} points before W2 saturates, expected six or more to fit three constants.")
+    cold = np.log(np.log1p(beta) / beta) / 2
     lower = np.array([-np.inf, 0.0, 0.0])  # with free signs of C and c the two terms could exchange their roles
     start = np.array([log_w.max(), *np.maximum(rates, 1e-3)])
-    residuals = lambda z: _log_bound(z, t, beta) - log_w
+    residuals = lambda z: z[0] + np.logaddexp(cold + z[1] * t, -z[2] * t) - log_w  # z = log K, C, c
     fit = least_squares(residuals, start, x_scale=(1.0, 0.3, 0.3), bounds=(lower, np.inf))
     best = np.where(fit.x <= lower + 1e-6, 0.0, fit.x)  # the solver stops just inside
     return best.tolist(), float(np.sqrt(np.mean(fit.fun**2)))
-
-
-def _log_bound(constants: Sequence[float], t: Array, beta: Array) -> Array:
-    log_K, C, c = constants
-    cold = np.log(np.log1p(beta) / beta) / 2
-    return np.asarray(log_K + np.logaddexp(cold + C * t, -c * t), dtype=np.float64)

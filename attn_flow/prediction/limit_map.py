@@ -1,9 +1,8 @@
 """Where low-temperature attention concentrates: the limit map, its rates and what follows it.
 
-For large beta the distribution mu_t of the tokens concentrates on P_# mu_0,
-W(mu_t, P_# mu_0) <= K (sqrt(log(beta+1)/beta) e^{Ct} + e^{-ct})   (Alcalde, Bungert, Riedl, Roith, arXiv 2605.10931),
-where P(x) = Pi x / |Pi x| and Pi is the spectral projector of M = V G for the eigenvalues of largest real part.
-docs/theory.md says which formulas are proved there and which are derived here.
+For large beta the distribution mu_t of the tokens concentrates on P_# mu_0 (arXiv 2605.10931), where P(x) = Pi x/|Pi x|
+and Pi is the spectral projector of M = V G for the eigenvalues of largest real part. docs/theory.md says what is proved
+there and what is derived here.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from attn_flow.prediction.spectrum import Spectrum, spectrum
 from attn_flow.prediction.words import limit_sentences
 from attn_flow.prediction.zero_temperature import linear_part, resting_points, zero_temperature_flow
 
-Times = float | Sequence[float] | Tensor
+Tokens = TypeVar("Tokens", Tensor, Cloud)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,19 +38,17 @@ class LimitMap:
     Attributes:
         case: "fixed": P(x) = Pi x/|Pi x|. "rotating": tokens concentrate on E and rotate in it. "jordan": they approach
             algebraically. "stationary": M = c I, nothing moves. "nonlinear": several heads, biases or other contexts,
-            where tokens are followed until they rest. "undefined": no limit is established. "batch": the weights are a
-            batch, and `elements` has its limits.
+            where tokens are followed until they rest. "undefined": no limit is established. "batch": see `elements`.
         reason: how the case is known, in words.
         attention: that of `limit`, at beta = 1.
         spectrum: the leading spectral subspace E of M, its projector and gap.
         rates, power: the exponential rates of concentration; the exponent a of W_2 ~ t^{-a} at a Jordan block.
         terminal: what clusters do once they have formed.
-        elements, shape: the limits of a batch, flattened, and its shape.
+        elements, shape: the limits of a batch of weights, flattened, and its shape.
 
     Example:
         >>> from attn_flow import Attention, limit
-        >>> G, V = torch.tensor([[2.0, 0.5], [0.0, 1.0]]), torch.eye(2)
-        >>> target = limit(Attention.from_matrices(G, V))
+        >>> target = limit(Attention.from_matrices(torch.tensor([[2.0, 0.5], [0.0, 1.0]]), torch.eye(2)))
         >>> target
         LimitMap(fixed, dim E = 1, leading 2, gap 1, decay of W2 0.5)
         >>> target.push_forward(torch.tensor([[-0.2, 1.0]]) / 1.04**0.5)  # the projector is oblique
@@ -107,16 +104,7 @@ class LimitMap:
         return requirements(self.spectrum, self.rates, self.terminal)
 
     def examine(self, x: Tensor | Cloud, beta: float | None = None) -> tuple[Requirement, ...]:
-        """Check `requires` against one initial cloud (n, d), and its number of tokens against beta if that is given.
-
-        Example:
-            >>> from attn_flow import Attention, limit
-            >>> from attn_flow.measures.quadrature import circle
-            >>> G, V = torch.diag(torch.tensor([4.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0]))
-            >>> needs = limit(Attention.from_matrices(G, V)).examine(circle(100))
-            >>> [need.name for need in needs if need.met is False]
-            ['asymmetric distribution']
-        """
+        """Check `requires` against one initial cloud (n, d), and its number of tokens against beta if that is given."""
         cloud = as_cloud(x)
         if cloud.x.ndim != 2 or cloud.x.shape[-1] != self.attention.dim:
             raise ValueError(f"x has shape {tuple(cloud.x.shape)}, expected one cloud (n, {self.attention.dim}).")
@@ -137,24 +125,19 @@ class LimitMap:
 
     def width(self, beta: float) -> float | None:
         """W_2 of clusters to their centres at beta if their tokens repel each other; None if they keep no width."""
-        known = self.terminal is not None and self.terminal.width is not None
-        return math.sqrt(self.terminal.width / beta) if known else None
+        width = None if self.terminal is None else self.terminal.width
+        return None if width is None else math.sqrt(width / beta)
 
-    @overload
-    def push_forward(self, x: Tensor, t: Times | None = None) -> Tensor: ...
-    @overload
-    def push_forward(self, x: Cloud, t: Times | None = None) -> Cloud: ...
-    def push_forward(self, x: Tensor | Cloud, t: Times | None = None) -> Tensor | Cloud:
+    def push_forward(self, x: Tokens, t: float | Sequence[float] | Tensor | None = None) -> Tokens:
         """P(x), where each token goes; with t, the moving push-forward e^{tau(t) M} Pi x on the sphere of E.
 
-        Args:
-            x: tokens (..., n, d) or a `Cloud`; tokens keep their norms.
-            t: a time >= 0, or increasing times (T,). A limit that rotates exists only at a time.
+        Tokens without an established limit raise ValueError: those with Pi x = 0, and where the limit is not linear
+        those that do not come to rest at a stable equilibrium.
 
-        Returns:
-            The type it was given; for times (T,) with a first axis T. Without t differentiable in x where the limit is
-            linear. Tokens without an established limit raise ValueError: those with Pi x = 0, and where the limit is
-            not linear those that do not come to rest at a stable equilibrium.
+        Args:
+            x: tokens (..., n, d) or a `Cloud`, which keep their norms. Without t the result is differentiable in x
+                where the limit is linear.
+            t: a time >= 0, or increasing times (T,), the first axis of the result. A rotating limit needs one.
         """
         cloud = as_cloud(x)
         checks.require_shape("x", cloud.x, (self.attention.dim,))
@@ -172,12 +155,10 @@ class LimitMap:
             parts = x.flatten(-2 - len(self.shape), -3).unbind(-3)
             each = [limit._push_forward(part, times) for limit, part in zip(self.elements, parts)]
             return torch.stack(each, dim=-3).unflatten(-3, self.shape)
-        if self.case == "nonlinear":
-            if times is not None:
-                raise ValueError("a nonlinear limit has no moving push-forward; leave out the time t.")
+        if self.case == "nonlinear" and times is None:
             return resting_points(self.attention, x)
         if self.case == "undefined" or self.spectrum is None:
-            raise ValueError(f"no limit is established: {self.reason}.")
+            raise ValueError(f"no formula for the limit: {self.reason}.")
         if times is not None:
             path = zero_temperature_flow(self.attention, x, times if times[0] == 0 else [0.0, *times]).x
             return _project(path[-len(times) :], self.spectrum.projector)
@@ -187,7 +168,7 @@ class LimitMap:
         return _project(x, self.spectrum.direction)
 
     def as_dict(self) -> dict[str, Any]:
-        """All numbers and words, ready for JSON; infinities are strings, and None stands where nothing applies."""
+        """All numbers and words, ready for JSON; None where nothing applies."""
         read = lambda record, *names: {name: getattr(record, name, None) for name in names}
         values = read(self, "case", "reason", "dimension", "power", "exit_rate")
         values |= read(self.spectrum, "leading", "gap", "index", "frequencies", "basis", "projector")
@@ -195,8 +176,8 @@ class LimitMap:
         values |= {f"rate_w{p}": None if self.rates is None else self.rates.decay(p) for p in (1, 2)}
         values |= read(self.terminal, "keeps_E", "width")
         values |= {f"terminal_{name}": value for name, value in read(self.terminal, "basis", "rate", "reason").items()}
-        values |= {"requires": [asdict(need) for need in self.requires]}
-        return to_plain(values | {"elements": [one.as_dict() for one in self.elements]})
+        needs, elements = [asdict(need) for need in self.requires], [one.as_dict() for one in self.elements]
+        return to_plain(values | {"requires": needs, "elements": elements})
 
 
 def _project(x: Tensor, A: Tensor) -> Tensor:
@@ -230,8 +211,6 @@ def limit(attention: Attention, tol: float = 1e-6) -> LimitMap:
         >>> target.case, round(target.rates.g, 4), round(target.t_min(1000.0), 2)
         ('fixed', 0.3333, 10.36)
     """
-    if not isinstance(attention, Attention):
-        raise TypeError(f"attention is a {type(attention).__name__}, expected an Attention without other fields.")
     if attention.kind != "softmax" or attention.causal:
         words = f"attention of kind {attention.kind!r}, causal={attention.causal}"
         raise ValueError(f"{words}: the limit map is known for softmax attention without a causal mask.")

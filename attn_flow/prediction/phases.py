@@ -1,14 +1,8 @@
-"""The phases of a flow: when it concentrates, rests at its limit and leaves, with rates fitted and predicted.
-
-They are read off the curve W2(mu_t, P_# mu_0), which falls at rate c_2 and, for finite beta, rises when V takes over
-(arXiv 2605.10931). A curve that falls and rises at comparable rates has a least value but no rest in between.
-"""
+"""The phases of a flow, read off W2(mu_t, P_# mu_0): it concentrates, may rest at its limit, and leaves it."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +16,7 @@ from attn_flow.drawing import distance_figure, html_text
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.measures.cloud import Cloud
 from attn_flow.prediction.limit_map import LimitMap
-from attn_flow.prediction.requirements import PredictionWarning, Requirement
+from attn_flow.prediction.requirements import Requirement
 from attn_flow.prediction.spectrum import Array
 from attn_flow.transport.distances import wasserstein
 
@@ -40,10 +34,9 @@ class Phase:
 
     Attributes:
         name: "concentrating", "metastable", "terminal" or "spreading" (W2 never falls).
-        start, end: the interval.
-        rate, error: fitted where log W2 is straight, with its standard error. W2 decays at it while concentrating; the
-            clusters' offset grows at it in the terminal phase.
-        predicted: the rate that theory gives, if it gives one.
+        rate, error: at which W2 decays while concentrating, and the clusters' offset grows in the terminal phase; its
+            standard error.
+        predicted: the rate that theory gives.
     """
 
     name: str
@@ -59,8 +52,7 @@ class Phases:
     """The phases of a path, or of a batch of paths, with the curve from which they were read.
 
     Attributes:
-        t: (T,), times.
-        w2: (T, ...), W2(mu_t, P_# mu_0).
+        t, w2: times (T,), and W2(mu_t, P_# mu_0) (T, ...).
         t_min, min_w2: (...), the time of the least W2 and its value.
         intervals: the phases of one path, in order.
         note: why there is a metastable phase or none, in words.
@@ -124,17 +116,17 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
 
 def _elements(path: Trajectory, limit: LimitMap) -> Iterator[tuple[Trajectory, LimitMap]]:
     """The paths of a batch, one by one, each with its own beta and limit."""
-    batch, about = path.x.shape[1:-2], path.about.get("field", {})
-    beta = np.asarray(about.get("beta", math.nan), dtype=np.float64)  # "inf" is infinite, and heads are the last axis
-    betas = np.broadcast_to(beta[..., 0] if beta.ndim else beta, batch).ravel().tolist()
-    rows = lambda z: [None] * len(betas) if z is None else z.expand(*batch, z.shape[-1]).reshape(len(betas), -1)
-    clouds = path.x.reshape(len(path), len(betas), *path.x.shape[-2:]).unbind(1)
-    limits = itertools.cycle(limit.elements or (limit,))
-    for x, w, m, b in zip(clouds, rows(path.weights), rows(path.mask), betas):
-        yield replace(path, x=x, weights=w, mask=m, about={"field": about | {"beta": b}}), next(limits)
+    batch, limits = path.x.shape[1:-2], limit.elements or (limit,)
+    beta = np.asarray(path.about.get("field", {}).get("beta", math.nan), dtype=np.float64)  # "inf" is infinite
+    betas = np.broadcast_to(beta[..., 0] if beta.ndim else beta, batch)  # the last axis are heads
+    pick = lambda z, index: None if z is None else z.expand(*batch, z.shape[-1])[index]
+    for i, index in enumerate(np.ndindex(*batch)):
+        x, about = path.x[(slice(None), *index)], {"field": {"beta": float(betas[index])}}
+        one = replace(path, x=x, weights=pick(path.weights, index), mask=pick(path.mask, index), about=about)
+        yield one, limits[i % len(limits)]
 
 
-def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None = None, warn: bool = True) -> Phases:
+def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None = None) -> Phases:
     """Split a path into concentration, rest and exit, with rates fitted and predicted.
 
     W2 is metastable if it stays within 25% of its least value (or of the predicted width of clusters) for at least
@@ -142,9 +134,8 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
 
     Args:
         path: a path (T, n, d) with T >= 3, as `flow` returns it, or a batch (T, ..., n, d).
-        limit: the prediction `limit(attention)`; that of a batch matches the last batch axes of the path.
+        limit: `limit(attention)`; a batch of limits matches the last batch axes of the path.
         w2: the distances (T, ...) if they are known already.
-        warn: warn (`PredictionWarning`) if the cloud does not meet what the prediction requires.
 
     Example:
         >>> from attn_flow import Attention, flow, limit
@@ -163,14 +154,14 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
     if not bool((curve.isfinite() & (curve >= 0)).all()):
         raise ValueError("w2 has NaN, infinite or negative entries, expected distances.")
     curves = curve.reshape(len(path), -1).unbind(-1)
-    each = tuple(_phases_of_path(*element, one, warn) for element, one in zip(_elements(path, limit), curves))
+    each = tuple(_phases_of_path(*element, one) for element, one in zip(_elements(path, limit), curves))
     if curve.ndim == 1:
         return each[0]
     least = curve.min(0)
     return Phases(path.t, curve, path.t.cpu()[least.indices], least.values, elements=each)
 
 
-def _phases_of_path(path: Trajectory, limit: LimitMap, curve: Tensor, warn: bool) -> Phases:
+def _phases_of_path(path: Trajectory, limit: LimitMap, curve: Tensor) -> Phases:
     t, w, m = path.t.detach().cpu().double().numpy(), curve.numpy(), int(curve.argmin())
     beta = path.about["field"]["beta"]
     beta = beta if 0 < beta < math.inf else None
@@ -180,8 +171,6 @@ def _phases_of_path(path: Trajectory, limit: LimitMap, curve: Tensor, warn: bool
     if beta is not None and limit.exit_rate and w[m] < rounding:
         reason = "only rounding breaks the symmetry of this distribution, and what follows is rounding too"
         doubts.append(f"W2 falls to {w[m]:.1g}, below {rounding:.1g}: {reason}")
-    if warn and doubts:
-        warnings.warn("; ".join(doubts), PredictionWarning, stacklevel=4)
     borders, note = _split(t, w, floor=0.0 if beta is None else limit.width(beta) or 0.0)
     rates: dict[str, tuple[float | None, ...]] = {}  # by phase: rate, error, predicted
     if "concentrating" in borders:
@@ -287,7 +276,7 @@ def phases_over_seeds(path: Trajectory, limit: LimitMap) -> dict[str, OverSeeds]
     """
     if path.x.ndim != 4 or path.x.shape[1] < 2:
         raise ValueError(f"path.x has shape {tuple(path.x.shape)}, expected (T, seeds, n, d) with two or more seeds.")
-    batch = phases(path, limit, warn=False)
+    batch = phases(path, limit)
     numbers: dict[str, list[float]] = {"t_min": batch.t_min.tolist(), "min_w2": batch.min_w2.tolist()}
     for phase in (phase for one in batch.elements for phase in one.intervals):
         if phase.rate is not None:

@@ -1,8 +1,4 @@
-"""How fast tokens concentrate at zero temperature, and what their clusters do afterwards.
-
-Both are derived in docs/theory.md from x' = P_x W N x / |N x|, where N = G for full support, and from the motion
-x' = P_x V x of a cluster that sees only itself.
-"""
+"""How fast tokens concentrate at zero temperature, and what their clusters do afterwards (see docs/theory.md)."""
 
 from __future__ import annotations
 
@@ -47,7 +43,7 @@ class Rates:
 
 
 def concentration_rates(W: Tensor, N: Tensor, tol: float) -> Rates | None:
-    """The rates of x' = P_x W N x / |N x|; None if E is the whole space or the approach is only algebraic.
+    """The rates of x' = P_x W N x / |N x| (N = G for full support); None if E is everything or at a Jordan block.
 
     A token near level j (the next real part, and so on) leaves it once a component of an upper level i has grown, at
     rate (lambda_i - lambda_j)/|N e_j|. The mass still there decays at r_j = sum_{i<j} k_i (lambda_i - lambda_j)/|N e_j|
@@ -66,8 +62,7 @@ def concentration_rates(W: Tensor, N: Tensor, tol: float) -> Rates | None:
         inside = inside @ lower[:, : inside.shape[1] - level.dimension]
     if len(levels) == 1 or levels[0].case == "jordan":
         return None
-    singular = torch.linalg.svdvals(N)
-    C = float(torch.linalg.matrix_norm(W, 2) * (singular[0] / singular[-1] + 2))
+    C = float(torch.linalg.matrix_norm(W, 2) * (torch.linalg.cond(N) + 2))
     return Rates(levels[0].gap / speeds[0], decays[1] / levels[0].dimension, min(decays[1:]), C)
 
 
@@ -104,12 +99,12 @@ class TerminalPhase:
 
 
 def exit_of_clusters(phase: TerminalPhase, limit: Spectrum, value: Tensor, score: Tensor, tol: float) -> TerminalPhase:
-    """The phase with what clusters at the limits do, for V = value and G = score, both (d, d).
+    """The phase with what clusters do, which see only themselves: x' = P_x V x. V = value and G = score are (d, d).
 
     With V e = v e, G e = gamma e, lambda = v gamma, and _ for compressions to e^perp: if lambda > 0 the offset y of a
     cluster obeys y' = (V_ - v) y for gamma > 0, and y+' = v y+ + V_ y- for gamma < 0, where it sees its antipode. If
-    lambda < 0 tokens repel each other and balance at a Gaussian of precision beta (lambda - G_ V_)/|v|, which is
-    permanent for commuting symmetric G_ and V_ if all eigenvalues of V_ are negative, as v is.
+    lambda < 0 tokens repel each other and balance at a Gaussian, which is permanent for commuting symmetric G_ and V_
+    if all eigenvalues of V_ are negative, as v is.
     """
     V, G, basis = (A.detach().cpu().numpy() for A in (value, score, limit.basis))
     image, e = V @ basis, basis[:, 0]

@@ -17,10 +17,6 @@ from attn_flow.prediction.spectrum import Spectrum
 REMEDY = "use a quadrature (attn_flow.measures.quadrature, for d = 2 and 3) or more tokens"
 
 
-class PredictionWarning(UserWarning):
-    """A cloud does not meet what a prediction requires, so that the prediction need not hold."""
-
-
 @dataclass(frozen=True)
 class Requirement:
     """One assumption of a prediction: its name, its text in words, and whether it is met (None: not checked).
@@ -84,28 +80,28 @@ def check_requirements(
     needs: tuple[Requirement, ...], cloud: Cloud, beta: float | None, attention: Attention, spectrum: Spectrum | None
 ) -> tuple[Requirement, ...]:
     """The requirements, checked against one cloud (n, d) and beta where that is possible."""
-    cloud, attention, answers = cloud.to(torch.float64), attention.to(torch.float64), {}
-    if beta is not None and spectrum is not None:
-        sample = resolution(attention.with_beta(beta), cloud)
-        number, noise = float(sample.number.max()), float(sample.noise.max())
-        answers["enough tokens"] = (number <= 1, f"here {number:.3g}")
-        if cloud.weights is None:
-            words = "" if noise <= 1 else f": sampling, not temperature, sets the least W2; {REMEDY}"
-            answers["little sampling noise"] = (noise <= 1, f"here {noise:.3g} n{words}")
-    if spectrum is not None and any(need.name == "asymmetric distribution" for need in needs):
-        answers["asymmetric distribution"] = _asymmetry(attention, spectrum.basis[:, 0].to(cloud.x), cloud)
+    cloud, attention = cloud.to(torch.float64), attention.to(torch.float64)
+    sample = None if beta is None else resolution(attention.with_beta(beta), cloud)
     checked = []
     for need in needs:
-        met, words = answers.get(need.name, (None, ""))
-        checked.append(replace(need, met=met, text=f"{need.text}; {words}") if words else need)
+        met, words = need.met, ""
+        if need.name == "enough tokens" and sample is not None:
+            number = float(sample.number.max())
+            met, words = number <= 1, f"here {number:.3g}"
+        elif need.name == "little sampling noise" and sample is not None and cloud.weights is None:
+            noise = float(sample.noise.max())
+            met, words = noise <= 1, f"here {noise:.3g} n"
+            words += "" if met else f": sampling, not temperature, sets the least W2; {REMEDY}"
+        elif need.name == "asymmetric distribution" and spectrum is not None:
+            met, words = _asymmetry(attention, spectrum.basis[:, 0].to(cloud.x), cloud)
+        checked.append(replace(need, met=met, text=f"{need.text}; {words}" if words else need.text))
     return tuple(checked)
 
 
 def _asymmetry(attention: Attention, e: Tensor, cloud: Cloud) -> tuple[bool, str]:
     """Whether the cloud breaks the reflection in the direction f in which clusters leave +-e.
 
-    Measured by the mean of <x, f> on either side of E. If G and V do not share the reflection, clusters of every
-    distribution leave.
+    Measured by the mean of <x, f> on either side of E. If G and V do not share the reflection, all clusters leave.
     """
     x, p, V, G = cloud.x, cloud.probabilities, attention.OV[0].detach(), attention.G[0].detach()
     across = torch.linalg.svd(e[None])[2][1:].mT
@@ -118,8 +114,8 @@ def _asymmetry(attention: Attention, e: Tensor, cloud: Cloud) -> tuple[bool, str
     odd = torch.stack([(x @ f) * (x @ e > 0), (x @ f) * (x @ e < 0)])
     size, error = (odd @ p).abs(), (odd * p).norm(dim=-1)
     # Random tokens of a symmetric distribution have means of the size of their standard errors.
-    chance = 0.0 if cloud.weights is not None else 3.0
-    met, words = bool((size > (chance * error).clamp_min(1e-10)).any()), f"asymmetry {float(size.max()):.2g}"
+    threshold = (3 * error if cloud.weights is None else 0 * error).clamp_min(1e-10)
+    met, words = bool((size > threshold).any()), f"asymmetry {float(size.max()):.2g}"
     if not met and float(size.max()) > 1e-10:
         words += f", which a sample of a symmetric distribution has by chance; {REMEDY}"
     return met, words

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from attn_flow.prediction.phases import phases
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-AXES = ("attention", "beta", "noise", "n", "seed")
+AXES = ("beta", "n", "noise", "attention", "seed")
 COMPARED = ("w2_min", "t_min", "t_min_predicted", "w2_end", "phases", "exit_rate", "exit_rate_predicted", "unmet", "w2")
 TOKENS_AT_ONCE = 2**16  # tokens of the clouds that run as one batch
 CLUSTER_DISTANCE = 0.05  # tokens that are nearer than this are one cluster
@@ -42,9 +43,6 @@ def starting_cloud(d: int, n: int, seed: int = 0, *, random: bool = False) -> Cl
     """Tokens of the von Mises-Fisher distribution (kappa = 1) around (1, ..., d), which no reflection of an axis keeps.
 
     In d = 2 and 3 they are weighted nodes of a quadrature, without sampling noise, unless random=True.
-
-    Returns:
-        A `Cloud` (n, d) on the unit sphere, float64.
 
     Example:
         >>> starting_cloud(2, 100), starting_cloud(5, 100)
@@ -99,15 +97,14 @@ class Sweep:
         write_bytes(text.getvalue().encode(), path)
 
     def plot(self, against: str | None = None) -> Figure:
-        """The least W2 and its time against an axis of the grid ("beta", "n", "noise", "attention"); needs matplotlib.
+        """The least W2 and its time against one axis of the grid, by default the first with several values.
 
         There is one line for every combination of the other axes, with bars for the standard deviation over seeds and
-        dashes for predicted times. By default the first axis with several values is taken.
+        dashes for predicted times. It needs matplotlib.
         """
-        names = ("beta", "n", "noise", "attention")
-        varied = [name for name in names if len(self.values(name)) > 1]
+        varied = [name for name in AXES[:-1] if len(self.values(name)) > 1]
         against = against or (varied or ["beta"])[0]
-        checks.require_choice("against", against, names)
+        checks.require_choice("against", against, AXES[:-1])
         lines: dict[str, list[list[dict[str, Any]]]] = {}  # label: the rows at every value
         for row in self.rows:
             label = ", ".join(f"{name} {row[name]}" for name in varied if name != against)
@@ -157,7 +154,7 @@ def sweep(
     batches: list[list[dict[str, Any]]] = []
     for name, sigma, count in itertools.product(fields, noise, n):
         checks.require_nonnegative(noise=sigma)
-        settings = {"attention": name, "noise": float(sigma), "n": int(count)}
+        settings: dict[str, Any] = {"attention": name, "noise": float(sigma), "n": int(count)}
         own = [fields[name].beta] if betas is None else betas
         runs = [settings | {"beta": float(beta), "seed": int(seed)} for beta in own for seed in seeds]
         for is_hardmax in (False, True):  # a batch has finite betas only
@@ -166,7 +163,8 @@ def sweep(
             batches += [group[i : i + size] for i in range(0, len(group), size)]
     if not batches:
         raise ValueError("the grid is empty; expected at least one attention, beta, noise, n and seed.")
-    file, rows, finished = None if folder is None else Path(folder) / "sweep.json", [], {}
+    file, rows = None if folder is None else Path(folder) / "sweep.json", []
+    finished: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as contexts:
         if file is not None:
             contexts.enter_context(lock_for_writing(file))
@@ -174,7 +172,7 @@ def sweep(
         advance = contexts.enter_context(progress_bar("sweep", sum(map(len, batches)), progress))
         for batch in batches:
             attention = fields[batch[0]["attention"]]
-            make = clouds or (lambda count, seed, d=attention.dim: starting_cloud(d, count, seed))
+            make = clouds or partial(starting_cloud, attention.dim)
             starts = [as_cloud(make(run["n"], run["seed"])) for run in batch]
             weights = None if starts[0].weights is None else torch.stack([each.probabilities for each in starts])
             cloud = Cloud(torch.stack([each.x for each in starts]), weights)
@@ -203,7 +201,7 @@ def _run(
     rows = [run | {"clusters": count} for run, count in zip(batch, counts)]
     try:
         target = limit(attention)
-        results = phases(path, target, warn=False)
+        results = phases(path, target)
     except ValueError:  # this kind of attention has no limit map, or a token has no established limit
         return [row | dict.fromkeys(COMPARED) for row in rows]
     for row, result in zip(rows, results.elements):

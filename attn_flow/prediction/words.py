@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Numbers = Mapping[str, Any]  # LimitMap.as_dict() or Phases.as_dict()
-
 PHASES = {
     "concentrating": "falls until {end:.3g}",
     "metastable": "rests until {end:.3g}",
@@ -15,23 +13,11 @@ PHASES = {
 }
 
 
-def limit_sentences(limit: Numbers) -> list[str]:
-    """What is predicted for large beta, from `LimitMap.as_dict()`: where tokens gather, how fast, and what follows.
-
-    Example:
-        >>> import torch
-        >>> from attn_flow import Attention, limit
-        >>> G, V = torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0]))
-        >>> limit_sentences(limit(Attention.from_matrices(G, V)).as_dict())[0]
-        'At low temperature tokens gather at two opposite points, +-(1, 0).'
-    """
-    case, k = limit["case"], limit.get("dimension") or 0
-    if case == "batch":
-        return [f"{len(limit['elements'])} limits, one for every element of the batch."]
-    if case == "undefined":
-        return [f"No limit is predicted: {limit['reason']}."]
-    if case == "nonlinear":
-        return [f"The limit has no formula: {limit['reason']}."]
+def limit_sentences(limit: Mapping[str, Any]) -> list[str]:
+    """What is predicted for large beta, from `LimitMap.as_dict()`: where tokens gather, how fast, and what follows."""
+    case, k = limit["case"], limit["dimension"]
+    if case in ("undefined", "nonlinear", "batch"):
+        return [f"No formula for the limit: {limit['reason']}."]
     if case == "stationary":
         words = ["At low temperature nothing moves: M = V G is a multiple of the identity."]
     elif case == "rotating" and k == len(limit["basis"]):
@@ -57,18 +43,14 @@ def limit_sentences(limit: Numbers) -> list[str]:
     return words
 
 
-def why_no_t_min(limit: Numbers) -> str:
-    """Why no time of least W2 is predicted, in words."""
+def why_no_t_min(limit: Mapping[str, Any]) -> str:
+    """Why no time of least W2 is predicted, from `LimitMap.as_dict()`."""
     unmet = [need["text"] for need in limit["requires"] if need["met"] is False]
     return unmet[0] if unmet else limit["terminal_reason"] or limit["reason"]
 
 
 def phase_words(phases: Sequence[Mapping[str, Any]]) -> str:
-    """What W2 does in the phases of `Phases.as_dict()["phases"]`, with times.
-
-    >>> phase_words([{"name": "concentrating", "start": 0.0, "end": 7.0}])
-    'falls until 7'
-    """
+    """What W2 does in the phases of `Phases.as_dict()["phases"]`, such as "falls until 7, then rises"."""
     return ", ".join(PHASES[phase["name"]].format(**phase) for phase in phases)
 
 

@@ -30,7 +30,7 @@ from attn_flow.measures.sphere import UniformSphere
 from attn_flow.prediction.spectrum import Array, spectrum
 
 HORIZON = 200.0  # in which the fastest token would move by this many radii
-NODES = 24  # Gauss-Legendre nodes of a panel, and terms of its series
+NODES = 24  # Gauss-Legendre nodes of a panel of the exact flow, and terms of its series
 MAX_LEVEL = 40  # a panel of h_0 2^40 multiplies rounding errors of the eigenvalues of M by 10^12
 MAX_PANELS = 20_000  # of one token
 RESOLVED = 1e-12  # relative size of the last Legendre coefficients of a panel that is short enough
@@ -40,15 +40,13 @@ EPS = float(np.finfo(np.float64).eps)
 def zero_temperature_flow(attention: Attention, x0: Tensor | Cloud, t: float | Sequence[float] | Tensor) -> Trajectory:
     """The flow on the sphere at beta = infinity, where every token moves by itself.
 
+    Where the flow is linear it is exact, without derivatives; otherwise it is integrated, as `flow` does.
+
     Args:
         attention: one `Attention`, without a batch; its beta is not used. Without a context, tokens attend to the
             whole sphere on which they lie. For hardmax attention to the moving tokens use `flow`.
         x0: tokens (..., n, d) or a `Cloud` at time t[0]; tokens keep their norms.
         t: increasing times, or a number T > 0 for 101 times from 0 to T.
-
-    Returns:
-        A `Trajectory`. Where the flow is linear it is exact, without derivatives; otherwise it is integrated, as `flow`
-        does at beta = infinity.
 
     Example:
         >>> from attn_flow import Attention
@@ -60,46 +58,39 @@ def zero_temperature_flow(attention: Attention, x0: Tensor | Cloud, t: float | S
     cloud, times = as_cloud(x0), checks.time_grid(t)
     checks.require_shape("x0", cloud.x, (attention.dim,))
     x = cloud.filled()
-    norms = x.double().norm(dim=-1, keepdim=True)
-    checks.require(norms.detach() > 0, "a token is zero and has no direction; remove it or mask it.")
+    norms = x.detach().double().norm(dim=-1, keepdim=True)
+    checks.require(norms > 0, "a token is zero and has no direction; remove it or mask it.")
     if attention.with_beta(1.0).batch_shape:
         raise ValueError("the weights of the attention are a batch; give one attention at a time.")
     linear = linear_part(attention)
     if linear is None:
+        field, sphere = cold_field(attention, x)
         # A hardmax over points jumps: error control would only shrink the steps at every jump.
         method = rk4 if isinstance(attention.context, Cloud) else Adaptive(tol=1e-9)
-        return flow(cold_field(attention, x), cloud, times, geometry=Sphere(radius_of(x)), step=method, h=0.05)
+        return flow(field, cloud, times, geometry=sphere, step=method, h=0.05)
     about = {"field": attention.with_beta(math.inf).summary(), "geometry": "Sphere", "step": "exact time change"}
     grid = torch.tensor(times, dtype=torch.float64)
     # Directions on a sphere of any radius that sees itself move as on the unit sphere.
-    clock = 1.0 if attention.context is None else radius_of(x)
+    clock = 1.0 if attention.context is None else cold_field(attention, x)[1].radius
     inputs = (*linear, (x / norms).flatten(0, -2), (grid - grid[0]) / clock)
     points = torch.from_numpy(_linear_flow(*(z.detach().cpu().numpy() for z in inputs)))
     points = norms * points.to(x.device).unflatten(1, x.shape[:-1])
     return Trajectory(grid, points.to(x.dtype), cloud.weights, cloud.mask, about)
 
 
-def radius_of(x: Tensor) -> float:
-    """The radius of the sphere through tokens (..., n, d)."""
-    norms = x.detach().double().norm(dim=-1)
+def cold_field(attention: Attention, x: Tensor) -> tuple[Attention, Sphere]:
+    """The field of the zero-temperature flow of tokens (..., n, d), and the sphere through them."""
+    norms, context = x.detach().double().norm(dim=-1), attention.context
     least, most = float(norms.min()), float(norms.max())
     if most - least > 1e-4 * most:
         raise ValueError(f"tokens have norms from {least:.4g} to {most:.4g}, expected one sphere; normalise them.")
-    return float(norms.mean())
-
-
-def cold_field(attention: Attention, x: Tensor) -> Attention:
-    """The field of the zero-temperature flow of tokens (..., n, d)."""
-    is_full = attention.context is None
-    context = UniformSphere(attention.dim, radius_of(x)) if is_full else attention.context
-    return attention.with_beta(math.inf).with_context(context)
+    sphere = Sphere(float(norms.mean()))
+    context = UniformSphere(attention.dim, sphere.radius) if context is None else context
+    return attention.with_beta(math.inf).with_context(context), sphere
 
 
 def linear_part(attention: Attention, tol: float = 1e-6) -> tuple[Tensor, Tensor] | None:
-    """(W, N) in float64 with drift W N x / |N x| at beta = infinity; None where the drift is not of this form.
-
-    That is the case for several heads, for biases, and for contexts that are no sphere or centred ellipsoid.
-    """
+    """(W, N) in float64 with drift W N x / |N x| at beta = infinity; None if heads, biases or the context forbid it."""
     biases = [bias for bias in (attention.G_bias, attention.value_bias) if bias is not None]
     if attention.heads > 1 or any(bool((bias.detach() != 0).any()) for bias in biases):
         return None
@@ -128,10 +119,8 @@ def resting_points(attention: Attention, x: Tensor) -> Tensor:
     A token has arrived if its speed is tiny and the Jacobian of the velocity has only eigenvalues of negative real part
     there. A small speed alone proves nothing: tokens may rest on a plateau, at a saddle or on a line of equilibria.
     """
-    if x.shape[-1] == 1:  # the two points of this sphere do not move
-        return x
     start = x.detach().double().flatten(0, -2)
-    field, sphere = cold_field(attention.to(torch.float64), start), Sphere(radius_of(start))
+    field, sphere = cold_field(attention.to(torch.float64), start)
     speed = float(field.drift(start).norm(dim=-1).max()) / sphere.radius
     end_time = HORIZON / max(speed, 1e-300)
     method = rk4 if isinstance(attention.context, Cloud) else Adaptive(tol=1e-7, merge=False, max_steps=3000)
@@ -207,18 +196,16 @@ def _linear_flow(W: Array, N: Array, x0: Array, t: Array) -> Array:
         y, clock, level, token = y[is_left], clock[is_left], level[is_left], token[is_left]
         is_stuck = _norm(y @ N.T) <= 4 * EPS * max_speed
         if is_stuck.any():
-            raise ValueError(
-                f"{is_stuck.sum()} tokens run into ker G before t = {t[-1]:.3g}, where the drift is undefined: "
-                f"they are there at t = {clock[is_stuck].max():.4g}. Ask for a shorter time."
-            )
+            token, clock = token[is_stuck], clock[is_stuck]
+            break
     raise ValueError(
-        f"{len(token)} tokens did not reach t = {t[-1]:.3g} in {MAX_PANELS} panels of the time change: they "
-        "turn too often, or |G x| is tiny where they go. Ask for a shorter time."
+        f"{len(token)} tokens come to t = {clock.max():.4g} and not to {t[-1]:.3g}: they run into ker G, where the "
+        "drift is undefined, or turn too often. Ask for a shorter time."
     )
 
 
 def _norm(x: Array) -> Array:
-    return np.asarray(np.linalg.norm(x, axis=-1))
+    return np.asarray(np.linalg.norm(x, axis=-1), dtype=np.float64)
 
 
 def _positions(series: Array, share: Array) -> Array:
@@ -231,5 +218,5 @@ def _positions(series: Array, share: Array) -> Array:
         last, z = z, np.clip(z - excess / legendre.legval(z, speed, tensor=False), -1, 1)
         if (abs(z - last) < 1e-13).all():
             break
-    x = legendre.legval(z[:, None], series[..., 1:], tensor=False)
+    x = np.asarray(legendre.legval(z[:, None], series[..., 1:], tensor=False), dtype=np.float64)
     return x / _norm(x)[:, None]

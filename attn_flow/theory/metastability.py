@@ -41,7 +41,7 @@ def _log_growth_rate(k: ArrayLike, beta: ArrayLike, d: int, kind: str) -> Array:
     k, beta, d = integers("k", k, 1), reals("beta", beta, 0, is_open=True), int(integers("d", d, 2))
     orders = np.arange(int(k.max()))  # log(I_{k+nu}/I_nu) is a sum over neighbouring orders
     with np.errstate(divide="ignore"):
-        steps = [np.log(_bessel_ratio(order + d / 2 - 1, beta)) for order in orders]
+        steps = [np.log(bessel.ratio(order + d / 2 - 1, torch.as_tensor(beta)).numpy()) for order in orders]
     table = np.cumsum([np.zeros_like(beta), *steps], axis=0).reshape(len(orders) + 1, -1)  # (orders, beta.size)
     row, column = np.broadcast_arrays(k.astype(int), np.arange(beta.size).reshape(beta.shape))
     log_l = table[row, column]
@@ -51,11 +51,6 @@ def _log_growth_rate(k: ArrayLike, beta: ArrayLike, d: int, kind: str) -> Array:
     if kind == "sinkhorn":
         log_gamma = log_gamma - np.log1p(np.exp(log_l))
     return log_gamma
-
-
-def _bessel_ratio(nu: float, beta: ArrayLike) -> Array:
-    """I_{nu+1}(beta) / I_nu(beta)."""
-    return bessel.ratio(nu, torch.as_tensor(np.asarray(beta, dtype=np.float64))).numpy()
 
 
 def k_max(beta: ArrayLike, d: int = 2, kind: str = "softmax") -> Array:
@@ -80,18 +75,12 @@ def k_max(beta: ArrayLike, d: int = 2, kind: str = "softmax") -> Array:
 def switch_point(k: int, d: int = 2, kind: str = "softmax") -> float:
     """The beta at which `k_max` steps from k to k+1: gamma_{k+1} = gamma_k. arXiv 2410.23228.
 
-    For softmax and unnormalised attention I_{k+1+nu}/I_{k+nu}(beta) = k(k+d-2) / ((k+1)(k+d-1)), which has one root.
-
     >>> [round(switch_point(k), 4) for k in (1, 2, 3)]
     [1.0445, 3.1654, 6.2113]
     """
     checks.require_choice("kind", kind, KINDS)
     k, d = int(integers("k", k, 1)), int(integers("d", d, 2))
-    target = np.log(k * (k + d - 2) / ((k + 1) * (k + d - 1)))
-    if kind == "sinkhorn":
-        difference = lambda u: float(np.diff(_log_growth_rate(np.array([k, k + 1]), np.exp(u), d, kind))[0])
-    else:
-        difference = lambda u: float(np.log(_bessel_ratio(k + d / 2 - 1, np.exp(u))) - target)
+    difference = lambda u: float(np.diff(_log_growth_rate(np.array([k, k + 1]), np.exp(u), d, kind))[0])
     high = np.log((k + 1.0) * (k + d))  # near the root for large beta
     while difference(high) <= 0:
         high += 1.0

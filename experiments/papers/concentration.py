@@ -135,7 +135,7 @@ def mean_field(n: int, every: float) -> dict[str, Any]:
 
 def run(path: Trajectory, b: int, beta: float, target: LimitMap, curve: Tensor) -> dict[str, Any]:
     one = Trajectory(path.t, path.x[:, b], path.weights, about={"field": {"beta": beta}})
-    result = phases(one, target, w2=curve, warn=False)
+    result = phases(one, target, w2=curve)
     t_min, min_w2 = vertex(result.t.numpy(), result.w2.numpy())
     return result.as_dict() | {"beta": beta, "t_min": t_min, "min_w2": min_w2, "approach": final_approach(one)}
 

@@ -31,7 +31,7 @@ def test_a_path_is_drawn_at_five_times_in_any_dimension() -> None:
 def test_an_animation_has_a_frame_a_time(tmp_path, with_curve) -> None:
     from PIL import Image
 
-    curve = phases(PATH, limit(ATTENTION), warn=False).w2 if with_curve else None
+    curve = phases(PATH, limit(ATTENTION)).w2 if with_curve else None
     PATH.animate(tmp_path / "tokens.gif", limit(ATTENTION).basis, curve, seconds=1)
     assert Image.open(tmp_path / "tokens.gif").n_frames == len(PATH)
 
@@ -40,4 +40,4 @@ def test_notebooks_show_sentences_and_pictures() -> None:
     target = limit(ATTENTION)
     assert "data:image/png" in PATH._repr_html_()
     assert "two opposite points" in target._repr_html_()
-    assert "data:image/png" in phases(PATH, target, warn=False)._repr_html_()
+    assert "data:image/png" in phases(PATH, target)._repr_html_()

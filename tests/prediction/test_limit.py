@@ -397,8 +397,6 @@ def test_tokens_that_rest_at_a_saddle_have_no_limit() -> None:
     upright = limit(attention(diag(3, 1), diag(1, 2), query_bias=torch.tensor([0.0, 1e-3], dtype=F64)))
     with pytest.raises(ValueError, match="1 of 2 tokens have no established limit"):
         upright.push_forward(matrix([0.0, 1.0], [0.6, 0.8]))
-    line = Attention(value_bias=torch.tensor([0.5], dtype=F64))
-    torch.testing.assert_close(limit(line).push_forward(matrix([1.0], [-1.0])), matrix([1.0], [-1.0]))
 
 
 def test_heads_whose_drift_jumps_are_refused() -> None:
@@ -511,7 +509,7 @@ def test_exact_flow_keeps_weights_and_says_when_tokens_leave_its_domain() -> Non
     assert path.weights is not None
     x = Sphere(2.0).retract(matrix([0.5, 0.4, 0.3]))
     arrival = math.asinh(math.hypot(0.5, 0.4) / 0.3)  # the angle to the pole has phi' = -cos(phi)
-    with pytest.raises(ValueError, match=f"1 tokens run into ker G before t = 50.* at t = {arrival:.2f}"):
+    with pytest.raises(ValueError, match=f"1 tokens come to t = {arrival:.2f}.* and not to 50: they run into ker G"):
         zero_temperature_flow(A, x, [0.0, 50.0])
     with pytest.raises(ValueError, match="lies in ker G"):
         zero_temperature_flow(A, matrix([0.0, 0.0, 1.0]), 1.0)

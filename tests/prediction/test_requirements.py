@@ -61,7 +61,7 @@ def test_clusters_do_not_leave_at_once_where_V_turns_the_limit() -> None:
     G, V = WITHOUT_T_MIN["E invariant under V"]
     for beta, t_min in ((15.0, 5.0), (30.0, 6.6)):
         A = Attention.from_matrices(G, V, beta=beta)
-        result = phases(flow(A, skewed(600), torch.linspace(0, 10, 51), h=0.1), limit(A), warn=False)
+        result = phases(flow(A, skewed(600), torch.linspace(0, 10, 51), h=0.1), limit(A))
         assert float(result.t_min) == pytest.approx(t_min, abs=0.5)
 
 
@@ -161,8 +161,8 @@ def test_a_random_sample_goes_elsewhere_if_it_is_noisy() -> None:
     chosen = torch.multinomial(many.weights, 300, True, generator=torch.Generator().manual_seed(0))
     for beta, is_noisy in ((3.0, False), (300.0, True)):
         A, t = Attention.from_matrices(G, V, beta=beta), torch.linspace(0, 10, 41)
-        smooth = phases(flow(A, skewed(300), t, h=0.1), limit(A), warn=False)
-        sample = phases(flow(A, many.x[chosen], t, h=0.1), limit(A), warn=False)
+        smooth = phases(flow(A, skewed(300), t, h=0.1), limit(A))
+        sample = phases(flow(A, many.x[chosen], t, h=0.1), limit(A))
         assert (float(sample.min_w2) > 2 * float(smooth.min_w2)) is is_noisy
         assert met(sample.requires)["little sampling noise"] is not is_noisy
         assert any("use a quadrature" in doubt for doubt in sample.doubts) is is_noisy
