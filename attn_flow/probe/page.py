@@ -47,37 +47,36 @@ def write_page(
 ) -> Path:
     """Write report.html and a figure per question into a folder; the arguments are those of a `ProbeResult`."""
     encoder, averaging, template = about.encoder, findings["averaging"], _packaged("page.html")
-    question = f"Does attention in {title or encoder['model']} average over many tokens?"
     undecided = "Not decided." if averaging.numbers else "Not measured."
-    answer = f"{ANSWERS[averaging.verdict]}: {averaging.numbers['where']}." if averaging.verdict else undecided
-    parts = {
-        "question": html.escape(question),
-        "answer": answer,
-        "size": f"{encoder['layers']} layers of {encoder['heads']} heads, {about.texts} texts of "
-        f"{about.tokens / about.texts:.0f} tokens on average",
-        "cards": "\n".join(_card(findings, name) for name in QUESTIONS),
-        "evolution_text": html.escape(evolution.text),
-        "described": _described(about),
+    words = {
+        **encoder,
+        **vars(about),
+        **{f"{name}_question": question for name, question in QUESTIONS.items()},
+        "question": f"Does attention in {title or encoder['model']} average over many tokens?",
+        "answer": f"{ANSWERS[averaging.verdict]}: {averaging.numbers['where']}." if averaging.verdict else undecided,
+        "mean_length": round(about.tokens / about.texts),
+        "evolution": evolution.text,
+        "too_short": len(about.skipped),
+        "unknown": f"{about.unknown_share:.1%}",
+        "most_unexplained": f"{max(about.unexplained, default=0):.1e}",
+        "packages": ", ".join(f"{name} {version}" for name, version in about.versions.items() if name != "source"),
     }
+    parts = {name: html.escape(str(value)) for name, value in words.items()}
+    parts["style"], parts["scripts"] = _packaged("page.css"), _scripts(about, averaging, reading, tokens)
+    parts["cards"] = "\n".join(_card(findings, name) for name in QUESTIONS)
     for name, finding in findings.items():
-        parts[f"{name}_question"] = html.escape(QUESTIONS[name])
         numbers = finding.numbers
         if not numbers:  # nothing is drawn and explained
-            section, words = rf'(<section id="{name}"><h2>.*?</h2>).*?(</section>)', html.escape(finding.text)
-            template = re.sub(section, rf"\1<p>{words}</p>\2", template, flags=re.DOTALL)
+            section, reason = rf'(<section id="{name}"><h2>.*?</h2>).*?(</section>)', html.escape(finding.text)
+            template = re.sub(section, rf"\1<p>{reason}</p>\2", template, flags=re.DOTALL)
             continue
         save_figure(draw(findings, name), folder / f"{name}.png")
         parts[f"{name}_figure"] = _figure(findings, name)
-        parts[f"{name}_numbers"] = _table(_columns(name, numbers, encoder["layers"]))
-    parts |= _clusters_in_words(findings["clusters"].numbers) | {"not_covered": _not_covered(about, findings["limit"])}
-    body = Template(template).substitute(parts)
-    text = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(f'{question} {answer}')}</title><style>{_packaged('page.css')}</style></head>"
-        f"<body>\n{body}\n{_scripts(about, averaging, reading, tokens)}</body></html>\n"
-    )
-    write_bytes(text.encode(), folder / "report.html")
+        parts[f"{name}_table"] = _table(_columns(name, numbers, encoder["layers"]))
+        if name == "clusters":
+            cost = ", ".join(f"{share:.2g} (K = {K})" for K, share in numbers["cost_over_attention"].items())
+            parts |= {"goal": str(numbers["w2_goal"]), "cost": cost}
+    write_bytes(Template(template).substitute(parts).encode(), folder / "report.html")
     return folder / "report.html"
 
 
@@ -132,48 +131,16 @@ def _columns(name: str, numbers: dict[str, Any], layers: int) -> dict[str, Seque
         kinds = {f"R2 by {label}": [row[kind] for row in medians] for kind, label in DESCRIPTIONS.items()}
         return {"phase": list(sizes), "heads": list(sizes.values()), **kinds}
     curves, sizes = [numbers["curve"][method] for method in METHODS], [str(K) for K in numbers["sizes"]]
-    middle = [curve[sizes[len(sizes) // 2]] for curve in curves]
+    K = sizes[len(sizes) // 2]
+    middle = [curve[K] for curve in curves]
     known = [[z for z in row["explained"] if z is not None] for row in middle]
     return {
         "found from": list(METHODS.values()),
         f"K for W2 {numbers['w2_goal']}": [numbers["clusters_for_w2_goal"][method] for method in METHODS],
-        **{f"W2, K = {K}": [curve.get(K, {}).get("w2") for curve in curves] for K in sizes},
-        "cosine": [row["embedding_cosine"] for row in middle],
-        "R2": [sum(values) / len(values) if values else None for values in known],
+        **{f"W2, K = {size}": [curve.get(size, {}).get("w2") for curve in curves] for size in sizes},
+        f"cosine, K = {K}": [row["embedding_cosine"] for row in middle],
+        f"R2, K = {K}": [sum(values) / len(values) if values else None for values in known],
     }
-
-
-def _clusters_in_words(numbers: dict[str, Any]) -> dict[str, str]:
-    """Numbers of the clusters that the text of the page names."""
-    if not numbers:
-        return {}
-    cost = ", ".join(f"{_cell(float(share))} (K = {K})" for K, share in numbers["cost_over_attention"].items())
-    return {"goal": str(numbers["w2_goal"]), "middle": str(numbers["sizes"][len(numbers["sizes"]) // 2]), "cost": cost}
-
-
-def _not_covered(about: About, limit: Finding) -> str:
-    """What the theorem of the last question does not cover in this model."""
-    facts, changes = about.encoder, limit.numbers.get("rivals", {}).get("other_layers") is not None
-    parts = [f"queries of {facts['head_dim']} of {facts['dim']} dimensions"] * (facts["head_dim"] < facts["dim"])
-    parts += [f"{facts['heads']} heads that are summed"] * (facts["heads"] > 1)
-    parts += ["weights that change from layer to layer"] * changes
-    return f"this model has {', '.join([*parts, 'biases, norms and feed-forward parts'])}."
-
-
-def _described(about: About) -> str:
-    facts, versions = about.encoder, about.versions
-    beta = "its trained beta" if about.beta_factor == 1 else f"{about.beta_factor:g} times its trained beta"
-    packages = ", ".join(f"{name} {versions[name]}" for name in ("attn-flow", "torch", "transformers", "python"))
-    items = [
-        f"Encoder: {facts['model']} ({facts['architecture']}), {facts['layers']} layers, {facts['heads']} heads of "
-        f"width {facts['head_dim']}, d = {facts['dim']}, at {beta}.",
-        f"Texts: {about.texts}, {about.tokens} tokens, {about.truncated} cut to {about.max_length}, "
-        f"{len(about.skipped)} left out as too short; {about.unknown_share:.1%} of the tokens are unknown.",
-        f"Weights: {about.weights}; as read they leave {max(about.unexplained, default=0):.1e} of what attention adds "
-        "unexplained.",
-        f"Computed: in {about.dtype} on {about.device}, seed {about.seed}; {packages}.",
-    ]
-    return "<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in items) + "</ul>"
 
 
 def _scripts(about: About, averaging: Finding, reading: Reading, tokens: list[list[str]]) -> str:
