@@ -67,10 +67,7 @@ def exponents_and_temperature(axes: Axes, findings: Findings) -> Ends:
     axes.plot(s, b, "-", color=PREDICTION, linewidth=1.8)
     axes.axhline(0.5, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
     axes.set(ylabel="exponent b of the error", xlim=(low, high), ylim=(-0.05, 0.62), title="One dot per head")
-    place = int((b < 0.12).double().argmax())
-    axes.annotate(
-        "theory b(s)", (float(s[place]), float(b[place])), (8, 14), textcoords="offset points", color=PREDICTION
-    )
+    axes.text(high, 0.14, "theory b(s)", ha="right", color=PREDICTION)
     axes.text(high, 0.51, "mean-field rate 1/2", ha="right", color=BASELINE)
     return []
 

@@ -118,9 +118,7 @@ def bootstrap(values: Tensor, seed: int = 0) -> Interval:
     """The mean over the texts (last axis) whose value is known, and the percentile interval over resampled texts."""
     values = values.double().where(values.isfinite(), torch.nan)
     mean, texts = values.nanmean(-1), values.shape[-1]
-    if texts < 2:
-        return Interval(mean, torch.full_like(mean, torch.nan), torch.full_like(mean, torch.nan))
-    means = values[..., resampled_texts(texts, seed)].nanmean(-1)
+    means = values[..., resampled_texts(texts, seed)].nanmean(-1) if texts > 1 else torch.nan * mean[..., None]
     return Interval(mean, means.nanquantile(0.025, dim=-1), means.nanquantile(0.975, dim=-1))
 
 
@@ -145,11 +143,8 @@ def rank_correlation(x: Tensor, y: Tensor) -> float | None:
 
 def span(values: Tensor) -> str:
     """The smallest and the largest of some numbers, in words; those that are not finite are left out."""
-    finite = values[torch.isfinite(values)]
-    if not len(finite):
-        return "not defined"
-    low, high = f"{float(finite.min()):z.2f}", f"{float(finite.max()):z.2f}"
-    return low if low == high else f"{low} to {high}"
+    finite = [f"{value:z.2f}" for value in sorted(values[torch.isfinite(values)].tolist())]
+    return " to ".join(dict.fromkeys([finite[0], finite[-1]])) if finite else "not defined"
 
 
 def with_interval(mean: float, low: float, high: float, digits: int = 2) -> str:

@@ -43,6 +43,13 @@ def test_answers_come_first_then_a_section_per_question(page, result) -> None:
         assert finding.text.replace("'", "&#x27;").replace('"', "&quot;") in text
 
 
+def test_a_sentence_explains_every_table(page) -> None:
+    tables = page.read_text().split("<details>")[1:]
+    assert len(tables) == 4
+    assert all(part.index("<p>") < part.index("<table>") < part.index("</details>") for part in tables)
+    assert "K for W2 0.3 is the number of clusters per head" in page.read_text()
+
+
 def test_tokens_and_titles_cannot_become_markup(page) -> None:
     text = page.read_text()
     data = text.split("const data = ")[1].split("</script>")[0]
