@@ -27,17 +27,11 @@ TEXTS = 8  # through depth by default
 LAYER_TEXTS = 4  # for R2 layer by layer, which differs little between texts
 
 CURVES = ("foreign_queries", "own_attention", "keys", "top_tokens", "random_clusters", "random_tokens")  # at every K
-SINGLE = (  # at the middle K
-    "foreign_queries_fitted",
-    "top_tokens_and_rest",
-    "leverage_sample",
-    "pivoted_cholesky",
-    "top_k_oracle",
-    "low_rank",
-)
-METHODS = CURVES + SINGLE
 REFERENCES = ("own_attention", "top_k_oracle", "low_rank")  # see the text's own attention
-BASELINES = tuple(name for name in METHODS if not name.startswith("foreign") and name not in REFERENCES)  # to be beaten
+BASELINES = ("keys", "top_tokens", "random_clusters", "random_tokens")  # to be beaten, with those at the middle K:
+BASELINES += ("top_tokens_and_rest", "leverage_sample", "pivoted_cholesky")
+SINGLE = ("foreign_queries_fitted", *BASELINES[4:], "top_k_oracle", "low_rank")  # at the middle K
+METHODS = CURVES + SINGLE
 
 
 def replaced_averages(method: str, h: Heads, foreign: ForeignQueries, K: int, generator: torch.Generator) -> Tensor:
@@ -55,13 +49,12 @@ def replaced_averages(method: str, h: Heads, foreign: ForeignQueries, K: int, ge
         "random_tokens": lambda: coresets.random_tokens(k, v, h.special, K, generator),
         "leverage_sample": lambda: coresets.leverage_sample(k, v, K, generator),
     }
-    if method == "pivoted_cholesky":
-        return coresets.nystroem_averages(k, v, own, others.square().sum(-1).mean(-1).sqrt(), K)
-    if method == "top_k_oracle":
-        return coresets.top_k_averages(h.logits, v, K)
-    if method == "low_rank":
-        return coresets.low_rank_averages(h.logits, v, K)
-    return finders[method]().averages(own)
+    averages = {
+        "pivoted_cholesky": lambda: coresets.nystroem_averages(k, v, own, others.square().sum(-1).mean(-1).sqrt(), K),
+        "top_k_oracle": lambda: coresets.top_k_averages(h.logits, v, K),
+        "low_rank": lambda: coresets.low_rank_averages(h.logits, v, K),
+    }
+    return averages[method]() if method in averages else finders[method]().averages(own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,61 +85,54 @@ class Clusters:
         rows = [METHODS.index(name) for name in BASELINES]
         differences, own, sizes, texts = self.w2[rows] - self.w2[0], self.w2[0], self.sizes.tolist(), self.w2.shape[-1]
         is_better = ((bootstrap(differences, seed).low > 0) | differences.isnan().all(-1)).all(0)  # NaN: not run
-        better = self.sizes[is_better].tolist()
-        best = BASELINES[int(self.w2[rows, len(sizes) // 2].mean(-1).nan_to_num(torch.inf).argmin())]
-        draws, n = resampled_texts(texts, seed), float(self.lengths.double().mean())
+        better, n = self.sizes[is_better].tolist(), float(self.lengths.double().mean())
         needed = {name: float(size_for_w2(self.sizes, w2.mean(-1))) for name, w2 in zip(METHODS, self.w2)}
         size, growth = needed["foreign_queries"], float(self._growth(torch.arange(texts)[None]))
+        draws = resampled_texts(texts, seed)
         shares = _interval(size_for_w2(self.sizes, own[:, draws].mean(-1).mT) / n)
         numbers = {
             "curve": self._curve(),
             "sizes": sizes,
             "sizes_that_beat_every_baseline": better,
-            "best_baseline": best,
+            "best_baseline": BASELINES[int(self.w2[rows, len(sizes) // 2].mean(-1).nan_to_num(torch.inf).argmin())],
             "w2_goal": W2_GOAL,
             "clusters_for_w2_goal": needed,
             "share_of_tokens": size / n,
             "share_of_tokens_interval": shares,
             "growth_exponent": growth,
             "growth_exponent_interval": _interval(self._growth(draws)),
-            "tokens": n,
-            "texts": texts,
             "cost_over_attention": dict(zip(sizes, self.cost.tolist())),
         }
         verdict = "supported" if len(better) == len(sizes) else "partly" if better else "not supported"
-        words = "Clusters found by other texts' queries beat every baseline of equal size"
-        if verdict == "partly":
-            words += f" for K = {', '.join(map(str, better))} only"
-        elif not better:
-            words = "Clusters found by other texts' queries do not beat every baseline of equal size"
+        only = f" for K = {', '.join(map(str, better))} only" if verdict == "partly" else ""
+        words = f"{'beat' if better else 'do not beat'} every baseline of equal size{only}"
         if math.isnan(size):  # the goal is far from the measured curve
             s = 0 if float(own[0].mean()) <= W2_GOAL else -1
-            goal, needs = float(own[s].mean()), f"{sizes[s]} clusters a head"
-            value, baseline = f"W2 {goal:.2f} with {sizes[s]} clusters", ""
+            goal, needs, baseline = float(own[s].mean()), f"{sizes[s]} clusters a head", ""
+            value = f"W2 {goal:.2f} with {sizes[s]} clusters"
         else:
             goal, needs = W2_GOAL, f"{size:.0f} clusters a head ({size / n:.0%} of {n:.0f} tokens)"
             low, high = (n * share for share in shares) if shares else (math.nan, math.nan)
-            # Baselines that were run with one K only have no curve, from which a K could be read.
-            rivals = {name: needed[name] for name in BASELINES if not math.isnan(needed[name])}
-            rival = min(rivals, key=rivals.__getitem__, default=None)
             value = f"{with_interval(size, low, high, 0)} of {n:.0f} tokens for W2 {W2_GOAL}"
-            baseline = f"{rival.replace('_', ' ')}: {rivals[rival]:.0f}" if rival else "none reaches it"
+            rivals = [(needed[name], name.replace("_", " ")) for name in BASELINES if not math.isnan(needed[name])]
+            baseline = "{1}: {0:.0f}".format(*min(rivals)) if rivals else "none reaches it"
         grows = "" if math.isnan(growth + size) else f", growing like n^{growth:.1f}"
         measured = f"{needs} replace attention at W2 {goal:.2g}{grows}; finding them saves no work"
+        words = f"Clusters found by other texts' queries {words}"
         return findings.answer(verdict, words, measured, texts, numbers, value, baseline)
 
     def _curve(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Means over texts: method -> K -> embedding_cosine, w2, explained (by layer), for the sizes that were run."""
-        curve: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in METHODS}
-        for m, name in enumerate(METHODS):
-            for s, size in enumerate(self.sizes.tolist()):
-                if not bool(self.embedding_cosine[m, s].isnan().all()):
-                    curve[name][str(size)] = {
-                        "embedding_cosine": self.embedding_cosine[m, s].mean(),
-                        "w2": self.w2[m, s].mean(),
-                        "explained": self.explained[m, s].mean(-1),
-                    }
-        return curve
+        means = {"embedding_cosine": self.embedding_cosine, "w2": self.w2, "explained": self.explained}
+        is_run = ~self.embedding_cosine.isnan().all(-1)
+        return {
+            name: {
+                str(size): {key: values[m, s].mean(-1) for key, values in means.items()}
+                for s, size in enumerate(self.sizes.tolist())
+                if is_run[m, s]
+            }
+            for m, name in enumerate(METHODS)
+        }
 
     def _growth(self, draws: Tensor) -> Tensor:
         """The exponent g of K ~ n^g at W2_GOAL for resampled texts, (draws,); NaN where it is not known."""
@@ -177,31 +163,32 @@ def measure_clusters(
         progress: called with the share of the work that is done.
     """
     encoder = prepare_replacement(recording.first(texts))
-    lengths = torch.tensor([len(s) for s in encoder.recording.special])
-    median, L = int(lengths.median()), recording.layers
-    sizes = default_sizes(median) if sizes is None else list(sizes)
+    first, lengths = encoder.recording.first(LAYER_TEXTS), torch.tensor([len(s) for s in encoder.recording.special])
+    n, L, T = int(lengths.median()), recording.layers, first.texts
+    sizes = default_sizes(n) if sizes is None else list(sizes)
     foreign = [foreign_queries(recording, layer, len(lengths), generator) for layer in range(L)]
-    first = encoder.recording.first(LAYER_TEXTS)
+    runs = {
+        (m, s): _predict(name, foreign, size, generator)
+        for m, name in enumerate(METHODS)
+        for s, size in enumerate(sizes)
+        if name in CURVES or s == len(sizes) // 2
+    }
     w2, cosine = (torch.full((len(METHODS), len(sizes), len(lengths)), torch.nan).double() for _ in range(2))
-    r2 = torch.full((len(METHODS), len(sizes), L, first.texts), torch.nan).double()
-    runs = [(m, s) for m in range(len(METHODS)) for s in range(len(sizes)) if m < len(CURVES) or s == len(sizes) // 2]
-    predictions = {(m, s): _predict(METHODS[m], foreign, sizes[s], generator) for m, s in runs}
-    for layer, text in product(range(L), range(first.texts)):
+    r2 = torch.full((len(METHODS), len(sizes), L, T), torch.nan).double()
+    for layer, text in product(range(L), range(T)):
         heads = first.heads(layer, text)
-        for m, s in runs:
-            predicted = predictions[m, s](heads, layer, text)
-            r2[m, s, layer, text] = explained(predicted, first.outputs[layer][text])
-        progress(0.25 * (layer * first.texts + text + 1) / (L * first.texts))
-    for done, (m, s) in enumerate(runs):
-        w2[m, s], cosine[m, s] = encoder.compare(predictions[m, s])
+        for (m, s), predict in runs.items():
+            r2[m, s, layer, text] = explained(predict(heads, layer, text), first.outputs[layer][text])
+        progress(0.25 * (layer * T + text + 1) / (L * T))
+    for done, ((m, s), predict) in enumerate(runs.items()):
+        w2[m, s], cosine[m, s] = encoder.compare(predict)
         progress(0.25 + 0.65 * (done + 1) / len(runs))
-    inputs = recording.inputs
-    has_cuts = inputs is not None and inputs.texts is not None and median // 4 >= MIN_TOKENS
-    short = [_measure_cut(encoder.recording, n, generator) for n in (median // 2, median // 4) if has_cuts]
-    short_lengths, short_sizes, short_w2 = [torch.stack(column) for column in zip(*short)] or [torch.zeros(0)] * 3
-    cost = _cost(first.heads(0, 0), torch.tensor(sizes, dtype=torch.float64))
+    has_cuts = recording.inputs is not None and recording.inputs.texts is not None and n // 4 >= MIN_TOKENS
+    short = [_measure_cut(encoder.recording, cut, generator) for cut in (n // 2, n // 4) if has_cuts]
+    short_columns = [torch.stack(column) for column in zip(*short)] or [torch.zeros(0)] * 3
     progress(1.0)
-    return Clusters(torch.tensor(sizes), lengths, w2, cosine, r2, short_lengths, short_sizes, short_w2, cost)
+    cost = _cost(first.heads(0, 0), torch.tensor(sizes, dtype=torch.float64))
+    return Clusters(torch.tensor(sizes), lengths, w2, cosine, r2, *short_columns, cost)
 
 
 def default_sizes(n: int) -> list[int]:
@@ -234,19 +221,18 @@ def _predict(method: str, foreign: list[list[ForeignQueries]], size: int, genera
 
 def _measure_cut(recording: Recording, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Lengths, sizes and W2 (sizes, texts) by foreign queries on the first n tokens of the texts."""
-    inputs = recording.inputs
+    inputs, sizes = recording.inputs, default_sizes(n)
     assert inputs is not None
     assert inputs.texts is not None
     texts = [inputs.texts[i] for i in recording.indices]
+    options: dict[str, Any] = {"batch": inputs.batch, "beta_factor": inputs.beta_factor, "max_length": n}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*truncated")
-        options: dict[str, Any] = {"batch": inputs.batch, "beta_factor": inputs.beta_factor, "max_length": n}
         shorter = record_encoder(inputs.model, inputs.source, texts, max_unknown=1.0, **options)
-        encoder = prepare_replacement(shorter)
+    encoder = prepare_replacement(shorter)
     foreign = [foreign_queries(shorter, layer, shorter.texts, generator) for layer in range(shorter.layers)]
-    sizes = default_sizes(n)
-    rows = [encoder.compare(_predict("foreign_queries", foreign, size, generator))[0] for size in sizes]
-    return torch.tensor([len(s) for s in shorter.special]), torch.tensor(sizes), torch.stack(rows)
+    w2 = [encoder.compare(_predict("foreign_queries", foreign, size, generator))[0] for size in sizes]
+    return torch.tensor([len(special) for special in shorter.special]), torch.tensor(sizes), torch.stack(w2)
 
 
 def _cost(heads: Heads, K: Tensor) -> Tensor:

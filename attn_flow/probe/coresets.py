@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attn_flow.probe.recording import Recording
+if TYPE_CHECKING:
+    from attn_flow.probe.recording import Recording
 
 VALUE_SHARE = 0.5  # squared spread of the values in k-means, that of the keys being 1
 ROUNDS = 5  # of k-means
@@ -57,22 +59,12 @@ class Coreset:
 # --- clusters from queries ---
 
 
-@dataclass(frozen=True, eq=False)
-class Attended:
-    """The attention P of queries to keys, keys first, and the logarithm of what it was divided by."""
-
-    weights: Tensor  # (heads, n, m)
-    log_sums: Tensor  # (heads, 1, m)
-    received: Tensor  # (heads, n), the attention that a key receives from all queries
-
-    @classmethod
-    def by(cls, queries: Tensor, keys: Tensor) -> Attended:
-        """The attention of queries (heads, m, k) to keys (heads, n, k), computed in place: it is the largest tensor."""
-        weights = keys @ queries.mT
-        largest = weights.amax(-2, keepdim=True)
-        sums = weights.sub_(largest).exp_().sum(-2, keepdim=True)
-        weights = weights.div_(sums)
-        return cls(weights, sums.log() + largest, weights.sum(-1) + 1e-12)
+def attend(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention (heads, n, m) that keys receive from queries, and the logarithms (heads, 1, m) of its sums."""
+    weights = keys @ queries.mT
+    largest = weights.amax(-2, keepdim=True)
+    sums = weights.sub_(largest).exp_().sum(-2, keepdim=True)  # in place: this is the largest tensor
+    return weights.div_(sums), sums.log() + largest
 
 
 def cluster_by_queries(keys: Tensor, values: Tensor, queries: Tensor, size: int) -> Coreset:
@@ -80,8 +72,9 @@ def cluster_by_queries(keys: Tensor, values: Tensor, queries: Tensor, size: int)
 
     The queries may be those of other texts, or the text's own: then it is a reference that sees the answer.
     """
-    attended = Attended.by(queries, keys)
-    received = attended.received / attended.received.sum(-1, keepdim=True)
+    attended = attend(queries, keys)
+    received = attended[0].sum(-1) + 1e-12
+    received = received / received.sum(-1, keepdim=True)
     centred = queries - queries.mean(-2, keepdim=True)
     variances, axes = torch.linalg.eigh(centred.mT @ centred / queries.shape[-2])
     parts = ((keys @ (axes * variances.clamp_min(0).sqrt()[..., None, :]), 1.0), (values, VALUE_SHARE))
@@ -89,13 +82,16 @@ def cluster_by_queries(keys: Tensor, values: Tensor, queries: Tensor, size: int)
     return merge(keys, values, queries, k_means(points, received, size), attended)
 
 
-def merge(keys: Tensor, values: Tensor, queries: Tensor, labels: Tensor, attended: Attended) -> Coreset:
-    """Clusters with labels (heads, n) as a coreset, with masses from the queries, whose attention is given."""
-    size, received = int(labels.max()) + 1, attended.received[..., None]
-    total = _sum_clusters(received, labels, size).clamp_min(1e-30)
-    centre_keys, centre_values = (_sum_clusters(received * x, labels, size) / total for x in (keys, values))
-    to_cluster = _sum_clusters(attended.weights, labels, size)  # (heads, K, m)
-    terms = to_cluster.clamp_min(1e-30).log() + attended.log_sums - centre_keys @ queries.mT
+def merge(
+    keys: Tensor, values: Tensor, queries: Tensor, labels: Tensor, attended: tuple[Tensor, Tensor] | None = None
+) -> Coreset:
+    """Clusters with labels (heads, n) as a coreset, with masses from the queries; `attended` is their `attend`."""
+    attention, log_sums = attend(queries, keys) if attended is None else attended
+    size, received = int(labels.max()) + 1, attention.sum(-1, keepdim=True) + 1e-12
+    total = sum_clusters(received, labels, size).clamp_min(1e-30)
+    centre_keys, centre_values = (sum_clusters(received * x, labels, size) / total for x in (keys, values))
+    to_cluster = sum_clusters(attention, labels, size)  # (heads, K, m)
+    terms = to_cluster.clamp_min(1e-30).log() + log_sums - centre_keys @ queries.mT
     paid = to_cluster.sum(-1)
     log_masses = (to_cluster * terms).sum(-1) / paid.clamp_min(1e-30)
     return Coreset(centre_keys, centre_values, log_masses.masked_fill(paid <= 1e-20, -torch.inf))
@@ -109,26 +105,26 @@ def k_means(points: Tensor, weights: Tensor, size: int) -> Tensor:
     size, heads = min(size, points.shape[-2]), torch.arange(len(points), device=points.device)
     squares = points.square().sum(-1)
     distances = (squares[..., None] + squares[:, None] - 2 * points @ points.mT).clamp_min(0) * weights[:, None]
-    farthest, nearest_distance, start = weights.argmax(-1), torch.full_like(weights, torch.inf), []
+    to_start, farthest, start = torch.full_like(weights, torch.inf), weights.argmax(-1), []
     for _ in range(size):
         start.append(farthest)
-        nearest_distance = torch.minimum(nearest_distance, distances[heads, farthest])
-        farthest = nearest_distance.argmax(-1)
+        to_start = torch.minimum(to_start, distances[heads, farthest])
+        farthest = to_start.argmax(-1)
     centres = _take(points, torch.stack(start, -1))
     weighted = torch.cat([points, torch.ones_like(points[..., :1])], -1) * weights[..., None]
     for _ in range(ROUNDS):
-        sums = _sum_clusters(weighted, _nearest(points, centres), size)
+        sums = sum_clusters(weighted, nearest(points, centres), size)
         mass = sums[..., -1:]
         centres = torch.where(mass > 0, sums[..., :-1] / mass.clamp_min(1e-30), centres)
-    return _nearest(points, centres)
+    return nearest(points, centres)
 
 
-def _nearest(points: Tensor, centres: Tensor) -> Tensor:
-    """The nearest centre (heads, n) to each point."""
+def nearest(points: Tensor, centres: Tensor) -> Tensor:
+    """The centre (heads, n) that is nearest to each point."""
     return torch.baddbmm(centres.square().sum(-1)[:, None], points, centres.mT, alpha=-2).argmin(-1)
 
 
-def _sum_clusters(x: Tensor, labels: Tensor, size: int) -> Tensor:
+def sum_clusters(x: Tensor, labels: Tensor, size: int) -> Tensor:
     """(heads, size, f), the sums of the rows of x (heads, n, f) with each label (heads, n)."""
     rows = labels + size * torch.arange(len(labels), device=labels.device)[:, None]
     sums = x.new_zeros(len(labels) * size, x.shape[-1])
@@ -169,7 +165,7 @@ def cluster_keys(keys: Tensor, values: Tensor, size: int) -> Coreset:
     """k-means of the keys alone; the mass of a cluster is its number of tokens."""
     labels = k_means(keys - keys.mean(-2, keepdim=True), torch.full_like(keys[..., 0], 1 / keys.shape[-2]), size)
     rows = torch.cat([keys, values, torch.ones_like(keys[..., :1])], -1)
-    sums = _sum_clusters(rows, labels, int(labels.max()) + 1)
+    sums = sum_clusters(rows, labels, int(labels.max()) + 1)
     count = sums[..., -1:]
     centres = sums[..., :-1] / count.clamp_min(1)
     return Coreset(*centres.split([keys.shape[-1], values.shape[-1]], -1), count[..., 0].log())
@@ -177,8 +173,8 @@ def cluster_keys(keys: Tensor, values: Tensor, size: int) -> Coreset:
 
 def top_tokens(keys: Tensor, values: Tensor, queries: Tensor, size: int, rest: bool = False) -> Coreset:
     """The tokens that receive most attention of the queries, with equal masses; or one less and the rest as one."""
-    attended = Attended.by(queries, keys)
-    rank = attended.received.argsort(-1, descending=True)
+    attended = attend(queries, keys)
+    rank = attended[0].sum(-1).argsort(-1, descending=True)
     if rest:
         return merge(keys, values, queries, rank.argsort(-1).clamp(max=min(size, keys.shape[-2]) - 1), attended)
     best = rank[:, :size]
@@ -188,7 +184,7 @@ def top_tokens(keys: Tensor, values: Tensor, queries: Tensor, size: int, rest: b
 def random_clusters(keys: Tensor, values: Tensor, queries: Tensor, size: int, generator: torch.Generator) -> Coreset:
     """Tokens grouped at random, with masses from the queries: what is left without the right clusters."""
     labels = torch.randint(min(size, keys.shape[-2]), keys.shape[:-1], generator=generator).to(keys.device)
-    return merge(keys, values, queries, labels, Attended.by(queries, keys))
+    return merge(keys, values, queries, labels)
 
 
 def random_tokens(keys: Tensor, values: Tensor, special: Tensor, size: int, generator: torch.Generator) -> Coreset:
@@ -268,19 +264,21 @@ class ForeignQueries:
     """Queries of other texts in one layer, from which the coreset of a text is found."""
 
     queries: Tensor  # (heads, m, k)
-    residuals: Tensor  # (heads, m, k), the queries less what the linear map predicts from their tokens' keys and values
-    linear: Tensor | None  # (heads, k + v + 1, k), learned on the other texts; None where positions enter the scores
+    tokens: Tensor | None  # (heads, m, k + v + 1), `_regressors` of their tokens; None where positions enter the scores
 
     def predicted(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Queries (heads, m, k) that this text's tokens may have: predicted from keys and values, plus residuals.
+        """Queries (heads, m, k) that this text's tokens may have, from a linear map of their keys and values.
 
-        Where positions enter the scores they are the foreign queries themselves.
+        The map is learned on the other texts, whose residuals are added. Where positions enter the scores there is no
+        such map, and these are the foreign queries themselves.
         """
-        if self.linear is None:
+        if self.tokens is None:
             return self.queries
-        count, n = self.residuals.shape[-2], keys.shape[-2]
+        z, count, n = self.tokens.double(), self.queries.shape[-2], keys.shape[-2]
+        linear = _ridge(z.mT @ z, z.mT @ self.queries.double(), 1e-3)
+        residuals = self.queries - (z @ linear).to(self.queries)
         tokens = torch.arange(count, device=keys.device) * n // count
-        return (_regressors(keys, values) @ self.linear)[:, tokens] + self.residuals
+        return (_regressors(keys, values) @ linear.to(keys))[:, tokens] + residuals
 
 
 def foreign_queries(recording: Recording, layer: int, texts: int, generator: torch.Generator) -> list[ForeignQueries]:
@@ -289,19 +287,14 @@ def foreign_queries(recording: Recording, layer: int, texts: int, generator: tor
     They are at their own positions, none beyond the length of the text.
     """
     heads = [recording.heads(layer, t) for t in range(recording.texts)]
-    pool, regressors = (torch.cat(z, 1) for z in zip(*((h.queries, _regressors(h.keys, h.values)) for h in heads)))
+    queries, tokens = (torch.cat(z, 1) for z in zip(*((h.queries, _regressors(h.keys, h.values)) for h in heads)))
     owner = torch.cat([torch.full((h.n,), t) for t, h in enumerate(heads)])
     position = torch.cat([torch.arange(h.n) for h in heads])
-    result = []
+    has_map, result = recording.positions[layer] is None, []
     for text in range(texts):
         candidates = ((owner != text) & (position < heads[text].n)).nonzero()[:, 0]
-        drawn = candidates[torch.randperm(len(candidates), generator=generator)[:QUERIES]].to(pool.device)
-        queries, z = pool[:, drawn], regressors[:, drawn].double()
-        if recording.positions[layer] is None:
-            linear = _ridge(z.mT @ z, z.mT @ queries.double(), 1e-3)
-            result.append(ForeignQueries(queries, queries - (z @ linear).to(queries), linear.to(queries)))
-        else:
-            result.append(ForeignQueries(queries, queries, None))
+        drawn = candidates[torch.randperm(len(candidates), generator=generator)[:QUERIES]].to(queries.device)
+        result.append(ForeignQueries(queries[:, drawn], tokens[:, drawn] if has_map else None))
     return result
 
 

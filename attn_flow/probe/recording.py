@@ -32,23 +32,15 @@ RESOLUTION = 1e-10  # squares below this multiple of the squared output are roun
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """Queries, keys and values of one text in one layer. The logits are queries @ keys.mT.
+    """Queries, keys and values of one text in one layer. The logits are queries @ keys.mT."""
 
-    Args:
-        queries, keys: (heads, n, k); the queries are multiplied by beta.
-        values: (heads, n, v).
-        output: the output projection O, (heads, d, v), and its bias (d,) or None.
-        special: (n,), True for [CLS], [SEP] and the like.
-        visible: (n, n), True where token i may attend to token j; None if every token sees every token.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    output: Tensor
-    output_bias: Tensor | None
-    special: Tensor
-    visible: Tensor | None = None
+    queries: Tensor  # (heads, n, k), multiplied by beta
+    keys: Tensor  # (heads, n, k)
+    values: Tensor  # (heads, n, v)
+    output: Tensor  # the output projection O, (heads, d, v)
+    output_bias: Tensor | None  # (d,)
+    special: Tensor  # (n,), True for [CLS], [SEP] and the like
+    visible: Tensor | None = None  # (n, n), True where token i may attend to token j; None if all tokens see all
 
     @property
     def n(self) -> int:
@@ -77,14 +69,14 @@ Predict = Callable[[Heads, int, int], Tensor]  # (heads, layer, text) -> what at
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A model and what it was run on, so that it can be run again."""
+    """A model and what it was run on, as in `probe`, so that it can be run again."""
 
     model: nn.Module
-    source: Any  # the tokenizer, or the model's own inputs
+    source: Any
     texts: Sequence[str] | None = None
-    max_length: int | None = None  # tokens kept of each text; None for as many as the model takes
-    beta_factor: float = 1.0  # the multiple of the trained inverse temperature
-    batch: int = 16  # texts in a forward pass
+    max_length: int | None = None
+    beta_factor: float = 1.0
+    batch: int = 16
 
     def scaled(self) -> Any:
         """A context in which the model runs at `beta_factor` times its trained inverse temperature."""
@@ -93,40 +85,23 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """The tokens of every text at every layer, and the attention of every layer.
+    """The tokens of every text at every layer, and the attention of every layer."""
 
-    Args:
-        attentions: by layer.
-        windows: by layer, the distance beyond which tokens do not see each other; None if all do.
-        positions: by layer, how positions enter the scores; None if they do not.
-        states: [level][text] (n, d): the input of layer `level`'s attention; the last level is the encoder's output.
-        outputs: [layer][text] (n, d): what attention adds.
-        special: [text] (n,), True for special tokens.
-        tokens: [text], the tokens in words.
-        indices: the index of every text among the inputs.
-        skipped: indices of inputs that are shorter than MIN_TOKENS.
-        truncated: number of texts that were cut to the maximal length.
-        unknown_share: share of tokens that the tokenizer does not know.
-        digest: of the inputs.
-        horizon, steps: the time that a layer lasts, and in how many steps: 1 and 1 in an encoder.
-        inputs: what was recorded.
-    """
-
-    attentions: list[Attention]
-    windows: list[int | None]
-    positions: list[Positions | None]
-    states: list[list[Tensor]]
-    outputs: list[list[Tensor]]
-    special: list[Tensor]
-    tokens: list[list[str]]
-    indices: list[int]
-    skipped: tuple[int, ...] = ()
-    truncated: int = 0
-    unknown_share: float = 0.0
-    digest: str = ""
-    horizon: float = 1.0
-    steps: int = 1
-    inputs: Inputs | None = None
+    attentions: list[Attention]  # by layer
+    windows: list[int | None]  # by layer, the distance beyond which tokens do not see each other; None if all do
+    positions: list[Positions | None]  # by layer, how positions enter the scores; None if they do not
+    states: list[list[Tensor]]  # [level][text] (n, d), the inputs of attention layer by layer, and the encoder's output
+    outputs: list[list[Tensor]]  # [layer][text] (n, d), what attention adds
+    special: list[Tensor]  # [text] (n,), True for special tokens
+    tokens: list[list[str]]  # [text], the tokens in words
+    indices: list[int]  # of the texts among the inputs
+    skipped: tuple[int, ...] = ()  # indices of inputs that are shorter than MIN_TOKENS
+    truncated: int = 0  # number of texts that were cut to the maximal length
+    unknown_share: float = 0.0  # share of tokens that the tokenizer does not know
+    digest: str = ""  # of the inputs
+    horizon: float = 1.0  # the time that a layer lasts
+    steps: int = 1  # of a layer in that time
+    inputs: Inputs | None = None  # what was recorded
 
     @property
     def layers(self) -> int:
@@ -155,12 +130,10 @@ class Recording:
     @cached_property
     def batches(self) -> list[tuple[dict[str, Tensor], dict[int, int]]]:
         """What the model is run on: the inputs of each batch, and the index of the text in each of its rows."""
-        inputs = self.inputs
+        inputs, indices, result = self.inputs, self.indices, []
         assert inputs is not None  # of every recording that was made from a model
-        texts, indices = inputs.texts, self.indices
-        if texts is not None:
-            texts, indices = [texts[i] for i in indices], list(range(len(indices)))
-        result = []
+        texts = None if inputs.texts is None else [inputs.texts[i] for i in indices]
+        indices = indices if texts is None else list(range(len(texts)))
         for batch in batches(inputs.model, inputs.source, texts, inputs.batch, inputs.max_length):
             rows = {i - batch.first: text for text, i in enumerate(indices) if 0 <= i - batch.first < batch.size}
             if rows:
@@ -174,22 +147,14 @@ class Recording:
 
     def explained(self, predict: Predict) -> Tensor:
         """R2 of a prediction of what attention adds, against each text's mean output, (layers, texts)."""
-        R2 = [
-            [explained(predict(self.heads(layer, t), layer, t), outputs[t]) for t in range(self.texts)]
-            for layer, outputs in enumerate(self.outputs)
-        ]
-        return torch.tensor(R2, dtype=torch.float64)
+        R2 = lambda layer, t: explained(predict(self.heads(layer, t), layer, t), self.outputs[layer][t])
+        return torch.stack([torch.stack([R2(layer, t) for t in range(self.texts)]) for layer in range(self.layers)])
 
     def first(self, texts: int) -> Recording:
         """The first few texts."""
-        return replace(
-            self,
-            states=[level[:texts] for level in self.states],
-            outputs=[level[:texts] for level in self.outputs],
-            special=self.special[:texts],
-            tokens=self.tokens[:texts],
-            indices=self.indices[:texts],
-        )
+        states, outputs = ([level[:texts] for level in levels] for levels in (self.states, self.outputs))
+        rows = {"special": self.special[:texts], "tokens": self.tokens[:texts], "indices": self.indices[:texts]}
+        return replace(self, states=states, outputs=outputs, **rows)
 
 
 def read_heads(
@@ -234,7 +199,6 @@ def record_encoder(
     model: nn.Module,
     source: Any,
     texts: Sequence[str] | None,
-    *,
     max_unknown: float = 0.1,
     world: Processes = ALONE,
     **options: Any,
@@ -243,17 +207,10 @@ def record_encoder(
     inputs = Inputs(encoder_inside(model), source, texts, **options)
     layers, scaled = blocks(model), [A.with_beta(inputs.beta_factor * A.beta) for A in attentions(model)]
     L = len(scaled)
+    points = ("attn.hook_in", "attn.hook_out", f"blocks.{L - 1}.hook_out")
+    limits: dict[str, Any] = {"batch": inputs.batch, "max_length": inputs.max_length, "max_unknown": max_unknown}
     with torch.no_grad(), inputs.scaled():
-        path = record(
-            model,
-            source,
-            texts,
-            points=("attn.hook_in", "attn.hook_out", f"blocks.{L - 1}.hook_out"),
-            batch=inputs.batch,
-            max_length=inputs.max_length,
-            max_unknown=max_unknown,
-            world=world,
-        )
+        path = record(model, source, texts, points=points, world=world, **limits)
     assert path.mask is not None  # recorded paths have one
     x, mask, lengths = path.x, path.mask, path.mask.sum(-1).tolist()
     indices = [t for t, n in enumerate(lengths) if n >= MIN_TOKENS]
@@ -265,9 +222,8 @@ def record_encoder(
     names, ids, special = path.labels.get("token"), path.labels.get("id"), path.labels["special"]
     levels = [[x[level, t][mask[t]] for t in indices] for level in range(2 * L + 1)]
     digest = hashlib.sha256(str([(ids[t] if ids else None, special[t]) for t in indices]).encode())
-    if not ids:
-        for tokens in levels[0]:
-            digest.update(tokens.cpu().numpy().tobytes())
+    for tokens in [] if ids else levels[0]:
+        digest.update(tokens.cpu().numpy().tobytes())
     return Recording(
         attentions=scaled,
         windows=[block.window for block in layers],

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,8 +37,8 @@ class Passes(NamedTuple):
 class Replacement:
     """An encoder on the texts of a recording, run once as it is; see `prepare_replacement`."""
 
-    recording: Recording  # a `Predict` gets the indices of its texts
-    true: Passes  # the passes of the encoder itself
+    recording: Recording
+    true: Passes  # of the encoder itself
     between: float  # the mean W2 between the outputs of different texts, the unit of distances; NaN if there is none
 
     def compare(self, predict: Predict) -> tuple[Tensor, Tensor]:
@@ -60,8 +59,7 @@ def prepare_replacement(recording: Recording) -> Replacement:
 def w2(x: Tensor, y: Tensor, method: str = "auto") -> float:
     """W2 between two clouds of tokens: "exact", by "geomloss", or "auto": exact on a CPU, geomloss on other devices.
 
-    Clouds of equally many tokens are an assignment problem, which scipy solves exactly. Where geomloss cannot prove its
-    distance to 20%, as for clouds that are equal but for rounding, it is exact.
+    Where geomloss cannot prove its distance to 20%, as for clouds that are equal but for rounding, it is exact.
 
     Example:
         >>> w2(torch.zeros(3, 2), torch.tensor([[3.0, 4.0]]).expand(3, 2))
@@ -125,12 +123,9 @@ def _replace_outputs(
             stack.callback(block.attn.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(block[layout.emit or layout.attn].register_forward_hook(leave).remove)
             for linear in {block[path] for path in (layout.q, layout.k, layout.v, layout.o)}:
-                if type(linear) is nn.Linear and layout.score_terms is None:  # else positions are read from it
-                    linear.forward = partial(_zeros, linear.out_features)  # nobody uses what it would compute
+                # What it would compute is thrown away, unless positions are read from it.
+                if type(linear) is nn.Linear and layout.score_terms is None:
+                    zeros = lambda x, width=linear.out_features: x.new_zeros(*x.shape[:-1], width)
+                    linear.forward = zeros
                     stack.callback(delattr, linear, "forward")
         yield
-
-
-def _zeros(width: int, x: Tensor) -> Tensor:
-    """What a projection returns whose output is not used, (..., width)."""
-    return x.new_zeros(*x.shape[:-1], width)

@@ -1,4 +1,4 @@
-"""Probe an encoder: record it, check its weights, measure the four questions one after another.
+"""Probe an encoder: record it, check its weights, measure the four questions.
 
 Every question is a stage with a file and a random generator of its own, so that a probe that was stopped and continued
 equals one that was not.
@@ -39,24 +39,16 @@ from attn_flow.probe.temperature import Temperature, measure_temperature
 from attn_flow.probe.tokens import Evolution, measure_evolution, read_tokens
 
 Progress = Callable[[float], None]
-# Every stage with its typical share of the time, the long ones first. Processes take the stages in turn.
-STAGES: dict[str, tuple[int, Callable[[Recording, torch.Generator, Progress], Any]]] = {
-    "clusters": (40, lambda recording, generator, report: measure_clusters(recording, generator, progress=report)),
-    "limit": (45, lambda recording, generator, report: measure_limit(recording, generator, progress=report)),
-    "averaging": (10, lambda recording, generator, report: measure_averaging(recording, generator, progress=report)),
-    "temperature": (3, lambda recording, generator, report: measure_temperature(recording)),
-    "evolution": (1, lambda recording, generator, report: measure_evolution(recording)),
-    "reading": (1, lambda recording, generator, report: read_tokens(recording)),
+# Every stage: its typical share of the time, its record, and how it is measured. Processes take the stages in turn.
+STAGES: dict[str, tuple[int, Callable[..., Any], Callable[..., Any]]] = {
+    "clusters": (40, Clusters, measure_clusters),
+    "limit": (45, LimitApproach, measure_limit),
+    "averaging": (10, Averaging, measure_averaging),
+    "temperature": (3, Temperature, lambda recording, *_, **__: measure_temperature(recording)),
+    "evolution": (1, Evolution, lambda recording, *_, **__: measure_evolution(recording)),
+    "reading": (1, Reading, lambda recording, *_, **__: read_tokens(recording)),
 }
 WORKERS = 2  # stages at a time: a stage alone leaves a second core idle most of the time
-RECORDS: dict[str, Callable[..., Any]] = {  # what a stage measures
-    "averaging": Averaging,
-    "temperature": Temperature,
-    "clusters": Clusters,
-    "limit": LimitApproach,
-    "evolution": Evolution,
-    "reading": Reading,
-}
 NEED_ALL_TOKENS = ("averaging", "clusters", "limit")  # questions about tokens that see all of their text
 UNEXPLAINED = 0.01  # share of what attention adds that weights and positions as read may leave unexplained
 
@@ -138,7 +130,6 @@ class ProbeRun:
                 advance(STAGES[name][0] * (share - done), note=name)
                 done = share
 
-            report(0.0)
             with torch.no_grad():  # holds in this thread only
                 record = self._read_or_measure(name, folder, report)
             report(1.0)
@@ -159,26 +150,21 @@ class ProbeRun:
         return ProbeResult.of_records(self.about, records, tokens)
 
     def _read_or_measure(self, name: str, folder: str | Path | None, report: Progress) -> Any:
+        _, make, measure = STAGES[name]
         path = None if folder is None else Path(folder) / f"{name}.safetensors"
         if path is not None and path.exists():
             fields, words = read_tensors(path)
             if words.get("key") == self.about.key:
-                return RECORDS[name](**fields) if fields else None
-        record = None
-        if can_be_measured(name, self.recording):
+                return make(**fields) if fields else None
+        recording, record = self.recording, None
+        has_foreign_queries = recording.texts > 1 and recording.inputs is not None
+        if not (name in NEED_ALL_TOKENS and recording.hides) and (name != "clusters" or has_foreign_queries):
             mixed = hashlib.sha256(f"{self.about.seed}/{name}".encode()).digest()  # other numbers in every stage
             generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
-            record = STAGES[name][1](self.recording, generator, report)
+            record = measure(recording, generator, progress=report)
         if path is not None:
             write_tensors(tensors_of(record), path, {"key": self.about.key})
         return record
-
-
-def can_be_measured(name: str, recording: Recording) -> bool:
-    """Whether a question applies: three need tokens that see all of their text, the clusters also foreign queries."""
-    if name == "clusters" and (recording.texts < 2 or recording.inputs is None):
-        return False
-    return name not in NEED_ALL_TOKENS or not recording.hides
 
 
 def prepare(
@@ -223,7 +209,7 @@ def prepare(
         if texts is None:  # token types and positions count, too
             inputs += digest({"": source} if isinstance(source, Tensor) else source)
     if recording.skipped and world.is_first:
-        names = ", ".join(str(i + 1) for i in recording.skipped[:10]) + ", ..." * (len(recording.skipped) > 10)
+        names = ", ".join(str(i + 1) for i in recording.skipped)
         few = f" A verdict needs {MIN_TEXTS} texts." if recording.texts < MIN_TEXTS else ""
         warnings.warn(
             f"{len(recording.skipped)} of {len(recording.skipped) + recording.texts} texts are left out, because they "

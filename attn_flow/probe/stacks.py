@@ -44,13 +44,7 @@ def record_stack(stack: DeepStack, ids: Any, beta_factor: float = 1.0) -> Record
 def stack_facts(stack: DeepStack) -> dict[str, Any]:
     """What the stack is, under the names of `hooks.encoder_facts`."""
     first = stack.attentions()[0]
-    return {
-        "architecture": "DeepStack",
-        "model": type(stack).__name__,
-        "layers": stack.depth,
-        "heads": first.heads,
-        "head_dim": first.tensors["Q"].shape[-2],
-        "dim": first.dim,
-        "beta": [float(torch.as_tensor(A.beta, dtype=torch.float64).mean()) for A in stack.attentions()],
-        "omits": ["feed-forward part"] if len(stack.ffns) else [],
-    }
+    betas = [float(torch.as_tensor(A.beta, dtype=torch.float64).mean()) for A in stack.attentions()]
+    sizes = {"layers": stack.depth, "heads": first.heads, "head_dim": first.tensors["Q"].shape[-2], "dim": first.dim}
+    omits = ["feed-forward part"] if len(stack.ffns) else []
+    return {"architecture": "DeepStack", "model": type(stack).__name__, **sizes, "beta": betas, "omits": omits}

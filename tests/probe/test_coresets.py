@@ -46,7 +46,7 @@ def test_masses_are_what_their_formula_says():
     keys, values, queries = draw(1, 12, 3), draw(1, 12, 2, seed=1), draw(1, 7, 3, seed=2)
     labels = torch.tensor([[0, 1, 2, 0, 1, 2, 0, 0, 1, 2, 2, 2]])
     attention = (queries @ keys.mT).softmax(-1)
-    coreset = coresets.merge(keys, values, queries, labels, coresets.Attended.by(queries, keys))
+    coreset = coresets.merge(keys, values, queries, labels)
     for c in range(3):
         tokens = [j for j in range(12) if labels[0, j] == c]
         a = {j: sum(float(attention[0, i, j]) for i in range(7)) for j in tokens}
@@ -192,7 +192,6 @@ def test_predicted_queries_are_close_to_the_own_ones(recording):
     """A linear map of key and value, learned on other texts, explains most of a text's queries."""
     foreign = coresets.foreign_queries(recording, 1, 1, torch.Generator().manual_seed(0))[0]
     heads = recording.heads(1, 0)
-    noiseless = replace(foreign, residuals=torch.zeros(12, heads.n, heads.keys.shape[-1]))
-    predicted = noiseless.predicted(heads.keys, heads.values)
-    spread = (heads.queries - heads.queries.mean(1, keepdim=True)).square().sum()
-    assert float((predicted - heads.queries).square().sum() / spread) < 0.5
+    own = heads.queries[:, torch.arange(coresets.QUERIES) * heads.n // coresets.QUERIES]
+    error = lambda queries: float((queries - own).square().sum())
+    assert error(foreign.predicted(heads.keys, heads.values)) < 0.5 * error(foreign.queries)

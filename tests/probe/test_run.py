@@ -15,8 +15,9 @@ from encoder_zoo import TEXT, tiny
 from attn_flow.hooks.corpus import fingerprint
 from attn_flow.hooks.demo import tiny_bert
 from attn_flow.probe import ProbeResult, prepare, probe, untrained_copy
+from attn_flow.probe.findings import Reading
 from attn_flow.probe.recording import MIN_TOKENS
-from attn_flow.probe.run import ProbeRun
+from attn_flow.probe.run import STAGES, ProbeRun
 
 WORDS = ["a b c d e f g h i j " * 2, "j i h g f e d c b a " * 2, "a c e g i b d f h j " * 2]
 
@@ -36,7 +37,7 @@ def assert_equal(a: ProbeResult, b: ProbeResult) -> None:
 def test_a_probe_that_was_stopped_and_continued_equals_one_that_was_not(small, tmp_path, monkeypatch) -> None:
     whole = small.run()
     with monkeypatch.context() as patch:
-        patch.setattr("attn_flow.probe.run.read_tokens", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setitem(STAGES, "reading", (1, Reading, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)))
         with pytest.raises(KeyboardInterrupt):
             small.run(tmp_path)
     finished = {path.stem for path in tmp_path.iterdir()}
@@ -44,7 +45,7 @@ def test_a_probe_that_was_stopped_and_continued_equals_one_that_was_not(small, t
     assert "reading" not in finished
     with monkeypatch.context() as patch:  # what is finished is not measured again
         for name in ("limit", "averaging", "temperature"):
-            patch.setattr(f"attn_flow.probe.run.measure_{name}", lambda *_, **__: 1 / 0)
+            patch.setitem(STAGES, name, (*STAGES[name][:2], lambda *_, **__: 1 / 0))
         assert_equal(small.run(tmp_path), whole)
 
 
