@@ -15,10 +15,9 @@ scale <queries_i, keys_j> + log_weights_j. Leading axes broadcast.
     log_weights   (..., n)     -inf hides a key; None stands for equal weights
     scale         the inverse temperature: a number, or a tensor that broadcasts against the queries
 
-The result is (..., m, v). A query that sees no key has average zero. Only `dense` has masks of pairs:
+The result is (..., m, v). A query that sees no key has average zero. Only `dense` has a mask of pairs:
 
     causal        query i sees the keys j <= i
-    exclude_self  query i does not see the key i
 
 and only `near` and `series`, which approximate, have an accuracy:
 

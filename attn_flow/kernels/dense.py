@@ -1,7 +1,7 @@
 """Softmax and hardmax averages over all pairs of queries and keys, in memory linear in the number of tokens.
 
 The arguments are described in `attn_flow.kernels`. Softmax averages come from torch's fused attention. What it cannot
-do (hardmax, exclude_self, log-sums with gradients, forward-mode derivatives) is done in blocks of rows by ordinary
+do (hardmax, log-sums with gradients, forward-mode derivatives) is done in blocks of rows by ordinary
 operations, which have derivatives of every order and mode.
 """
 
@@ -30,7 +30,6 @@ def softmax_average(
     *,
     scale: float | Tensor = 1.0,
     causal: bool = False,
-    exclude_self: bool = False,
 ) -> Tensor:
     """The average of the values under softmax weights, (..., m, v).
 
@@ -43,8 +42,8 @@ def softmax_average(
                 [3.],
                 [3.]])
     """
-    if exclude_self or is_infinite(scale) or uses_forward_mode():
-        return average_by_rows(queries, keys, values, log_weights, scale, causal, exclude_self)[0]
+    if is_infinite(scale) or uses_forward_mode():
+        return average_by_rows(queries, keys, values, log_weights, scale, causal)[0]
     q, k, v, scale, batch = _to_fused_layout(queries, keys, values, log_weights, scale)
     average = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     average = average[..., : values.shape[-1]].reshape(*batch, queries.shape[-2], values.shape[-1])
@@ -59,7 +58,6 @@ def average_and_log_sum(
     *,
     scale: float | Tensor = 1.0,
     causal: bool = False,
-    exclude_self: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The average (..., m, v), and log sum_j exp(scale <q_i, k_j> + log w_j), (..., m); the highest score at scale inf.
 
@@ -70,8 +68,8 @@ def average_and_log_sum(
     """
     tensors = [z for z in (queries, keys, values, log_weights, scale) if isinstance(z, Tensor)]
     has_fused = fused_with_log_sum is not None and queries.device.type == "cpu" and is_plain(*tensors)
-    if not has_fused or exclude_self or is_infinite(scale):
-        return average_by_rows(queries, keys, values, log_weights, scale, causal, exclude_self)
+    if not has_fused or is_infinite(scale):
+        return average_by_rows(queries, keys, values, log_weights, scale, causal)
     q, k, v, scale, batch = _to_fused_layout(queries, keys, values, log_weights, scale)
     average, log_sum = fused_with_log_sum(q, k, v, 0.0, causal, scale=scale)
     average = average[..., : values.shape[-1]].reshape(*batch, queries.shape[-2], values.shape[-1])
@@ -143,7 +141,6 @@ def average_by_rows(
     log_weights: Tensor | None = None,
     scale: float | Tensor = 1.0,
     causal: bool = False,
-    exclude_self: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `average_and_log_sum`, for one block of queries at a time. The backward pass recomputes each block."""
     m, n = queries.shape[-2], keys.shape[-2]
@@ -156,12 +153,9 @@ def average_by_rows(
 
     def average(i: int, queries: Tensor, keys: Tensor, values: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor]:
         is_hidden = log_weights.isneginf()[..., None, :]  # (..., 1, n)
-        rows = torch.arange(m, device=queries.device)[i : i + block, None]
-        columns = torch.arange(n, device=queries.device)
         if causal:
-            is_hidden = is_hidden | (columns > rows)
-        if exclude_self:
-            is_hidden = is_hidden | (columns == rows)
+            rows = torch.arange(m, device=queries.device)[i : i + block, None]
+            is_hidden = is_hidden | (torch.arange(n, device=queries.device) > rows)
         A, log_sum = weights(queries[..., i : i + block, :], keys, log_weights, is_hidden)
         return A @ values, log_sum
 

@@ -19,15 +19,11 @@ def sphere(generator, n, d):
     return torch.nn.functional.normalize(draw(generator, n, d), dim=-1)
 
 
-def literal(q, k, v, log_w, scale, causal=False, exclude_self=False, hard=False):
+def literal(q, k, v, log_w, scale, causal=False, hard=False):
     """The average and log-sum of one cloud by two loops."""
     rows, sums = [], []
     for i in range(len(q)):
-        seen = [
-            j
-            for j in range(len(k))
-            if log_w[j] > -math.inf and not (causal and j > i) and not (exclude_self and j == i)
-        ]
+        seen = [j for j in range(len(k)) if log_w[j] > -math.inf and not (causal and j > i)]
         if not seen:
             rows.append(torch.zeros(v.shape[-1], dtype=v.dtype))
             sums.append(torch.tensor(-math.inf, dtype=v.dtype))
@@ -42,13 +38,12 @@ def literal(q, k, v, log_w, scale, causal=False, exclude_self=False, hard=False)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("exclude_self", [False, True])
 @pytest.mark.parametrize("scale", [0.0, 1.5])
-def test_dense_kernels_are_the_two_loops(generator, causal, exclude_self, scale):
+def test_dense_kernels_are_the_two_loops(generator, causal, scale):
     q, k, v = draw(generator, 7, 3), draw(generator, 7, 3), draw(generator, 7, 5)
     log_w = draw(generator, 7)
     log_w[[0, 4]] = -math.inf  # under a causal mask the first query sees nothing
-    options = {"scale": scale, "causal": causal, "exclude_self": exclude_self}
+    options = {"scale": scale, "causal": causal}
     expected, log_sum = literal(q, k, v, log_w, **options)
     torch.testing.assert_close(dense.softmax_average(q, k, v, log_w, **options), expected)
     average, sums = dense.average_and_log_sum(q, k, v, log_w, **options)
