@@ -9,7 +9,8 @@ from torch import Tensor
 from attn_flow import Attention, flow
 from attn_flow.hooks.demo import minilm, topics
 from attn_flow.measures.cloud import Cloud
-from attn_flow.probe.recording import Recording, record_encoder
+from attn_flow.probe.encoders import record_encoder
+from attn_flow.probe.recording import Recording
 
 
 def recording_of(attentions: list[Attention], states: list[list[Tensor]]) -> Recording:

@@ -150,8 +150,8 @@ class Attention(Field):
         k = max(1, d // heads) if head_dim is None else head_dim
         checks.require_count(d=d, heads=heads, head_dim=k)
         shapes = ((heads, k, d), (heads, k, d), (heads, k, d), (heads, d, k))
-        weights = (torch.randn(shape, generator=generator, dtype=dtype) / math.sqrt(d) for shape in shapes)
-        return cls(*weights, beta=beta, **options)
+        Q, K, V, O = (torch.randn(shape, generator=generator, dtype=dtype) / math.sqrt(d) for shape in shapes)
+        return cls(Q, K, V, O, beta, **options)
 
     def drift(self, cloud: Tensor | Cloud) -> Tensor:
         """The drift of every token of a cloud, before any projection to a geometry.

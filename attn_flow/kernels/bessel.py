@@ -33,12 +33,12 @@ def _debye_polynomials() -> list[Polynomial]:
     return u
 
 
-DEBYE = _debye_polynomials()
+DEBYE = [u.coef.tolist() for u in _debye_polynomials()]
 
 
-def _evaluate(polynomial: Polynomial, p: Tensor) -> Tensor:
-    value = torch.zeros_like(p)
-    for c in reversed(polynomial.coef.tolist()):
+def _evaluate(coefficients: list[float], p: Number) -> Number:
+    value = p * 0
+    for c in reversed(coefficients):
         value = value * p + c
     return value
 
@@ -54,8 +54,9 @@ def _top(nu: float, z: Tensor) -> tuple[Tensor, Tensor]:
     root = torch.hypot(torch.ones_like(w), w)  # w^2 may overflow
     rise = w * (w / (1 + root))  # root - 1
     p = 1 / root
-    debye = sum((u / nu**k for k, u in enumerate(DEBYE)), Polynomial([0.0]))
-    series, slope, at_zero = _evaluate(debye, p), _evaluate(debye.deriv(), p), float(debye(1.0))
+    debye = [math.fsum(u[i] / nu**k for k, u in enumerate(DEBYE) if i < len(u)) for i in range(len(DEBYE[-1]))]
+    derivative = [i * c for i, c in enumerate(debye)][1:]
+    series, slope, at_zero = _evaluate(debye, p), _evaluate(derivative, p), _evaluate(debye, 1.0)
     ratio = w / (1 + root) - (w * p) * p * (0.5 + p * slope / series) / nu
     log_i = nu * (rise - torch.log1p(rise / 2)) - torch.log1p(rise) / 2 + torch.log1p(series / at_zero - 1)
     return ratio, log_i

@@ -29,8 +29,6 @@ from attn_flow.probe.sampling import (
     weight_errors,
 )
 
-MEAN_FIELD_EXPONENT = 0.5
-NEAR_MEAN_FIELD = 0.4  # an exponent whose interval lies above this counts as the mean-field rate
 HEAD_SHARE = 0.1  # of heads at the mean-field rate, from which the verdict is "partly"
 PERMUTATIONS = 1000
 TEXTS, QUERIES, DRAWS = 16, 64, 16  # texts, queries of a text, and samples of each size
@@ -96,31 +94,25 @@ class Averaging:
         by_layer = sorted(row for row in zip(*(z.tolist() for z in vars(layers).values())) if math.isfinite(row[0]))
         ends = " to ".join(with_interval(*row) for row in by_layer[:: max(1, len(by_layer) - 1)])
         value = f"b = {ends} by layer" if by_layer else "no exponent"
-        baseline = "0.50 in mean-field theory"
-        return findings.answer(verdict, words, measured, len(self.tokens), numbers, value, baseline)
+        return findings.answer(verdict, words, measured, len(self.tokens), numbers, value, "0.50 in mean-field theory")
 
 
 def has_mean_field_rate(b: Interval) -> Tensor:
     """Whether the interval of an exponent holds 1/2 or lies above 0.4."""
-    return (b.high >= MEAN_FIELD_EXPONENT) & (b.low <= MEAN_FIELD_EXPONENT) | (b.low > NEAR_MEAN_FIELD)
+    return (b.high >= 0.5) & (b.low <= 0.5) | (b.low > 0.4)
 
 
 def compare_predictions(columns: dict[str, Tensor], seed: int) -> dict[str, Any]:
     """Correlation and root mean square error over heads of the predictions of b and of their baselines."""
-    known = torch.isfinite(columns["b"]) & torch.isfinite(columns["logits_b"])
-    layer_mean = columns["b"].where(known, torch.nan).nanmean(-1, keepdim=True).expand(known.shape)
-    b, predicted, logits, layer_mean, sd = (
-        z[known] for z in (columns["b"], columns["predicted_b"], columns["logits_b"], layer_mean, columns["logit_sd"])
-    )
+    b, logits = columns["b"], columns["logits_b"]
+    known = torch.isfinite(b) & torch.isfinite(logits)
+    layer_mean = b.where(known, torch.nan).nanmean(-1, keepdim=True).expand(b.shape)[known]
+    predicted, sd, b, logits = (z[known] for z in (columns["predicted_b"], columns["logit_sd"], b, logits))
+    predictions = {"predicted_b": predicted, "logits_b": logits, "mean_b": b.mean().expand(b.shape)}
+    predictions["layer_mean_b"] = layer_mean
     orders = torch.rand(PERMUTATIONS, len(b), generator=torch.Generator().manual_seed(seed)).argsort(-1)
     permuted = torch.tensor([correlation(logits[order], b) or 0.0 for order in orders])
     rms = lambda errors: float(errors.square().mean().sqrt()) if errors.numel() else None
-    predictions = {
-        "predicted_b": predicted,
-        "logits_b": logits,
-        "mean_b": b.mean().expand(b.shape),
-        "layer_mean_b": layer_mean,
-    }
     return {
         **{name: {"correlation": correlation(z, b), "rms_error": rms(z - b)} for name, z in predictions.items()},
         # the correlation that 95% of permutations do not reach
@@ -133,17 +125,14 @@ def measure_averaging(
     recording: Recording, generator: torch.Generator, *, progress: Callable[[float], None] = lambda share: None
 ) -> Averaging:
     """Measure the errors of attention over random keys on the first TEXTS texts; `progress` gets the share done."""
-    recording = recording.first(TEXTS)
-    columns = []
+    recording, texts = recording.first(TEXTS), []
     for text in range(recording.texts):
-        rows = []
-        for layer in range(recording.layers):
-            rows.append(_measure_text(recording, layer, text, generator))
-            progress((text * recording.layers + layer + 1) / (recording.texts * recording.layers))
-        columns.append([torch.stack(column) for column in zip(*rows)])
+        rows = [_measure_text(recording, layer, text, generator) for layer in range(recording.layers)]
+        texts.append([torch.stack(column) for column in zip(*rows)])
+        progress((text + 1) / recording.texts)
     lengths = [int((~special).sum()) for special in recording.special]
     sizes = torch.stack([sample_sizes(n) for n in lengths], -1)
-    measured = (torch.stack(values, -1).double().cpu() for values in zip(*columns))
+    measured = (torch.stack(values, -1).double().cpu() for values in zip(*texts))
     return Averaging(torch.tensor(lengths), sizes, *measured)
 
 
@@ -169,7 +158,7 @@ def _measure_text(recording: Recording, layer: int, text: int, generator: torch.
         weight_errors(part.logits, heads.special, permuted_keys(heads.special, 4 * DRAWS, generator), sizes),
         logit_sd(heads.logits, heads.special),
         explained_by(heads, heads),
-        explained_by(heads, other) if other is not None else torch.tensor(torch.nan),
+        torch.tensor(torch.nan) if other is None else explained_by(heads, other),
     )
 
 
@@ -205,14 +194,13 @@ def explained_by(heads: Heads, source: Heads) -> Tensor:
     The keys and values of the first half are exchanged for those of the source's second half, with the same total
     weight; special tokens stay. The source is the text itself (its continuation) or another text.
     """
-    regular, special = (mask.nonzero()[:, 0] for mask in (~heads.special, heads.special))
+    special, regular = heads.special.nonzero()[:, 0], (~heads.special).nonzero()[:, 0]
     half = len(regular) // 2
     first, second = regular[:half], (~source.special).nonzero()[:, 0][-half:]
-
-    def attend(other: Heads, chosen: Tensor) -> Tensor:
+    outputs = []
+    for other, chosen in ((source, second), (heads, first)):
         pairs = ((heads.keys, other.keys), (heads.values, other.values))
         keys, values = (torch.cat([a[:, special], b[:, chosen]], 1) for a, b in pairs)
         averages = _weighted_attention(heads.queries[:, first], keys, values, len(special), half / len(chosen))
-        return heads.combine(averages)
-
-    return explained(attend(source, second), attend(heads, first))
+        outputs.append(heads.combine(averages))
+    return explained(*outputs)

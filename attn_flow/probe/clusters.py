@@ -18,8 +18,9 @@ from torch import Tensor
 
 from attn_flow.probe import coresets, findings
 from attn_flow.probe.coresets import ForeignQueries, cluster_by_queries, foreign_queries
+from attn_flow.probe.encoders import record_encoder
 from attn_flow.probe.findings import Finding, bootstrap, resampled_texts, with_interval
-from attn_flow.probe.recording import MIN_TOKENS, Heads, Predict, Recording, explained, record_encoder
+from attn_flow.probe.recording import MIN_TOKENS, Heads, Predict, Recording, explained
 from attn_flow.probe.replacement import prepare_replacement
 
 W2_GOAL = 0.3  # of the distance between texts, for which the number of clusters is reported
@@ -28,9 +29,9 @@ LAYER_TEXTS = 4  # for R2 layer by layer, which differs little between texts
 
 CURVES = ("foreign_queries", "own_attention", "keys", "top_tokens", "random_clusters", "random_tokens")  # at every K
 REFERENCES = ("own_attention", "top_k_oracle", "low_rank")  # see the text's own attention
-BASELINES = ("keys", "top_tokens", "random_clusters", "random_tokens")  # to be beaten, with those at the middle K:
-BASELINES += ("top_tokens_and_rest", "leverage_sample", "pivoted_cholesky")
-SINGLE = ("foreign_queries_fitted", *BASELINES[4:], "top_k_oracle", "low_rank")  # at the middle K
+SINGLE_BASELINES = ("top_tokens_and_rest", "leverage_sample", "pivoted_cholesky")
+BASELINES = (*CURVES[2:], *SINGLE_BASELINES)  # to be beaten
+SINGLE = ("foreign_queries_fitted", *SINGLE_BASELINES, "top_k_oracle", "low_rank")  # at the middle K
 METHODS = CURVES + SINGLE
 
 
@@ -185,10 +186,10 @@ def measure_clusters(
         progress(0.25 + 0.65 * (done + 1) / len(runs))
     has_cuts = recording.inputs is not None and recording.inputs.texts is not None and n // 4 >= MIN_TOKENS
     short = [_measure_cut(encoder.recording, cut, generator) for cut in (n // 2, n // 4) if has_cuts]
-    short_columns = [torch.stack(column) for column in zip(*short)] or [torch.zeros(0)] * 3
+    cuts = [torch.stack(column) for column in zip(*short)] or [torch.zeros(0)] * 3
     progress(1.0)
     cost = _cost(first.heads(0, 0), torch.tensor(sizes, dtype=torch.float64))
-    return Clusters(torch.tensor(sizes), lengths, w2, cosine, r2, *short_columns, cost)
+    return Clusters(torch.tensor(sizes), lengths, w2, cosine, r2, cuts[0], cuts[1], cuts[2], cost)
 
 
 def default_sizes(n: int) -> list[int]:

@@ -111,17 +111,13 @@ def k_means(points: Tensor, weights: Tensor, size: int) -> Tensor:
         to_start = torch.minimum(to_start, distances[heads, farthest])
         farthest = to_start.argmax(-1)
     centres = _take(points, torch.stack(start, -1))
+    nearest = lambda centres: torch.baddbmm(centres.square().sum(-1)[:, None], points, centres.mT, alpha=-2).argmin(-1)
     weighted = torch.cat([points, torch.ones_like(points[..., :1])], -1) * weights[..., None]
     for _ in range(ROUNDS):
-        sums = sum_clusters(weighted, nearest(points, centres), size)
+        sums = sum_clusters(weighted, nearest(centres), size)
         mass = sums[..., -1:]
         centres = torch.where(mass > 0, sums[..., :-1] / mass.clamp_min(1e-30), centres)
-    return nearest(points, centres)
-
-
-def nearest(points: Tensor, centres: Tensor) -> Tensor:
-    """The centre (heads, n) that is nearest to each point."""
-    return torch.baddbmm(centres.square().sum(-1)[:, None], points, centres.mT, alpha=-2).argmin(-1)
+    return nearest(centres)
 
 
 def sum_clusters(x: Tensor, labels: Tensor, size: int) -> Tensor:
@@ -164,11 +160,9 @@ def _refit_values(coreset: Coreset, queries: Tensor, target: Tensor) -> Coreset:
 def cluster_keys(keys: Tensor, values: Tensor, size: int) -> Coreset:
     """k-means of the keys alone; the mass of a cluster is its number of tokens."""
     labels = k_means(keys - keys.mean(-2, keepdim=True), torch.full_like(keys[..., 0], 1 / keys.shape[-2]), size)
-    rows = torch.cat([keys, values, torch.ones_like(keys[..., :1])], -1)
-    sums = sum_clusters(rows, labels, int(labels.max()) + 1)
-    count = sums[..., -1:]
-    centres = sums[..., :-1] / count.clamp_min(1)
-    return Coreset(*centres.split([keys.shape[-1], values.shape[-1]], -1), count[..., 0].log())
+    ones, count = torch.ones_like(keys[..., :1]), int(labels.max()) + 1
+    mass, centre_keys, centre_values = (sum_clusters(x, labels, count) for x in (ones, keys, values))
+    return Coreset(centre_keys / mass.clamp_min(1), centre_values / mass.clamp_min(1), mass[..., 0].log())
 
 
 def top_tokens(keys: Tensor, values: Tensor, queries: Tensor, size: int, rest: bool = False) -> Coreset:
@@ -222,12 +216,12 @@ def nystroem_averages(keys: Tensor, values: Tensor, queries: Tensor, length: Ten
     mean square length is `length` (heads,), and keys to one scale.
     """
     k, v, q = (x.double() for x in (keys - keys.mean(-2, keepdim=True), values, queries))
-    n, size = k.shape[-2], min(size, k.shape[-2])
     t = length.double() / k.square().sum(-1).mean(-1).sqrt().clamp_min(1e-30)
     exponents = t[:, None, None] * (k @ k.mT)
     kernel = (exponents - exponents.amax((-2, -1), keepdim=True)).exp()
-    residual, factor, pivots = kernel.diagonal(dim1=-2, dim2=-1).clone(), k.new_zeros(len(k), n, size), []
-    for s in range(size):
+    residual, pivots = kernel.diagonal(dim1=-2, dim2=-1).clone(), []
+    factor = torch.zeros_like(kernel[..., :size])
+    for s in range(factor.shape[-1]):
         pivot = residual.argmax(-1, keepdim=True)
         pivots.append(pivot)
         row = _take(kernel, pivot)[:, 0] - (factor @ _take(factor, pivot).mT)[..., 0]
@@ -286,15 +280,15 @@ def foreign_queries(recording: Recording, layer: int, texts: int, generator: tor
 
     They are at their own positions, none beyond the length of the text.
     """
-    heads = [recording.heads(layer, t) for t in range(recording.texts)]
+    heads, result = [recording.heads(layer, t) for t in range(recording.texts)], []
     queries, tokens = (torch.cat(z, 1) for z in zip(*((h.queries, _regressors(h.keys, h.values)) for h in heads)))
     owner = torch.cat([torch.full((h.n,), t) for t, h in enumerate(heads)])
     position = torch.cat([torch.arange(h.n) for h in heads])
-    has_map, result = recording.positions[layer] is None, []
     for text in range(texts):
         candidates = ((owner != text) & (position < heads[text].n)).nonzero()[:, 0]
         drawn = candidates[torch.randperm(len(candidates), generator=generator)[:QUERIES]].to(queries.device)
-        result.append(ForeignQueries(queries[:, drawn], tokens[:, drawn] if has_map else None))
+        known = tokens[:, drawn] if recording.positions[layer] is None else None
+        result.append(ForeignQueries(queries[:, drawn], known))
     return result
 
 

@@ -6,7 +6,6 @@ softmax(queries keys^T) values in every architecture.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,15 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_flow.attention import Attention
-from attn_flow.base.processes import ALONE, Processes
-from attn_flow.hooks.capture import record
+from attn_flow.attention.attention import Attention
 from attn_flow.hooks.inputs import batches
-from attn_flow.hooks.layout import blocks, encoder_inside
-from attn_flow.hooks.positions import Positions, read_positions
-from attn_flow.hooks.weights import attentions
+from attn_flow.hooks.positions import Positions
 from attn_flow.hooks.wrapping import scale_beta
-from attn_flow.probe.findings import MIN_TEXTS
 
 MIN_TOKENS = 16  # a shorter text has too few keys to sample from
 RESOLUTION = 1e-10  # squares below this multiple of the squared output are rounding
@@ -153,8 +147,8 @@ class Recording:
     def first(self, texts: int) -> Recording:
         """The first few texts."""
         states, outputs = ([level[:texts] for level in levels] for levels in (self.states, self.outputs))
-        rows = {"special": self.special[:texts], "tokens": self.tokens[:texts], "indices": self.indices[:texts]}
-        return replace(self, states=states, outputs=outputs, **rows)
+        special, tokens, indices = self.special[:texts], self.tokens[:texts], self.indices[:texts]
+        return replace(self, states=states, outputs=outputs, special=special, tokens=tokens, indices=indices)
 
 
 def read_heads(
@@ -193,52 +187,6 @@ def _project(x: Tensor, heads: int, weight: Tensor | None) -> Tensor:
     if weight is None:
         return x.expand(heads, -1, -1)
     return (x @ weight.flatten(0, 1).mT).unflatten(-1, weight.shape[:2]).transpose(0, 1)
-
-
-def record_encoder(
-    model: nn.Module,
-    source: Any,
-    texts: Sequence[str] | None,
-    max_unknown: float = 0.1,
-    world: Processes = ALONE,
-    **options: Any,
-) -> Recording:
-    """Record a model on texts of at least MIN_TOKENS tokens; `options` are those of `Inputs`."""
-    inputs = Inputs(encoder_inside(model), source, texts, **options)
-    layers, scaled = blocks(model), [A.with_beta(inputs.beta_factor * A.beta) for A in attentions(model)]
-    L = len(scaled)
-    points = ("attn.hook_in", "attn.hook_out", f"blocks.{L - 1}.hook_out")
-    limits: dict[str, Any] = {"batch": inputs.batch, "max_length": inputs.max_length, "max_unknown": max_unknown}
-    with torch.no_grad(), inputs.scaled():
-        path = record(model, source, texts, points=points, world=world, **limits)
-    assert path.mask is not None  # recorded paths have one
-    x, mask, lengths = path.x, path.mask, path.mask.sum(-1).tolist()
-    indices = [t for t, n in enumerate(lengths) if n >= MIN_TOKENS]
-    if not indices:
-        raise ValueError(
-            f"no text has {MIN_TOKENS} tokens (the longest has {max(lengths)}); expected longer texts, {MIN_TEXTS} or "
-            "more for a verdict: put several sentences into one."
-        )
-    names, ids, special = path.labels.get("token"), path.labels.get("id"), path.labels["special"]
-    levels = [[x[level, t][mask[t]] for t in indices] for level in range(2 * L + 1)]
-    digest = hashlib.sha256(str([(ids[t] if ids else None, special[t]) for t in indices]).encode())
-    for tokens in [] if ids else levels[0]:
-        digest.update(tokens.cpu().numpy().tobytes())
-    return Recording(
-        attentions=scaled,
-        windows=[block.window for block in layers],
-        positions=read_positions(layers, x.shape[-2]),
-        states=[*levels[:L], levels[-1]],
-        outputs=levels[L:-1],
-        special=[torch.tensor(special[t], dtype=torch.bool, device=x.device) for t in indices],
-        tokens=[list(names[t]) if names else [str(i) for i in range(lengths[t])] for t in indices],
-        indices=indices,
-        skipped=tuple(t for t in range(len(lengths)) if t not in indices),
-        truncated=int(path.about.get("truncated") or 0),
-        unknown_share=float(path.about.get("unknown_share") or 0.0),
-        digest=digest.hexdigest(),
-        inputs=inputs,
-    )
 
 
 def exact(heads: Heads, layer: int, text: int) -> Tensor:

@@ -30,9 +30,10 @@ from attn_flow.hooks.weights import encoder_facts
 from attn_flow.nn.stack import DeepStack
 from attn_flow.probe.averaging import Averaging, measure_averaging
 from attn_flow.probe.clusters import Clusters, measure_clusters
+from attn_flow.probe.encoders import record_encoder
 from attn_flow.probe.findings import MIN_TEXTS, About, Reading
 from attn_flow.probe.limit import LimitApproach, measure_limit
-from attn_flow.probe.recording import MIN_TOKENS, Recording, exact, record_encoder
+from attn_flow.probe.recording import MIN_TOKENS, Recording, exact
 from attn_flow.probe.result import ProbeResult, tensors_of
 from attn_flow.probe.stacks import record_stack, stack_facts
 from attn_flow.probe.temperature import Temperature, measure_temperature

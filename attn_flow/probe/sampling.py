@@ -92,12 +92,8 @@ def logit_sd(logits: Tensor, special: Tensor) -> Tensor:
 def head_rows(columns: dict[str, Tensor]) -> list[dict[str, Any]]:
     """One row per head: its layer, its number, and an entry of every column (layers, heads)."""
     layers, heads = next(iter(columns.values())).shape
-    lists = {name: column.tolist() for name, column in columns.items()}
-    return [
-        {"layer": i, "head": h, **{name: column[i][h] for name, column in lists.items()}}
-        for i in range(layers)
-        for h in range(heads)
-    ]
+    entries = lambda i, h: {name: float(column[i, h]) for name, column in columns.items()}
+    return [{"layer": i, "head": h, **entries(i, h)} for i in range(layers) for h in range(heads)]
 
 
 def gaussian_exponent(sd: Tensor, n: int) -> Tensor:
@@ -106,11 +102,8 @@ def gaussian_exponent(sd: Tensor, n: int) -> Tensor:
     Simulated at powers of two with fixed random numbers, and interpolated in log n and in sd.
     """
     power = max(3.0, math.log2(n))
-    low = math.floor(power)
-    share = power - low
-    exponents = (1 - share) * _gaussian_exponents(2**low)
-    if share > 0:
-        exponents = exponents + share * _gaussian_exponents(2 ** (low + 1))
+    below, above = _gaussian_exponents(2 ** math.floor(power)), _gaussian_exponents(2 ** math.ceil(power))
+    exponents = below + power % 1 * (above - below)
     return torch.as_tensor(np.interp(sd.double().cpu().numpy(), LOGIT_SDS, exponents))
 
 
@@ -120,13 +113,10 @@ def _gaussian_exponents(n: int) -> np.ndarray:
     z = torch.randn(GAUSSIAN_LOGITS // n, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sizes = sample_sizes(n)
     exponents = [0.5]
-    for sd in LOGIT_SDS[1:]:
-        # The logits of a row are independent, so that its first m are a random sample.
+    for sd in LOGIT_SDS[1:]:  # the first m logits of a row are a random sample, since all are independent
         weights = (sd * (z - z.amax(-1, keepdim=True))).exp()
         sums, squares = weights.cumsum(-1), weights.square().cumsum(-1)
-        total = sums[:, -1:]
-        sampled, sampled_squares = sums[:, sizes - 1], squares[:, sizes - 1]
-        errors = sampled_squares / sampled.square() - 2 * sampled_squares / (sampled * total)
-        errors = errors + squares[:, -1:] / total.square()
+        sampled, sampled_squares, total = sums[:, sizes - 1], squares[:, sizes - 1], sums[:, -1:]
+        errors = sampled_squares * (1 / sampled.square() - 2 / (sampled * total)) + squares[:, -1:] / total.square()
         exponents.append(float(decay_exponent(errors.mean(0), sizes, n)))
     return np.array(exponents)

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_flow.attention import Attention
+from attn_flow.attention.attention import Attention
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.geometry import Sphere
 from attn_flow.measures.cloud import Cloud
 from attn_flow.nn.stack import DeepStack
 from attn_flow.observe.quantities import clusters
-from attn_flow.prediction import limit, resolution, w2_curve
+from attn_flow.prediction.limit_map import limit
+from attn_flow.prediction.phases import w2_curve
+from attn_flow.prediction.requirements import resolution
 from attn_flow.train.tasks import Task, generator_of
 
 CLUSTER_WIDTH = 0.2  # tokens whose directions are closer than this are one cluster

@@ -24,7 +24,8 @@ from attn_flow.hooks.corpus import fingerprint
 from attn_flow.probe.averaging import measure_averaging
 from attn_flow.probe.clusters import size_for_w2
 from attn_flow.probe.coresets import cluster_by_queries, foreign_queries
-from attn_flow.probe.recording import Heads, Predict, Recording, record_encoder
+from attn_flow.probe.encoders import record_encoder
+from attn_flow.probe.recording import Heads, Predict, Recording
 from attn_flow.probe.replacement import prepare_replacement
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from attn_flow.experiments.parts import kept_part
 from attn_flow.hooks.corpus import fingerprint
 from attn_flow.hooks.demo import topics
 from attn_flow.hooks.loading import load_encoder
-from attn_flow.probe.recording import Heads, Predict, Recording, record_encoder
+from attn_flow.probe.encoders import record_encoder
+from attn_flow.probe.recording import Heads, Predict, Recording
 from attn_flow.probe.replacement import run
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import torch
 from attn_flow.base.files import to_plain
 from attn_flow.experiments.encoders import temperature_and_length as experiment
 from attn_flow.hooks.demo import minilm, topics
-from attn_flow.probe.recording import Heads, record_encoder
+from attn_flow.probe.encoders import record_encoder
+from attn_flow.probe.recording import Heads
 from attn_flow.probe.replacement import run
 
 

@@ -17,8 +17,9 @@ from attn_flow.probe.averaging import (
     measure_averaging,
     sampled_averages,
 )
+from attn_flow.probe.encoders import record_encoder
 from attn_flow.probe.findings import Interval
-from attn_flow.probe.recording import Heads, Recording, read_heads, record_encoder
+from attn_flow.probe.recording import Heads, Recording, read_heads
 from attn_flow.probe.sampling import (
     decay_exponent,
     gaussian_exponent,

@@ -18,7 +18,8 @@ from attn_flow.probe.clusters import (
     measure_clusters,
     size_for_w2,
 )
-from attn_flow.probe.recording import exact, record_encoder
+from attn_flow.probe.encoders import record_encoder
+from attn_flow.probe.recording import exact
 
 
 def prepare(texts: int, max_length: int):

@@ -10,7 +10,8 @@ from torch import Tensor
 from attn_flow.hooks.demo import minilm, topics
 from attn_flow.probe import coresets
 from attn_flow.probe.coresets import cluster_by_queries
-from attn_flow.probe.recording import Recording, record_encoder
+from attn_flow.probe.encoders import record_encoder
+from attn_flow.probe.recording import Recording
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -192,6 +193,7 @@ def test_predicted_queries_are_close_to_the_own_ones(recording):
     """A linear map of key and value, learned on other texts, explains most of a text's queries."""
     foreign = coresets.foreign_queries(recording, 1, 1, torch.Generator().manual_seed(0))[0]
     heads = recording.heads(1, 0)
-    own = heads.queries[:, torch.arange(coresets.QUERIES) * heads.n // coresets.QUERIES]
+    count = foreign.queries.shape[-2]
+    own = heads.queries[:, torch.arange(count) * heads.n // count]
     error = lambda queries: float((queries - own).square().sum())
     assert error(foreign.predicted(heads.keys, heads.values)) < 0.5 * error(foreign.queries)

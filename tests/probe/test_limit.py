@@ -229,7 +229,7 @@ def test_geomloss_agrees_with_exact_transport_within_its_bound(generator):
 def test_minilm_moves_towards_its_limits_as_measured_elsewhere(encoder):
     """W2 to the limit on 16 help pages, in percent, and the layers that rotated weights do not reach."""
     from attn_flow.hooks.demo import topics
-    from attn_flow.probe.recording import record_encoder
+    from attn_flow.probe.encoders import record_encoder
 
     pages = [text for text in topics() if len(text) > 900][:16]
     numbers = measure(record_encoder(*encoder, pages, max_length=160)).finding().numbers

@@ -10,7 +10,8 @@ from encoder_zoo import every_architecture, fingerprint, tiny
 from encoder_zoo import long_inputs as inputs
 from torch import Tensor
 
-from attn_flow.probe.recording import Heads, Recording, exact, record_encoder
+from attn_flow.probe.encoders import record_encoder
+from attn_flow.probe.recording import Heads, Recording, exact
 from attn_flow.probe.replacement import prepare_replacement, run, w2
 
 

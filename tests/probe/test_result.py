@@ -137,7 +137,7 @@ def test_a_common_direction_is_not_called_gathering(centred, rank, words) -> Non
 
 
 def test_the_mean_cosine_of_a_text_leaves_the_diagonal_out(result, encoder, texts) -> None:
-    from attn_flow.probe.recording import record_encoder
+    from attn_flow.probe.encoders import record_encoder
 
     x = record_encoder(*encoder, texts[:1], max_length=32).states[2][0].double()
     x = torch.nn.functional.normalize(x, dim=-1)

@@ -10,8 +10,9 @@ from scipy.stats import spearmanr
 from attn_flow import Attention
 from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.hooks.demo import topics
+from attn_flow.probe.encoders import record_encoder
 from attn_flow.probe.findings import rank_correlation
-from attn_flow.probe.recording import Heads, Recording, record_encoder
+from attn_flow.probe.recording import Heads, Recording
 from attn_flow.probe.temperature import (
     Temperature,
     best_description,

@@ -8,7 +8,8 @@ from encoder_zoo import POSITIONAL, long_inputs, tiny
 
 from attn_flow.hooks import architectures
 from attn_flow.probe import prepare
-from attn_flow.probe.recording import exact, record_encoder
+from attn_flow.probe.encoders import record_encoder
+from attn_flow.probe.recording import exact
 
 
 def mpnet_with(**changes) -> list:
