@@ -72,7 +72,6 @@ def _fact(value: Any) -> str:
 
 
 def record(
-    context: typer.Context,
     model: Model,
     texts: Texts = None,
     field: Field = "text",
@@ -96,13 +95,9 @@ def record(
     """
     from attn_flow.base.processes import processes
     from attn_flow.hooks.corpus import record_corpus
-    from attn_flow.hooks.safe_loading import load_tokenizer
     from attn_flow.hooks.wrapping import scale_beta
 
-    if texts is None:
-        console.refuse_options(context, "without --texts there is no field to read", "field")
-    loaded, own_tokenizer, beta_factor = open_model(model, device, dtype, pickle, quiet=quiet or as_json)
-    reader = own_tokenizer if tokenizer is None else load_tokenizer(tokenizer)
+    loaded, reader, beta_factor = open_model(model, device, dtype, pickle, tokenizer, quiet=quiet or as_json)
     if reader is None:
         raise ValueError(f"{model} takes no texts; give its own inputs to attn_flow.hooks.record_corpus.")
     corpus = read_texts(texts, field, demo=False, model=model)
@@ -118,14 +113,14 @@ def record(
 
 
 def open_model(
-    name: str, device: str = "cpu", dtype: str = "float32", pickle: bool = False, seed: int = 0, quiet: bool = False
+    name: str, device: str, dtype: str, pickle: bool, tokenizer: str | None = None, seed: int = 0, quiet: bool = False
 ) -> tuple[Any, Any, float]:
     """The model, its tokenizer (None for images) and beta_factor of NAME, NAME@random or NAME@beta_factor=FACTOR."""
     import torch
 
     import attn_flow.experiments.encoders  # noqa: F401  makes the packaged encoders known by name
     from attn_flow.hooks.loading import load_encoder
-    from attn_flow.hooks.safe_loading import without_bars
+    from attn_flow.hooks.safe_loading import load_tokenizer, without_bars
     from attn_flow.probe.untrained import untrained_copy
 
     path, _, variant = name.partition("@")
@@ -134,7 +129,8 @@ def open_model(
         raise ValueError(f"dtype = {dtype!r}, expected float32 or float64: half precision is too coarse to compare.")
     device = console.require_device(device)
     with without_bars() if quiet or not sys.stderr.isatty() else nullcontext():
-        model, tokenizer = load_encoder(path, pickle=pickle)
+        model, reader = load_encoder(path, pickle=pickle)
+        reader = reader if tokenizer is None else load_tokenizer(tokenizer)
     beta_factor = 1.0
     if variant == "random":
         model = untrained_copy(model, seed)
@@ -143,7 +139,7 @@ def open_model(
             beta_factor = float(variant.removeprefix("beta_factor="))
         except ValueError:
             raise ValueError(f"{name!r}: expected @random or @beta_factor=FACTOR after the model.") from None
-    return model.to(device, kinds[dtype]).eval(), tokenizer, beta_factor
+    return model.to(device, kinds[dtype]).eval(), reader, beta_factor
 
 
 def read_texts(path: str | None, field: str, demo: bool, model: str = "") -> list[str]:

@@ -54,7 +54,6 @@ def probe(
     """
     from attn_flow.base.processes import processes
     from attn_flow.experiments.encoders.zoo import own_inputs
-    from attn_flow.hooks.safe_loading import load_tokenizer
     from attn_flow.probe.findings import MIN_TEXTS
     from attn_flow.probe.run import prepare
 
@@ -63,25 +62,21 @@ def probe(
         raise ValueError("which model? Give a folder or a name, or --demo for the packaged one.")
     if len(set(names)) < len(names):
         raise ValueError(f"{', '.join(names)}: a model is named twice; name each of them once.")
-    if texts is None:
-        console.refuse_options(context, "without --texts there is no field to read", "field")
-    else:
+    if texts is not None:
         console.refuse_options(context, "--texts gives the texts", "demo")
     world = processes()
     shows, progress = world.is_first and not as_json, not (quiet or as_json)
     has_own_inputs = texts is None and names[0].partition("@")[0] in WITHOUT_TEXTS
     source = read_texts(texts, field, demo, names[0])[:first] if not has_own_inputs else None
     for name in names[1:]:  # a model that cannot be opened is reported before the first one is probed
-        open_model(name, device, dtype, pickle, seed, quiet=True)
+        open_model(name, device, dtype, pickle, tokenizer, seed, quiet=True)
     limit = max_length if source else None
     options: dict[str, Any] = {"max_length": limit, "max_unknown": max_unknown, "seed": seed, "world": world}
     results = {}
     for name in names:
         folder = out if len(names) == 1 else out / folder_name(name)
         console.require_writable(folder)
-        model, reader, beta_factor = open_model(name, device, dtype, pickle, seed, quiet=not progress)
-        if tokenizer is not None:
-            reader = load_tokenizer(tokenizer)
+        model, reader, beta_factor = open_model(name, device, dtype, pickle, tokenizer, seed, quiet=not progress)
         if source is None:
             inputs = own_inputs(name.partition("@")[0], reader, model, first or DEMO_INPUTS, max_length)
         elif reader is None:
