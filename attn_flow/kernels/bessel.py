@@ -54,7 +54,7 @@ def _top(nu: float, z: Tensor) -> tuple[Tensor, Tensor]:
     root = torch.hypot(torch.ones_like(w), w)  # w^2 may overflow
     rise = w * (w / (1 + root))  # root - 1
     p = 1 / root
-    debye = [math.fsum(u[i] / nu**k for k, u in enumerate(DEBYE) if i < len(u)) for i in range(len(DEBYE[-1]))]
+    debye = [sum([u[i] / nu**k for k, u in enumerate(DEBYE) if i < len(u)]) for i in range(len(DEBYE[-1]))]
     derivative = [i * c for i, c in enumerate(debye)][1:]
     series, slope, at_zero = _evaluate(debye, p), _evaluate(derivative, p), _evaluate(debye, 1.0)
     ratio = w / (1 + root) - (w * p) * p * (0.5 + p * slope / series) / nu
