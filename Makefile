@@ -7,8 +7,7 @@
 # make mutants         how many of 100 small changes of the source do the tests notice; SEED=7 draws others
 # make coverage        branch coverage of the packages that give answers, at least 95%
 # make docs            the site, in site/: open site/index.html; a broken link is an error
-# make check-docs      the same, built aside, and every link followed (what .ci/run adds)
-# make test-docs       its notebooks, its blocks of code as written, its links, its pages in a browser
+# make test-docs       its notebooks, its commands as written, its links, its pages in a browser (what .ci/run adds)
 # make tutorials       run the notebooks again and keep what they print
 # make animation       docs/flow.gif, the moving picture of the README
 # make report-figures  the figures of docs/report.md anew, from what `make demo` kept
@@ -28,7 +27,7 @@ export MPLBACKEND := Agg
 export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test lint unit test-anywhere test-foreign test-slow test-compat mutants coverage bench bench-targets reproduce clean
-.PHONY: test-core-only encoders test-encoders docs check-docs test-docs tutorials animation report-figures
+.PHONY: test-core-only encoders test-encoders docs test-docs tutorials animation report-figures
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two, once)"
@@ -96,11 +95,8 @@ $(DOCUMENTED): $(READY)
 docs: $(DOCUMENTED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-check-docs: $(DOCUMENTED)
-	$(BIN)/pytest tests/test_site.py -k "links or formulas"
-
 test-docs: $(DOCUMENTED)
-	$(BIN)/pytest tests/test_site.py
+	$(BIN)/pytest -n 2 tests/test_site.py
 
 tutorials: $(DOCUMENTED)
 	$(BIN)/python docs/executing.py

@@ -37,17 +37,16 @@ PACKAGES = {
     "hooks": "HuggingFace models",
     "probe": "Four questions about a trained encoder",
     "train": "Small deep stacks",
+    "observe": "Quantities of a cloud, events of a path",
+    "theory": "Closed forms of the papers",
 }
+INNER_MODULES = ("harmonics", "integrator", "merging")  # of packages that are shown module by module
 GROUPS = {  # of the page of the papers
     "Low temperature": "concentration trained_limit hardmax long_context",
     "Clusters": "synchronisation spectral_selection metastability multiscale phase_diagram staircase multi_head",
     "Noise, norms, masks": "noise noisy_threshold random_weights normalisation lost_in_the_middle gaussian",
     "Trained encoders, as a whole": "questions long_inputs mean_field cold_heads temperature_and_length fine_tuning",
     "Trained encoders, layer by layer": "histograms energy_by_layer",
-}
-MODULES = {  # packages without a list of public names: their modules
-    "observe": "Quantities of a cloud, events of a path",
-    "theory": "Closed forms of the papers",
 }
 
 
@@ -201,34 +200,35 @@ def public_names(path: Path) -> list[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
     kinds = (ast.FunctionDef, ast.ClassDef)
-    return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    constants = [ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)]
+    names = [node.name for node in tree.body if isinstance(node, kinds)]
+    return [name for name in (*names, *filter(str.islower, constants)) if name.isidentifier() and name[0] != "_"]
 
 
 def api() -> dict[str, str]:
     """A page for every package, and one that lists them with the names `import attn_flow` gives."""
     pages, listed, links = {}, [], {}
-    for package, words in {**PACKAGES, **MODULES}.items():
+    for package, words in PACKAGES.items():
         place = ROOT / ("hooks" if package == "hooks" else f"attn_flow/{package}")
         text = [f"# attn_flow.{package}: {words[0].lower()}{words[1:]}\n"]
         shown = {}
-        if package in MODULES:
-            for module in sorted(place.glob("[a-z]*.py")):
-                members = "".join(f"        - {name}\n" for name in public_names(module))
-                options = f"    options:\n      heading_level: 2\n      members:\n{members}"
-                text.append(f"::: attn_flow.{package}.{module.stem}\n{options}")
-                shown[module.stem] = f"attn_flow.{package}.{module.stem}"
-        else:
-            source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-            for name in public_names(source):
-                if not name.isupper():
-                    text.append(f"::: attn_flow.{package}.{name}\n    options:\n      heading_level: 2\n")
-                    shown[name] = f"attn_flow.{package}.{name}"
+        source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        for name in public_names(source):
+            if not name.isupper():
+                text.append(f"::: attn_flow.{package}.{name}\n    options:\n      heading_level: 2\n")
+                shown[name] = links[name] = f"api/{package}.md#attn_flow.{package}.{name}"
+        for module in [] if shown else sorted(place.glob("[a-z]*.py")):
+            names, path = public_names(module), f"attn_flow.{package}.{module.stem}"
+            if module.stem not in INNER_MODULES:
+                members = "".join(f"        - {name}\n" for name in names)
+                text.append(f"::: {path}\n    options:\n      heading_level: 2\n      members:\n{members}")
+                shown[module.stem] = f"api/{package}.md#{path}"
+                links |= {name: f"api/{package}.md#{path}.{name}" for name in names}
         pages[f"api/{package}.md"] = "\n".join(text)
-        addresses = {name: f"[`{name}`](api/{package}.md#{path})" for name, path in shown.items()}
-        links |= addresses if package in PACKAGES else {}
-        title = f"## [{words}](api/{package}.md)\n\n`attn_flow.{package}`"
-        listed.append(f"{title}: {', '.join(addresses.values())}.")
-    core = ", ".join(links.get(name, f"`{name}`") for name in public_names(ROOT / "attn_flow/__init__.py"))
+        addresses = ", ".join(f"[`{name}`]({address})" for name, address in shown.items())
+        listed.append(f"## [{words}](api/{package}.md)\n\n`attn_flow.{package}`: {addresses}.")
+    names = public_names(ROOT / "attn_flow/__init__.py")
+    core = ", ".join(f"[`{name}`]({links[name]})" if name in links else f"`{name}`" for name in names)
     head = "# API\n\nFrom the docstrings; every example in them runs in the tests. `from attn_flow import ...` gives:"
     pages["api.md"] = "\n\n".join([head, core + ".", *listed]) + "\n"
     return pages

@@ -44,7 +44,7 @@ def probe(
     """Answer four questions about a trained encoder in a report.
 
     The same command continues after Ctrl-C; torchrun shares the work. MODEL@random is an untrained copy of an encoder,
-    MODEL@beta_factor=2 runs it twice as cold; several are compared.
+    MODEL@beta_factor=2 runs it twice as cold; each of several models has a report of its own.
 
     Examples:
 

@@ -27,7 +27,7 @@ COLUMNS = {  # of the tables, which page.html explains
     "limit": ("p_value", "agreement", "rotated", "rotations", "percent_of_distance", "percent_of_flow", "fraction"),
 }
 METHODS = {name: label for name, (label, *_) in CLUSTER_METHODS.items()} | {  # the last ones were run with one K
-    "foreign_queries_fitted": "other texts' queries, masses and values fitted",
+    "foreign_queries_fitted": "other texts' queries; keys, values, masses fitted",
     "top_tokens_and_rest": "most attended tokens and one for the rest",
     "leverage_sample": "tokens drawn by leverage",
     "pivoted_cholesky": "pivoted Cholesky of the keys",

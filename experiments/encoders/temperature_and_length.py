@@ -2,7 +2,7 @@
 
 Attention keeps the same sharpness over n keys as over n0 keys if beta is multiplied by log n / log n0 (theory of long
 contexts), or by the root of that if the logits are Gaussian (`theory.random_energy`). Neither has a fitted number.
-A colder attention is also more local, and chunks are local by construction. The controls are local windows at the
+A colder attention is also more local, and chunks are local by construction. The baselines are local windows at the
 trained beta: one in which tokens attend as far as at the best beta, and one of n0 tokens. Where the first gains as much
 as the best beta, locality explains the gain. Retrieval is not measured, and need not improve.
 """
