@@ -49,7 +49,8 @@ class MergedCloud:
         if x.device.type == "cpu" and not bool(_joins(group, is_used)):  # reading is free on a CPU
             return group, group.new_zeros(())
         apart = torch.gather(_spreads(x, velocity.detach(), group), -1, group) & is_used
-        group = _groups(torch.where(apart, torch.arange(x.shape[-2], device=x.device), keys))  # groups of one
+        alone = torch.iinfo(torch.int64).min + torch.arange(x.shape[-2], device=x.device)  # keys that no cell has
+        group = _groups(torch.where(apart, alone, keys))
         return group, torch.where(_joins(group, is_used), torch.where(is_used, group, -1).amax() + 1, 0)
 
     def join(self, x: Tensor, group: Tensor, left: int, geometry: Geometry) -> MergedCloud:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.kernels import dense
-from attn_flow.measures.measure import as_tensor, is_infinite, length, over_beta
+from attn_flow.measures.measure import as_tensor, is_infinite, length, over_beta, require_queries
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,7 +88,7 @@ class Cloud:
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """The mean (..., d) and covariance (..., d, d) under the weights."""
-        centred = self.x - self.mean[..., None, :]
+        centred = self.zero_padding(self.x - self.mean[..., None, :])
         return self.mean, torch.einsum("...j,...jd,...je->...de", self.probabilities, centred, centred)
 
     def zero_padding(self, u: Tensor) -> Tensor:
@@ -114,6 +114,7 @@ class Cloud:
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g) = (1/beta) log sum_j w_j e^{beta <g, x_j>}, (..., m), for queries g (..., m, d)."""
+        require_queries(g, self.x.shape[-1], self.x.dtype)
         along = (g * self.mean[..., None, :]).sum(-1)
         centred = self.zero_padding(self.x - self.mean[..., None, :])
         _, log_sum = dense.average_and_log_sum(g, centred, centred[..., :1], self.log_weights, scale=_scale(beta, g))
@@ -125,7 +126,9 @@ class Cloud:
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = sum_j softmax_j(beta <g, x_j> + log w_j) x_j, (..., m, d); ties are averaged at beta = inf."""
-        return dense.softmax_average(g, self.x, self.x, self.log_weights, scale=_scale(beta, g))
+        require_queries(g, self.x.shape[-1], self.x.dtype)
+        x = self.zero_padding(self.x)
+        return dense.softmax_average(g, x, x, self.log_weights, scale=_scale(beta, g))
 
 
 def _scale(beta: float | Tensor, g: Tensor) -> float | Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.kernels import bessel
-from attn_flow.measures.measure import as_tensor, direction, is_infinite, length, over_beta
+from attn_flow.measures.measure import as_tensor, direction, is_infinite, length, over_beta, require_queries
 
 MAX_SAMPLED_KAPPA = 1e9  # kappa that can be sampled: beyond, float64 has few digits of 1 - <mean, y>, and then none
 
@@ -106,6 +106,7 @@ class VonMisesFisher:
 
     def log_partition(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """L_beta(g), (..., m), for queries g (..., m, d)."""
+        require_queries(g, self.d)
         if is_infinite(beta):
             return length(g)
         nu, b, g64 = self.d / 2 - 1, as_tensor(beta, g).double(), g.double()  # two logarithms cancel
@@ -116,6 +117,7 @@ class VonMisesFisher:
 
     def tilted_mean(self, g: Tensor, beta: float | Tensor) -> Tensor:
         """m_beta(g) = A_d(|z|) z/|z|, z = kappa mean + beta g, (..., m, d); zero at z = 0."""
+        require_queries(g, self.d)
         if is_infinite(beta):
             return direction(g, length(g))
         z = self._tilted(g, as_tensor(beta, g))
