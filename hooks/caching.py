@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from attn_flow.hooks.evaluation import read_settings
 from attn_flow.hooks.layout import Block, inside
 
 
 class WithoutCache:
     """A hook of the encoder that turns its cache off in forward passes and in generate(), with one warning.
 
-    An argument use_cache=True or another config does not turn it on.
+    Whether a layer evaluates its attention several times is asked at every call. An argument use_cache=True or another
+    config does not turn the cache on.
     """
 
-    def __init__(self, model: Any, block: Block) -> None:
-        self.has_warned = False
+    def __init__(self, model: Any, layers: list[Block]) -> None:
+        self.layers, self.has_warned = layers, False
         self.generators: list[Any] = []
         while model is not None:
             if hasattr(type(model), "generate") and "generate" not in vars(model):
                 model.generate = partial(self.generate, model)
                 self.generators.append(model)
             model = inside(model)
-        self.handle = block.root.register_forward_pre_hook(self, with_kwargs=True)
+        self.handle = layers[0].root.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -40,7 +41,10 @@ class WithoutCache:
         return type(model).generate(model, *args, **self.without_cache(config, kwargs))
 
     def without_cache(self, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call with use_cache=False."""
+        """The arguments of a call, with use_cache=False where a layer evaluates its attention several times."""
+        flows = [read_settings(block)[0] for block in self.layers]
+        if all(flow is None or flow.evaluations == 1 for flow in flows):
+            return kwargs
         if kwargs.get("past_key_values") is not None:
             raise ValueError(
                 "a layer evaluates its attention several times, and each would fill the cache of keys and values; pass "
@@ -62,14 +66,19 @@ class WithoutCache:
             del model.generate
 
 
-def stop_caching(model: nn.Module, block: Block) -> Callable[[], None]:
-    """Run a model without its cache, if it has one, until the function that is returned is called."""
-    has_cache = block.causal and hasattr(getattr(block.root, "config", None), "use_cache")
-    return WithoutCache(model, block).detach if has_cache else lambda: None
+def _hooks(layers: list[Block]) -> list[WithoutCache]:
+    return [hook for hook in layers[0].root._forward_pre_hooks.values() if isinstance(hook, WithoutCache)]
 
 
-def restore_cache(block: Block) -> None:
-    """Undo `stop_caching`."""
-    for hook in list(block.root._forward_pre_hooks.values()):
-        if isinstance(hook, WithoutCache):
+def stop_caching(model: nn.Module, layers: list[Block]) -> None:
+    """Run a model without its cache, if it has one, as long as a layer evaluates its attention several times."""
+    has_cache = layers[0].causal and hasattr(getattr(layers[0].root, "config", None), "use_cache")
+    if has_cache and not _hooks(layers):
+        WithoutCache(model, layers)
+
+
+def restore_cache(layers: list[Block]) -> None:
+    """Undo `stop_caching`, unless a layer is a flow still."""
+    if all(read_settings(block)[0] is None for block in layers):
+        for hook in _hooks(layers):
             hook.detach()

@@ -87,11 +87,12 @@ class Block:
     @property
     def window(self) -> int | None:
         """How many tokens to each side a token attends to; None if there is no limit."""
-        window = getattr(self.core, "sliding_window", None)
-        if isinstance(window, int):
-            return window - 1  # it counts the token itself
-        both = getattr(self.core, "local_attention", None)  # transformers 4
-        return max(both) if isinstance(both, tuple) and max(both) >= 0 else None
+        both = getattr(self.core, "local_attention", None)  # of ModernBERT in transformers 4
+        if both is not None:
+            return max(both) if max(both) >= 0 else None
+        config = getattr(self.core, "config", None)  # Mistral has it there alone
+        window = getattr(self.core, "sliding_window", getattr(config, "sliding_window", None))
+        return None if window is None else window - 1  # it counts the token itself
 
     @property
     def heads(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -158,10 +158,11 @@ class Positions:
         return torch.cat([z[..., :r] * cos + torch.cat([-b, a], dim=-1) * sin, z[..., r:]], dim=-1)
 
 
-def read_positions(layers: Sequence[Block], n: int) -> list[Positions | None]:
+def read_positions(layers: Sequence[Block], n: int, keys: Tensor | None = None) -> list[Positions | None]:
     """The positions of n tokens, layer by layer; None where they do not enter the scores or it is not known how.
 
-    Layers that add a table share it, as in the models themselves.
+    Layers that add a table share it, as in the models themselves. If `keys` with their bias are given, they set the
+    dtype and no weights are read, so that they may be quantised.
     """
     positions: list[Positions | None] = []
     table: Tensor | None = None
@@ -170,7 +171,7 @@ def read_positions(layers: Sequence[Block], n: int) -> list[Positions | None]:
         if not block.knows_positions:
             positions.append(None)
             continue
-        weight, bias = projections(block)["k"]
+        weight, bias = projections(block)["k"] if keys is None else (as_float(keys), None)
         with torch.no_grad():
             if arch.angles is not None:
                 cos, sin = (angle.to(weight) for angle in arch.angles(block, n))
@@ -187,7 +188,7 @@ def read_positions(layers: Sequence[Block], n: int) -> list[Positions | None]:
 def _score_terms(block: Block, q: Tensor, k: Tensor) -> Tensor:
     """The terms of the scores that depend on positions, before they are multiplied by beta."""
     assert block.architecture.score_terms is not None  # `Block.knows_positions` has neither angles nor a table
-    dtype = next(block.module.parameters()).dtype
+    dtype = next(p.dtype for p in block.module.parameters() if p.is_floating_point())
     return block.architecture.score_terms(block, q.to(dtype), k.to(dtype)).to(q) / block.beta
 
 
@@ -224,9 +225,9 @@ def attention_scores(block: Block, q: Tensor, k: Tensor, mask: Tensor, beta_fact
     q, k = (z.transpose(1, 2) for z in (q, k.repeat_interleave(heads // k.shape[2], 2)))  # (batch, heads, n, k)
     beta = torch.full((heads, 1), block.beta, dtype=q.dtype, device=q.device)
     beta = beta if beta_factor is None else beta * beta_factor.to(q)[:, None]
-    positions = read_positions([block], n)[0]
+    positions = read_positions([block], n, k)[0]
     if positions is not None:
-        positions = replace(positions, key_bias=None)  # the projection has added it already
+        beta = beta.clamp_min(1e-30)  # a table is divided by it
         q = torch.stack([positions.queries(each, beta) for each in q])
         k = torch.stack([positions.keys(each) for each in k])
     scores = (beta[..., None] * q) @ k.mT

@@ -152,6 +152,10 @@ class ActivationCache(Mapping[str, Tensor]):
             raise ValueError(f"{point}: the model was called with position_ids; expected its own positions 0, 1, ...")
         q, k = project(block, z, "q"), project(block, z, "k")
         scores = attention_scores(block, q, k, self.mask, self._factors[layer])
+        pairs = self._call.get("mask")  # of torch's encoder
+        if pairs is not None:
+            pairs = pairs if pairs.ndim == 2 else pairs.unflatten(0, scores.shape[:2])
+            scores = scores.masked_fill(pairs, -torch.inf) if pairs.dtype == torch.bool else scores + pairs
         return scores if point == "attn.hook_attn_scores" else scores.softmax(-1)
 
     def batch_first(self, x: Tensor) -> Tensor:

@@ -86,8 +86,7 @@ def replace_attention(
         block.attn.add_module(ENTRY, flow)
         if changed_attention(block) is None:
             ChangedAttention(block)
-    if new_flows[0][1].options.evaluations > 1:
-        stop_caching(model, all_blocks[0])
+    stop_caching(model, all_blocks)
     update_config(model)
     return model
 
@@ -114,6 +113,6 @@ def restore_attention(model: Model) -> Model:
         if changed is not None and hasattr(block.attn, ENTRY):
             delattr(block.attn, ENTRY)
             changed.remove()
-    restore_cache(all_blocks[0])
+    restore_cache(all_blocks)
     update_config(model)
     return model

@@ -24,7 +24,12 @@ def pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> Any:
             f"{path} brings Python code of its own, which was not run; if you trust it, load it by transformers with "
             "trust_remote_code=True."
         ) from None
-    except (SafetensorError, UnpicklingError) as error:
+    except UnpicklingError:
+        raise ValueError(
+            f"{path}: its pickled weights are damaged or hold more than tensors, which may run code; expected "
+            ".safetensors."
+        ) from None
+    except SafetensorError as error:
         why = str(error).splitlines()[0]
         raise ValueError(f"{path}: its weights cannot be read ({why}); the file is damaged, fetch it again.") from None
 
@@ -49,12 +54,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     return pretrained(AutoTokenizer, path)
 
 
-def package_folder(package: str, inside: str, install: str) -> Path:
+def package_folder(package: str, subfolder: str, install: str) -> Path:
     """A folder inside an installed package, which is located without importing (and so running) the package."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"package {package} is not installed; run `pip install {install}`.")
-    return Path(spec.submodule_search_locations[0]) / inside
+    return Path(spec.submodule_search_locations[0]) / subfolder
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
 from attn_flow.hooks.weights import read_attention
 from attn_flow.measures.cloud import Cloud
 
-POINTS = ("attn.hook_in", "attn.hook_out", "attn.q.hook_out", "attn.k.hook_out")
+COMPARED = ("attn.hook_in", "attn.hook_out", "attn.q.hook_out", "attn.k.hook_out")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def self_check(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Check]:
         True
     """
     model = encoder_inside(model)
-    with recording(model, POINTS) as cache, evaluation_mode(model):
+    with recording(model, COMPARED) as cache, evaluation_mode(model):
         run_batch(model, cache, TokenBatch(dict(inputs)))
         checks = [_check_layer(block, cache) for block in cache.blocks]
     wrong = [check for check in checks if not check.exact and not check.omits]
@@ -86,7 +86,7 @@ def _check_layer(block: Block, cache: ActivationCache) -> Check:
         attention = read_attention(block)
     except UnreadableWeightsError as reason:
         return Check(block.index, float("nan"), 0.0, str(reason))
-    z, output, q, k = (cache[f"blocks.{block.index}.{point}"] for point in POINTS)
+    z, output, q, k = (cache[f"blocks.{block.index}.{point}"] for point in COMPARED)
     difference = attention.drift(Cloud(as_float(z), mask=cache.mask)) - output
     error = float(difference[cache.mask].norm() / output[cache.mask].norm())
     # The rounding error of a logit is the relative one of its exponential.

@@ -119,9 +119,8 @@ def encoder_facts(model: nn.Module) -> dict[str, Any]:
         "shared": first.architecture.shared,
         "heads": first.heads,
         "head_dim": first.head_dim,
-        "dim": first[first.architecture.norm2]
-        .get_parameter("weight")
-        .numel(),  # never quantised, unlike the projections
+        # Norms are never quantised, unlike the projections.
+        "dim": first[first.architecture.norm2].get_parameter("weight").numel(),
         "beta": [block.beta for block in layers],
         "norm": first.norm_placement,
         "causal": first.causal,

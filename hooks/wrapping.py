@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attn_flow.dynamics.steppers import euler
 from attn_flow.geometry import Euclidean, Geometry
-from attn_flow.hooks.caching import stop_caching
+from attn_flow.hooks.caching import restore_cache, stop_caching
 from attn_flow.hooks.evaluation import Change, ChangedAttention, changed_attention, read_settings
 from attn_flow.hooks.layout import Block, LayerClock, blocks_to_change, choose_layers, distinct
 from attn_flow.nn.options import FlowOptions, Step
@@ -109,8 +109,8 @@ def _changed(
             for i in factors:
                 if read_settings(all_blocks[i])[0] is not None:
                     raise ValueError(f"layer {i} is a flow already; give all options to one wrap, or end that first.")
-            if options.evaluations > 1:
-                stack.callback(stop_caching(model, all_blocks[0]))
+            stop_caching(model, all_blocks)
+            stack.callback(restore_cache, all_blocks)
         clock = LayerClock(all_blocks)
         clock.attach(stack)
         change = Change(options, factors, clock)

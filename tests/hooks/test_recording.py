@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from encoder_zoo import IMAGES, ZOO, every_architecture, fingerprint, inputs, mask, output, tiny, tokenizer, words
+from encoder_zoo import (
+    IMAGES,
+    TEXT,
+    ZOO,
+    every_architecture,
+    fingerprint,
+    inputs,
+    mask,
+    output,
+    tiny,
+    tokenizer,
+    words,
+)
 from torch import Tensor, nn
 
 from attn_flow.hooks import blocks, record, recording, scale_beta, wrap
@@ -113,6 +125,15 @@ def test_patterns_of_sliding_windows_and_other_temperatures() -> None:
     local = cache["blocks.1.attn.hook_pattern"]
     assert float(local[0, 0, 0, 5:].sum()) == 0 < float(cache["blocks.0.attn.hook_pattern"][0, 0, 0, 5:].sum())
     torch.testing.assert_close(local, eager_weights(model, x)[1], rtol=0, atol=1e-5)
+    config = transformers.MistralConfig(**TEXT, num_key_value_heads=2, sliding_window=4)
+    mistral = transformers.MistralModel(config).eval()
+    with recording(mistral, "blocks.1.attn.hook_pattern") as cache, torch.no_grad():
+        mistral(**x)
+    torch.testing.assert_close(cache["blocks.1.attn.hook_pattern"], eager_weights(mistral, x)[1], rtol=0, atol=1e-5)
+    t5 = tiny("T5 encoder")
+    with recording(t5, "blocks.0.attn.hook_pattern") as cache, scale_beta(t5, 0.0), torch.no_grad():
+        t5(**x)
+    assert bool(cache["blocks.0.attn.hook_pattern"].isfinite().all())
     bert, x = tiny("BERT", torch.float64), inputs("BERT")
     with recording(bert, "attn.hook_attn_scores") as cache, torch.no_grad():
         bert(**x)
@@ -120,6 +141,18 @@ def test_patterns_of_sliding_windows_and_other_temperatures() -> None:
         with scale_beta(bert, 2.0), wrap(bert, [0], beta_factor=1.5, steps=2):
             bert(**x)
         torch.testing.assert_close(cache["blocks.0.attn.hook_attn_scores"], 3 * plain)
+
+
+@pytest.mark.parametrize("name", ["torch", "torch pre-norm"])
+@pytest.mark.parametrize("pairs", [torch.ones(7, 7).triu(1) == 1, torch.randn(7, 7), torch.randn(8, 7, 7)])
+def test_the_mask_of_pairs_of_torch_encoders(name: str, pairs: Tensor) -> None:
+    model = tiny(name)
+    points = [f"blocks.1.attn.{point}" for point in ("hook_pattern", "v.hook_out", "hook_out")]
+    with recording(model, points) as cache, torch.no_grad():
+        model(**inputs(name), mask=pairs)
+        weights, values, added = (cache[point] for point in points)
+        expected = model.layers[1].self_attn.out_proj(torch.einsum("bhij,bjhk->bihk", weights, values).flatten(2))
+    torch.testing.assert_close(added[cache.mask], expected[cache.mask], rtol=0, atol=1e-5)
 
 
 def test_a_cache_by_name_with_gradients() -> None:

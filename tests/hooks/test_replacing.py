@@ -20,6 +20,7 @@ from attn_flow.hooks import (
     flows,
     load,
     record,
+    recording,
     replace_attention,
     restore_attention,
     scale_beta,
@@ -176,7 +177,8 @@ def test_generation_without_a_cache_is_a_literal_loop(name: str) -> None:
     model = getattr(transformers, kind)(tiny(name).config).eval()
     nn.init.normal_(model.get_output_embeddings().weight)
     ids, before = inputs(name)["input_ids"][:1], model.generation_config.use_cache
-    replace_attention(model, [1], steps=3, beta_factor=2.0)
+    replace_attention(model, [1], beta_factor=2.0)
+    flows(model)[1].steps = 3  # asked at every call
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with pytest.warns(UserWarning, match="without a cache of keys"):
         generated = model.generate(ids, **options)
@@ -194,7 +196,9 @@ def test_generation_without_a_cache_is_a_literal_loop(name: str) -> None:
     assert torch.equal(model.generate(ids, use_cache=True, **options), expected)
     config = transformers.GenerationConfig(use_cache=True)
     assert torch.equal(copy.deepcopy(model).generate(ids, generation_config=config, **options), expected)
-    restore_attention(model)
+    with wrap(model, [0], steps=2), torch.no_grad():
+        restore_attention(model)
+        assert model(ids).past_key_values is None
     assert model.generation_config.use_cache is before
     cached = model.generate(ids, use_cache=True, return_dict_in_generate=True, **options)
     assert cached.past_key_values is not None
@@ -247,7 +251,10 @@ def test_quantised_models(name: str, convert) -> None:
         colder = run(model, x)
     assert torch.equal(run(replace_attention(model, beta_factor=2.0), x), colder)
     model = restore_attention(model)
-    assert record(model, x).x.shape == (4, 2, 7, 32)
+    with recording(model, "blocks.1.attn.hook_pattern") as cache:
+        run(model, x)
+        weights = cache["blocks.1.attn.hook_pattern"]
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 7))
     assert all("quantised" in check.omits for check in self_check(model, x))
     assert encoder_facts(model)["head_dim"] == 8
     with pytest.raises(ValueError, match=r"quantised.* unquantised"):

@@ -14,7 +14,7 @@ from encoder_zoo import ZOO, every_architecture, inputs, mask, output, tiny, tok
 from torch import Tensor, nn
 
 from attn_flow.hooks import flows, load, load_encoder, register_attention, replace_attention, scale_beta
-from attn_flow.hooks.safe_loading import pretrained
+from attn_flow.hooks.safe_loading import pretrained, pretrained_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:a layer evaluates its attention several times")
 V4 = transformers.__version__.startswith("4.")
@@ -222,6 +222,13 @@ def test_folders_that_load_refuses(tmp_path: Path) -> None:
     (tmp_path / "flow" / "config.json").write_text(json.dumps({**whole, **plain}))
     with pytest.raises(ValueError, match=r"lacks encoder\.layer\.1\.attention\.self\.attn_flow\.log_beta_factor"):
         load(tmp_path / "flow")
+
+
+def test_pickled_weights_that_hold_more_than_tensors_are_refused(tmp_path: Path) -> None:
+    tiny("BERT").config.save_pretrained(tmp_path)
+    torch.save({"weights": Path(tmp_path)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"hold more than tensors, which may run code; expected \.safetensors\.$"):
+        pretrained_model(transformers.BertModel, tmp_path)
 
 
 def test_saved_code_is_only_run_when_asked(tmp_path: Path) -> None:
