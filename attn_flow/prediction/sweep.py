@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
-from attn_flow.base.files import digest, lock_for_writing, read_json, write_bytes, write_json
+from attn_flow.base.files import digest, lock_for_writing, read_json, source_digest, write_bytes, write_json
 from attn_flow.base.progress import progress_bar
 from attn_flow.drawing import lines_figure
 from attn_flow.dynamics.flow import flow
@@ -138,7 +138,7 @@ def sweep(
         n, seeds: numbers of tokens; seeds of the tokens and of the noise.
         clouds: a function (n, seed) -> tokens (n, d) or a `Cloud` of n tokens; by default `starting_cloud`.
         h: the longest step in time.
-        folder: where finished batches are kept (sweep.json). Batches that are there are not run again.
+        folder: where finished batches are kept (sweep.json); those of the same code are not run again.
         progress: show a progress bar on standard error.
 
     Example:
@@ -174,10 +174,11 @@ def sweep(
             attention = fields[batch[0]["attention"]]
             make = clouds or partial(starting_cloud, attention.dim)
             starts = [as_cloud(make(run["n"], run["seed"])) for run in batch]
-            weights = None if starts[0].weights is None else torch.stack([each.probabilities for each in starts])
-            cloud = Cloud(torch.stack([each.x for each in starts]), weights)
-            tensors = {"x": cloud.x, "p": cloud.probabilities, "t": times, **attention.tensors}
-            key = digest(tensors, {"runs": f"{batch} {attention.summary()} {h}"})
+            x, p = (torch.stack(z) for z in zip(*((each.filled(), each.probabilities) for each in starts)))
+            weights = None if all(each.weights is None for each in starts) else p
+            cloud = Cloud(x, weights, None if all(each.mask is None for each in starts) else p > 0)
+            tensors = {"x": x, "p": p, "t": times, **attention.tensors}
+            key = digest(tensors, {"runs": f"{batch} {attention.summary()} {h}", "source": source_digest()})
             if key not in finished:
                 finished[key] = _run(batch, attention, cloud, times, h)
                 if file is not None:
@@ -197,7 +198,7 @@ def _run(
     generators = [torch.Generator().manual_seed(run["seed"]) for run in batch]
     draw = lambda x: torch.stack([torch.randn(x.shape[1:], generator=each, dtype=x.dtype) for each in generators])
     path = flow(attention, cloud, times, h=h, noise=(lambda x: sigma * draw(x).to(x.device)) if sigma else None)
-    counts = clusters(Cloud(path.x[-1], cloud.weights), tol=CLUSTER_DISTANCE).counts.tolist()
+    counts = clusters(Cloud(path.x[-1], cloud.weights, cloud.mask), tol=CLUSTER_DISTANCE).counts.tolist()
     rows = [run | {"clusters": count} for run, count in zip(batch, counts)]
     try:
         target = limit(attention)

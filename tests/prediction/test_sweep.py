@@ -2,12 +2,13 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-from attn_flow import Attention, flow, limit, phases, sweep
+from attn_flow import Attention, Cloud, flow, limit, phases, sweep
 from attn_flow.prediction import starting_cloud
 
 G, V = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.diag(torch.tensor([1.0, 2.0])).double()
@@ -40,7 +41,7 @@ def test_noise_depends_on_the_seed_alone() -> None:
     assert both.rows[0]["t_min_predicted"] is None  # predictions are for the flow without noise
 
 
-def test_a_sweep_continues_after_a_kill(tmp_path) -> None:
+def test_a_sweep_continues_after_a_kill(tmp_path, monkeypatch) -> None:
     def interrupted(n: int, seed: int):
         if n == 12:
             raise KeyboardInterrupt
@@ -61,6 +62,29 @@ def test_a_sweep_continues_after_a_kill(tmp_path) -> None:
     assert [row["clusters"] for row in again.rows][::2] == [99, 99]  # finished batches are not run again
     other = sweep(ATTENTION, 3.0, n=[10], folder=tmp_path, **options)
     assert 99 not in [row["clusters"] for row in other.rows]
+    monkeypatch.setattr(sys.modules["attn_flow.prediction.sweep"], "source_digest", lambda: "newer code")
+    assert sweep(ATTENTION, 2.0, n=[10], folder=tmp_path, **options).rows == whole.rows[:3]
+
+
+def test_padding_and_the_weights_of_later_clouds_count() -> None:
+    def padded(n: int, seed: int) -> Cloud:
+        x = torch.cat([random_cloud(n, seed).x, torch.zeros(3, 2)])
+        return Cloud(x, mask=torch.arange(n + 3) < n)
+
+    def weighted(n: int, seed: int) -> Cloud:  # of unequal weights from the second seed on
+        x = random_cloud(n, seed).x
+        return Cloud(x, 1.0 + torch.arange(n) * seed if seed else None)
+
+    options = {"betas": [5.0], "n": [20], "h": 0.2}
+    plain = sweep(ATTENTION, 1.0, clouds=random_cloud, seeds=[0, 1], **options)
+    masked = sweep(ATTENTION, 1.0, clouds=padded, seeds=[0, 1], **options)
+    for one, other in zip(masked.rows, plain.rows):
+        assert one["w2"] == pytest.approx(other["w2"], abs=1e-9)
+        assert (one["unmet"], one["clusters"]) == (other["unmet"], other["clusters"])
+    alone = sweep(ATTENTION, 1.0, clouds=weighted, seeds=[1], **options)
+    assert alone.rows[0]["w2"] != plain.rows[1]["w2"]
+    both = sweep(ATTENTION, 1.0, clouds=weighted, seeds=[0, 1], **options)
+    assert both.rows[1]["w2"] == pytest.approx(alone.rows[0]["w2"], abs=1e-9)
 
 
 def test_table_and_figure(tmp_path) -> None:
