@@ -153,8 +153,8 @@ class LimitMap:
         if self.elements:
             x = x.expand(*torch.broadcast_shapes(x.shape[:-2], self.shape), *x.shape[-2:])
             parts = x.flatten(-2 - len(self.shape), -3).unbind(-3)
-            each = [limit._push_forward(part, times) for limit, part in zip(self.elements, parts)]
-            return torch.stack(each, dim=-3).unflatten(-3, self.shape)
+            images = [each._push_forward(part, times) for each, part in zip(self.elements, parts)]
+            return torch.stack(images, dim=-3).unflatten(-3, self.shape)
         if self.case == "nonlinear" and times is None:
             return resting_points(self.attention, x)
         if self.case == "undefined" or self.spectrum is None:
@@ -172,6 +172,10 @@ class LimitMap:
         read = lambda record, *names: {name: getattr(record, name, None) for name in names}
         values = read(self, "case", "reason", "dimension", "power", "exit_rate")
         values |= read(self.spectrum, "leading", "gap", "index", "frequencies", "basis", "projector")
+        values["limit_basis"] = None
+        if self.spectrum is not None:  # where tokens go within E: at a Jordan block to a smaller subspace
+            U, sizes, _ = torch.linalg.svd(self.spectrum.direction)
+            values["limit_basis"] = U[:, sizes > 1e-6 * sizes[0]]
         values |= read(self.rates, "g", "kappa", "tail", "C")
         values |= {f"rate_w{p}": None if self.rates is None else self.rates.decay(p) for p in (1, 2)}
         values |= read(self.terminal, "keeps_E", "width")

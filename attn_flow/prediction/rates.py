@@ -111,7 +111,7 @@ def exit_of_clusters(phase: TerminalPhase, limit: Spectrum, value: Tensor, score
     keeps_E = bool(np.linalg.norm(image - basis @ (basis.T @ image), 2) <= math.sqrt(tol) * np.linalg.norm(V, 2))
     phase = replace(phase, keeps_E=keeps_E)
     if limit.case != "fixed" or limit.dimension != 1:
-        return replace(phase, reason="exit rates are derived for limits at two points +-e (dim E = 1) only")
+        return replace(phase, reason="exit rates are derived for a simple leading eigenvalue (dim E = 1) only")
     v, gamma = float(e @ V @ e), float(e @ G @ e)
     if not keeps_E:
         angle = math.degrees(math.acos(min(1.0, abs(v) / float(np.linalg.norm(V @ e)))))

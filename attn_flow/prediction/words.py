@@ -15,31 +15,33 @@ PHASES = {
 
 def limit_sentences(limit: Mapping[str, Any]) -> list[str]:
     """What is predicted for large beta, from `LimitMap.as_dict()`: where tokens gather, how fast, and what follows."""
-    case, k = limit["case"], limit["dimension"]
+    case = limit["case"]
     if case in ("undefined", "nonlinear", "batch"):
         return [f"No formula for the limit: {limit['reason']}."]
+    basis, d, k = limit["limit_basis"], len(limit["limit_basis"]), len(limit["limit_basis"][0])
     if case == "stationary":
         words = ["At low temperature nothing moves: M = V G is a multiple of the identity."]
-    elif case == "rotating" and k == len(limit["basis"]):
+    elif case == "rotating" and k == d:
         words = ["Tokens rotate for ever and gather nowhere: all eigenvalues of M = V G have the same real part."]
     else:
         where = "on a great circle" if k == 2 else f"on a sphere of dimension {k - 1}"
         if k == 1:
-            where = f"at two opposite points{_ends(limit['basis'])}"
-        words = [f"At low temperature tokens gather {where}{' and rotate in it for ever' * (case == 'rotating')}."]
+            where = f"at two opposite points{_ends(basis)}"
+        where += " and rotate in it for ever" if limit["frequencies"] else ""
+        words = [f"At low temperature tokens gather {where}."]
     if case == "jordan":
         words.append("They approach like a power of time: the leading eigenvalues of M = V G form a Jordan block.")
     if limit["rate_w2"] is not None:
         words.append(f"The distance W2 to this limit falls like exp(-{limit['rate_w2']:.3g} t).")
-    rate, basis, reason = limit["exit_rate"], limit["terminal_basis"], limit["terminal_reason"]
+    rate, end = limit["exit_rate"], limit["terminal_basis"]
     if rate:
-        end = f"direction of V{_ends(basis)}" if len(basis[0]) == 1 else "subspace of V"
-        words.append(f"At finite beta they leave again, at rate {rate:.3g}, towards the leading {end}.")
+        goal = f"direction of V{_ends(end)}" if len(end[0]) == 1 else "subspace of V"
+        words.append(f"At finite beta they leave again, at rate {rate:.3g}, towards the leading {goal}.")
     elif rate == 0:
         width = "" if limit["width"] is None else f" with a width of {limit['width'] ** 0.5:.3g} / sqrt(beta)"
         words.append(f"They stay there{width}: W2 has no least value to predict.")
-    elif reason:
-        words.append(f"When they leave is not predicted: {reason}.")
+    elif k < d and limit["terminal_reason"]:
+        words.append(f"When they leave is not predicted: {limit['terminal_reason']}.")
     return words
 
 
@@ -60,4 +62,4 @@ def _ends(basis: Sequence[Sequence[float]]) -> str:
     if len(entries) > 4:
         return ""
     sign = -1 if max(entries) < -min(entries) else 1
-    return f", +-({', '.join(f'{sign * entry + 0.0:.3g}' for entry in entries)})"
+    return f", +-({', '.join(f'{round(sign * entry, 12) + 0.0:.3g}' for entry in entries)})"

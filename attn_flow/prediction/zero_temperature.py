@@ -169,13 +169,13 @@ def _linear_flow(W: Array, N: Array, x0: Array, t: Array) -> Array:
         while len(exponentials) <= level.max():
             exponentials.append(exponentials[-1] @ exponentials[-1])
             growth.append(float(np.linalg.norm(exponentials[-1], 2, axis=(1, 2)).max()))
-        inside = np.empty((NODES + 1, *y.shape))
+        panel = np.empty((NODES + 1, *y.shape))
         for number in np.unique(level):
-            inside[:, level == number] = y[level == number] @ exponentials[number].swapaxes(1, 2)
-        length = _norm(inside)
-        inside /= length[..., None]
-        speed = _norm(inside @ N.T)[..., None] / max_speed
-        series = np.tensordot(to_series, np.concatenate([speed, inside], axis=-1)[:-1], 1)  # (NODES, n, 1 + d)
+            panel[:, level == number] = y[level == number] @ exponentials[number].swapaxes(1, 2)
+        length = _norm(panel)
+        panel /= length[..., None]
+        speed = _norm(panel @ N.T)[..., None] / max_speed
+        series = np.tensordot(to_series, np.concatenate([speed, panel], axis=-1)[:-1], 1)  # (NODES, n, 1 + d)
         tolerance = np.maximum(16 * EPS * np.array(growth)[level] / np.maximum(length.min(0), 1), RESOLVED)
         error = np.maximum(abs(series[..., 0]) / series[0, :, 0], abs(series[..., 1:]).max(-1))  # (NODES, n)
         is_resolved = ((error[-2:] <= tolerance).all(0) & (length[-1] > 1e-200)) | (level == 0)
@@ -188,7 +188,7 @@ def _linear_flow(W: Array, N: Array, x0: Array, t: Array) -> Array:
             when = np.arange(len(who)) - (np.cumsum(stop - first) - stop)[who]
             path[when, token[who]] = _positions(series[:, who], (t[when] - clock[who]) / duration[who])
 
-        y, clock = np.where(is_resolved[:, None], inside[-1], y), clock + duration
+        y, clock = np.where(is_resolved[:, None], panel[-1], y), clock + duration
         level = np.clip(level + np.where(is_resolved, may_grow, -1), 0, MAX_LEVEL)
         is_left = clock <= t[-1]
         if not is_left.any():
