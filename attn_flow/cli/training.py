@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -62,21 +62,11 @@ def train(
         return
     rows = [
         ["accuracy on held-out inputs", numbers["accuracy"]],
-        ["stated for the task's own options", numbers["stated_accuracy"]],
         ["accuracy of a guess", numbers["chance"]],
         ["loss", numbers["loss"]],
     ]
     title = f"{task}: {chosen.updates} updates in {numbers['seconds']} seconds, seed {chosen.seed}."
     console.print_table(title, ["quantity", "value"], rows)
-    columns = ["layer", "beta", "limit", "W2 before", "after", "clusters before", "after"]
-    rows = [_layer_row(layer) for layer in learned.layers]
-    console.print_table("What the layers learned, with W2 to their limits:", columns, rows)
     for sentence in learned.sentences():
         console.paragraph(sentence)
     console.echo(f"Written to {out}.")
-
-
-def _layer_row(layer: dict[str, Any]) -> list[Any]:
-    beta = ", ".join(f"{b:.3g}" for b in layer["beta"])
-    w2, clusters = layer["w2"] or {"start": None, "end": None}, layer["clusters"]
-    return [layer["layer"], beta, layer["limit"]["case"], w2["start"], w2["end"], clusters["start"], clusters["end"]]

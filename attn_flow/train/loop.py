@@ -101,7 +101,8 @@ def train_stack(
                 if written is not None:
                     if is_last or update % save_every == 0:
                         written.save(update, stack, optimiser)
-                    written.log({"update": update, **numbers, **_betas(recipe, stack)})
+                    betas = {"beta": [layer.beta.tolist() for layer in stack.layers]} if recipe.learn_beta else {}
+                    written.log({"update": update, **numbers, **betas})
                 if is_last:
                     break
                 complete = None
@@ -119,7 +120,6 @@ def train_stack(
         "loss": numbers["held_out_loss"],
         "accuracy": numbers["held_out_accuracy"],
         "chance": task.chance,
-        "stated_accuracy": recipe.stated_accuracy,
         "beta": [layer.beta.tolist() for layer in stack.layers],
         "seconds": round(time.perf_counter() - start_time, 1),
         "recipe": asdict(recipe),
@@ -144,13 +144,6 @@ def _compute_gradient(
     norm = float(nn.utils.clip_grad_norm_(stack.parameters(), recipe.clip))
     mean = (world.sum(torch.stack([loss.detach().double(), correct.double()])) / count).tolist()
     return {"loss": mean[0], "accuracy": mean[1], "gradient": norm, "lr": recipe.lr_at(update)}
-
-
-def _betas(recipe: Recipe, stack: DeepStack) -> dict[str, float]:
-    """The beta of every layer and head, if it is learned."""
-    if not recipe.learn_beta:
-        return {}
-    return {f"beta.{l}.{h}": b for l, layer in enumerate(stack.layers) for h, b in enumerate(layer.beta.tolist())}
 
 
 def _require_convergence(numbers: dict[str, float], recipe: Recipe, task: Task, update: int) -> None:

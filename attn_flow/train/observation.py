@@ -17,9 +17,9 @@ from attn_flow.nn.stack import DeepStack
 from attn_flow.observe.quantities import clusters
 from attn_flow.prediction.limit_map import limit
 from attn_flow.prediction.phases import w2_curve
-from attn_flow.prediction.requirements import resolution
 from attn_flow.train.tasks import Task, generator_of
 
+INPUTS = 16  # held-out inputs that are followed through depth
 CLUSTER_WIDTH = 0.2  # tokens whose directions are closer than this are one cluster
 
 
@@ -36,17 +36,17 @@ class Learned:
 
 
 @torch.no_grad()
-def what_was_learned(stack: DeepStack, task: Task, seed: int = 0, inputs: int = 16) -> Learned:
+def what_was_learned(stack: DeepStack, task: Task, seed: int = 0) -> Learned:
     """Beta, the limit of the weights, W2 to that limit and the number of clusters, for every layer.
 
     Args:
         stack, task: a trained stack and its task.
-        seed, inputs: the seed and the number of held-out inputs.
+        seed: of the held-out inputs.
 
     Returns:
         `Learned`, with the trajectory of these inputs.
     """
-    batch = task.held_out(inputs, generator_of(seed, "learned")).to(stack.head.weight.device)
+    batch = task.held_out(INPUTS, generator_of(seed, "learned")).to(stack.head.weight.device)
     layers = [
         {"layer": l, **_measure_layer(stack, attention, path, batch.mask)}
         for l, ((path, _), attention) in enumerate(zip(stack.paths(batch.x, batch.mask), stack.attentions()))
@@ -56,7 +56,7 @@ def what_was_learned(stack: DeepStack, task: Task, seed: int = 0, inputs: int = 
 
 def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: Tensor | None) -> dict[str, Any]:
     """The numbers of a layer with clouds (T, batch, n, d); W2 only where the weights have a certified limit."""
-    target = limit(attention)
+    target = limit(attention.to(torch.float64))
     start, end = (Cloud(x, mask=mask) for x in (path[0], path[-1]))
     numbers: dict[str, Any] = {
         "beta": torch.as_tensor(attention.beta).reshape(-1).expand(attention.heads).tolist(),
@@ -66,7 +66,6 @@ def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: T
             "rate": None if target.rates is None else target.rates.decay(),
             "reason": target.reason,
         },
-        "resolution": resolution(attention, start).verdict,
         "clusters": {name: float(count_clusters(x).double().mean()) for name, x in (("start", start), ("end", end))},
         "w2": None,
     }
@@ -74,7 +73,7 @@ def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: T
         return numbers | {"w2_missing": "the limit map is for tokens on the sphere"}
     t = torch.linspace(0, stack.options.horizon, path.shape[0], dtype=torch.float64)
     try:
-        curve = w2_curve(Trajectory(t, path.double(), None, mask), limit(attention.to(torch.float64)))
+        curve = w2_curve(Trajectory(t, path.double(), None, mask), target)
     except ValueError as failure:  # tokens without a certified limit
         return numbers | {"w2_missing": str(failure)}
     w2, error = curve.mean(-1), float(curve[-1].std() / math.sqrt(curve.shape[1]))
@@ -84,7 +83,7 @@ def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: T
 
 def count_clusters(cloud: Cloud) -> Tensor:
     """The number of clusters of each cloud of directions, (batch,)."""
-    x = cloud.x / cloud.x.norm(dim=-1, keepdim=True)
+    x = torch.nn.functional.normalize(cloud.x, dim=-1)  # padding may be zero
     return clusters(Cloud(x, mask=cloud.mask), CLUSTER_WIDTH).counts
 
 

@@ -118,9 +118,10 @@ def tensor_task(
     return Task("own", draw, last, float(classes.bincount().max() / classes.numel()), options, digest(data)[:16])
 
 
-def _majority(n: int, classes: int = 4) -> Task:
+def _majority(n: int) -> Task:
     """Uniform ids (batch, n); y is the most frequent one, which is always unique."""
     _require_tokens(n, 3)
+    classes = 4
 
     def draw(size: int, generator: torch.Generator) -> Batch:
         x = torch.randint(classes, (size, n), generator=generator)
@@ -136,8 +137,9 @@ def _majority(n: int, classes: int = 4) -> Task:
     return Task("majority", draw, draw, 1 / classes, {"inputs": classes, "outputs": classes})
 
 
-def _recall(n: int, keys: int = 16, values: int = 8) -> Task:
+def _recall(n: int) -> Task:
     """Ids (batch, n, 2): n - 1 tokens (key, value) with distinct keys, then a key and a blank, whose value is asked."""
+    keys, values = 16, 8
     _require_tokens(n, 2, keys + 1)
 
     def draw(size: int, generator: torch.Generator) -> Batch:

@@ -281,10 +281,9 @@ def test_symmetric_matrices_stay_symmetric_and_are_loaded(symmetric: str, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["majority", "recall", "side"])
-def test_stated_accuracies(task: str) -> None:
-    summary = train_stack(recipe(task)).summary
-    assert summary["accuracy"] >= summary["stated_accuracy"] > summary["chance"]
+@pytest.mark.parametrize(("task", "accuracy"), [("majority", 0.98), ("recall", 0.98), ("side", 0.95)])
+def test_recipes_reach_their_accuracy(task: str, accuracy: float) -> None:
+    assert train_stack(recipe(task)).summary["accuracy"] >= accuracy
 
 
 @pytest.mark.cuda

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_flow import Cloud
-from attn_flow.train import recipe, train_stack, what_was_learned
+from attn_flow.train import Recipe, recipe, tensor_task, train_stack, what_was_learned
 from attn_flow.train.observation import Learned, count_clusters
 from attn_flow.train.tasks import generator_of
 
@@ -23,6 +23,15 @@ def test_numbers_and_sentences(tmp_path: Path) -> None:
         assert layer["beta"] == pytest.approx(trained.summary["beta"][l])
         assert 1 <= layer["clusters"]["end"] <= 6
     assert [text[:14] for text in learned.sentences()] == ["Layer 0 (beta ", "Layer 1 (beta "]
+
+
+def test_vectors_padded_with_zeros() -> None:
+    x = torch.randn(10, 5, 2, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(5) < torch.arange(10)[:, None] % 3 + 2
+    task = tensor_task(x * mask[..., None], torch.arange(10) % 2, inputs=2, outputs=2, mask=mask)
+    trained = train_stack(Recipe("own", dim=2, batch=4, updates=2), task=task)
+    (layer,) = what_was_learned(trained.stack, task).layers
+    assert 1 <= layer["clusters"]["start"] <= 4
 
 
 def learned_inputs(trained) -> torch.Tensor:
