@@ -52,8 +52,8 @@ def density(
     for each in parse_numbers(beta, "beta"):
         attention = Attention.from_matrices(*matrices, each)
         path = density_flow(attention, mu, times, diffusion=diffusion, bandwidth=bandwidth)
-        modes, w2 = path.amplitudes()[:, 1 : DEGREES + 1].tolist(), _distances(path, attention)
-        mean = path.moments()[0].tolist()
+        modes, mean = path.amplitudes()[:, 1 : DEGREES + 1].tolist(), path.moments()[0].tolist()
+        w2, reason = _distances(path, attention)
         runs.append({"beta": each, "t": times, **path.about, "mean": mean, "amplitudes": modes, "w2": w2})
         paths.append(path)
         rows.append([each, times[-1], w2 and w2[-1], ", ".join(f"{size:.2g}" for size in modes[-1])])
@@ -68,17 +68,19 @@ def density(
         return
     columns = ["beta", "time", "W2 to the limit", "size of the modes of degree 1, 2, ..."]
     console.print_table(f"{caption} At the end:", columns, rows)
+    if reason:
+        console.paragraph(f"W2 is not measured: {reason}")
     if out is not None:
         console.echo(f"Written to {out}.")
 
 
-def _distances(path: Any, attention: Any) -> list[float] | None:
-    """W2(mu_t, P_# mu_0) on the nodes, if the limit map P exists and does not rotate."""
+def _distances(path: Any, attention: Any) -> tuple[list[float] | None, str]:
+    """W2(mu_t, P_# mu_0) on the nodes; None and the reason if the limit P is not one point for every node."""
     from attn_flow.prediction.limit_map import limit
     from attn_flow.transport.distances import wasserstein
 
-    target = limit(attention)
-    if target.case not in ("fixed", "jordan", "stationary") or target.rotates:
-        return None
-    goal = target.push_forward(path.cloud(0))
-    return [float(wasserstein(path.cloud(i), goal)) for i in range(len(path))]
+    try:
+        goal = limit(attention).push_forward(path.cloud(0))
+    except ValueError as error:
+        return None, str(error)
+    return [float(wasserstein(path.cloud(i), goal)) for i in range(len(path))], ""

@@ -123,7 +123,7 @@ def open_model(
     from attn_flow.hooks.safe_loading import load_tokenizer, without_bars
     from attn_flow.probe.untrained import untrained_copy
 
-    path, _, variant = name.partition("@")
+    path, variant = (name, "") if "@" not in name or Path(name).is_dir() else name.rsplit("@", 1)
     kinds = {"float32": torch.float32, "float64": torch.float64}
     if dtype not in kinds:
         raise ValueError(f"dtype = {dtype!r}, expected float32 or float64: half precision is too coarse to compare.")

@@ -33,7 +33,7 @@ def limit(
     target = predict_limit(Attention.from_matrices(parse_square(G, "G"), parse_square(V, "V")))
     numbers = target.as_dict()
     betas = [] if beta is None else parse_numbers(beta, "beta")
-    if betas and target.rates is not None:
+    if betas:
         numbers["times"] = [{"beta": b, "t_min": target.t_min(b)} for b in betas]
     if as_json:
         console.print_json(numbers)
@@ -43,11 +43,11 @@ def limit(
     if target.case == "fixed" and len(numbers["projector"]) <= 4:
         entries = "; ".join(", ".join(f"{entry:.4g}" for entry in row) for row in numbers["projector"])
         console.paragraph(f"A token x goes to Pi x / |Pi x| with the projector Pi = [{entries}].")
-    if "times" in numbers:
+    if betas and numbers["times"][0]["t_min"] is None:  # whether there is one does not depend on beta
+        console.paragraph(f"No t_min is predicted: {why_no_t_min(numbers)}.")
+    elif betas:
         rows = [list(row.values()) for row in numbers["times"]]
         console.print_table("Predicted times, in units of t:", ["beta", "W2 is least (t_min)"], rows)
-        if any(row["t_min"] is None for row in numbers["times"]):
-            console.paragraph(f"No t_min is predicted: {why_no_t_min(numbers)}.")
     for met, words in ((True, "that G and V meet"), (None, "about the tokens, which are not known here")):
         names = [need["name"] for need in numbers["requires"] if need["met"] is met]
         if names:
@@ -99,13 +99,16 @@ def simulate(
     if G is not None and V is not None:
         console.refuse_options(context, "--G and --V give the heads", "heads", "dim")
         attention = parse_heads(G, V, kind)
+    elif G is not None or V is not None:
+        name = "G" if V is None else "V"
+        raise ValueError(f'--{name} alone: expected --G and --V together; the identity in d = 2 is "1,0;0,1".')
     else:
-        console.refuse_options(context, 'both are needed (the identity in d = 2 is "1,0;0,1")', "G", "V")
         attention = random_heads(heads, dim, kind, seed)
     console.require_writable(out)
     betas, times, progress = parse_numbers(beta, "beta"), parse_numbers(t, "t"), not (quiet or as_json)
     if sweep is not None:
-        console.refuse_options(context, "--sweep names the values", "beta", "noise", "x0", "step")
+        console.refuse_options(context, "--sweep names the values", "beta", "noise")
+        console.refuse_options(context, "a sweep starts from drawn tokens and takes the default step", "x0", "step")
         axes = parse_axes(sweep, betas=betas, n=[tokens], noise=[noise], seeds=[seed])
         clouds = lambda n, seed: starting_cloud(attention.dim, n, seed, random=random)
         end = times[0] if len(times) == 1 else times

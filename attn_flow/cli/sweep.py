@@ -10,7 +10,7 @@ from attn_flow.cli import console
 from attn_flow.cli.matrices import parse_numbers
 from attn_flow.prediction.sweep import Sweep
 
-AXES = {"beta": "betas", "n": "n", "noise": "noise", "seed": "seeds"}  # a name of the option and its argument of sweep
+OPTION_AXES = {"beta": "betas", "n": "n", "noise": "noise", "seed": "seeds"}  # by option: the argument of sweep
 SHOWN = ("beta", "n", "noise", "seed", "w2_min", "t_min", "t_min_predicted", "w2_end", "unmet")
 COLUMNS = ("beta", "tokens", "noise", "seed", "least W2", "at time", "predicted", "W2 at the end", "not met")
 
@@ -19,9 +19,9 @@ def parse_axes(grid: str, **axes: list[Any]) -> dict[str, list[Any]]:
     """The axes of a grid such as "beta=10,100 seed=0,1"; those that it does not name are as given."""
     for part in grid.replace(";", " ").split():
         name, _, values = part.partition("=")
-        if name not in AXES or not values:
-            raise ValueError(f'--sweep {grid!r}: expected {", ".join(AXES)}, such as "beta=10,100 seed=0,1".')
-        axes[AXES[name]] = parse_numbers(values, name)
+        if name not in OPTION_AXES or not values:
+            raise ValueError(f'--sweep {grid!r}: expected {", ".join(OPTION_AXES)}, such as "beta=10,100 seed=0,1".')
+        axes[OPTION_AXES[name]] = parse_numbers(values, name)
     for name, least in (("n", 1), ("seeds", 0)):
         if not all(float(number).is_integer() and number >= least for number in axes[name]):
             raise ValueError(f"--sweep {grid!r}: expected integers of at least {least} for {name}.")

@@ -19,7 +19,7 @@ def run(*words: str, code: int = 0, text: str | None = None):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("tiny")
+    folder = tmp_path_factory.mktemp("tiny@home")
     for part in tiny_bert():
         part.save_pretrained(folder)
     return str(folder)

@@ -44,6 +44,10 @@ def test_limit_is_read_as_sentences() -> None:
     stays = " ".join(run("limit", "--G", "1,0;0,3", "--V", "3,0;0,.5", "--beta", "100").split())
     assert "They stay there" in stays
     assert "No t_min is predicted" in stays
+    slow = " ".join(run("limit", "--G", "1,0;0,1", "--V", "1,1;0,1", "--beta", "10").split())
+    assert "two opposite points, +-(1, 0). They approach like a power of time" in slow
+    assert "No t_min is predicted" in slow
+    assert "leave" not in run("limit", "--G", "1,0;0,1", "--V", "1,0;0,1")  # nothing moves
 
 
 def test_matrices_from_files(tmp_path) -> None:
@@ -167,6 +171,10 @@ def test_density_goes_to_the_limit(tmp_path) -> None:
         assert len(r["amplitudes"]) == len(r["t"]) == 41
     assert {"density.json", "density.png"} <= {file.name for file in tmp_path.iterdir()}
     assert "size of the modes" in " ".join(run(*words, "--bandwidth", "48").split())
+    plane = ["--G", "1,0,0;0,1,0;0,0,1", "--V", ".5,0,0;0,.5,0;0,0,1", "--t", ".1", "--beta", "1"]
+    words = " ".join(run("density", *plane).split())  # nodes on the equator have no limit
+    assert "size of the modes" in words
+    assert "W2 is not measured" in words
 
 
 def test_play_writes_a_page_and_opens_it_unless_told_not_to(tmp_path, monkeypatch) -> None:
@@ -218,12 +226,13 @@ def test_the_example_of_the_help_runs(command) -> None:
         (["simulate", "--G", "1,0;0,1|1,0;0,1", "--V", "1,0;0,1"], "heads of G and V differ"),
         (["density", *SYMMETRIC, "--t", "0"], "t = 0.0, expected a positive, finite number"),
         (["simulate"], "give --G and --V, or --heads and --dim"),
-        (["simulate", "--G", "1,0;0,1"], "both are needed"),
+        (["simulate", "--G", "1,0;0,1"], "--G alone: expected --G and --V together"),
         (["simulate", *SYMMETRIC, "--heads", "2"], "--G and --V give the heads; leave out --heads"),
         (["simulate", *SYMMETRIC, "--beta", "x"], "expected numbers separated by commas"),
         (["simulate", *SYMMETRIC, "--step", "rk5"], "rk4"),
         (["simulate", *SYMMETRIC, "--noise", "-1"], "noise = -1.0, expected a nonnegative"),
         (["simulate", *SYMMETRIC, "--kind", "hardmax", "--beta", "3"], "kind = 'hardmax', expected one of 'softmax'"),
+        (["simulate", *SYMMETRIC, "--sweep", "n=9", "--step", "rk4"], "takes the default step; leave out --step"),
         (["simulate", *SYMMETRIC, "--sweep", "n=0"], "expected integers of at least 1 for n"),
         (["simulate", *SYMMETRIC, "--sweep", "seed=1.5"], "expected integers of at least 0"),
         (["simulate", *SYMMETRIC, "--t", "1,2"], "at least three times"),
