@@ -29,6 +29,8 @@ from attn_flow.measures.measure import Measure
 Kind = Literal["softmax", "unnormalised", "sinkhorn"]
 Kernel = Literal["auto", "dense", "near", "series"]
 
+BETA_HINT = "expected one number of heads; for one beta per batch element pass beta[:, None]"
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attention(Field):
@@ -49,7 +51,7 @@ class Attention(Field):
             "sinkhorn", doubly stochastic weights.
         causal: token i sees only the tokens j <= i.
         kernel: how softmax averages are computed (`attn_flow.kernels`): "dense", "near" (large cold clouds), "series"
-            (the circle), or "auto".
+            (the circle), or "auto". "near" and "series" have no derivatives.
         context: a fixed measure to attend to instead of the cloud itself; tokens then do not interact.
         dim: d, which is needed only if all matrices are None.
         tolerance: the accuracy of the kernels "near" and "series"; by default 1e-6 in float32 and 1e-12 in float64.
@@ -88,12 +90,16 @@ class Attention(Field):
         """Itself; an error if options contradict each other or batch axes do not broadcast."""
         if self.is_hardmax and self.kind != "softmax":
             raise ValueError(f"beta = inf with kind = {self.kind!r}; only softmax attention has a limit (hardmax).")
-        if self.causal and (self.kind == "sinkhorn" or self.kernel in ("near", "series")):
-            raise ValueError("'sinkhorn', 'near' and 'series' need every pair of tokens; use causal=False.")
+        if self.kernel in ("near", "series") and (self.causal or self.kind != "softmax"):
+            raise ValueError(f"kernel = {self.kernel!r} needs kind = 'softmax' and causal = False; use kernel='auto'.")
+        if self.causal and self.kind == "sinkhorn":
+            raise ValueError("'sinkhorn' needs every pair of tokens; use causal=False.")
         if self.context is not None and (self.causal or self.kind == "sinkhorn"):
             raise ValueError("causal and 'sinkhorn' compare tokens of one cloud; drop context.")
         if self.context is not None and not hasattr(self.context, "tilted_mean"):
             raise TypeError(f"context is a {type(self.context).__name__}, expected a measure, such as Cloud(tokens).")
+        if self.tolerance is not None:
+            checks.require_positive(tolerance=self.tolerance)
         _ = self.leading_axes
         return self
 
@@ -173,22 +179,24 @@ class Attention(Field):
         cloud = as_cloud(cloud)
         self.check_cloud(cloud)
         attention, x = self._in_working_precision(cloud)
-        drift = attention(0.0, cloud.zero_padding(x), cloud.log_weights).to(cloud.x.dtype)
+        drift = attention(0.0, x, cloud.log_weights).to(cloud.x.dtype)
         if checks.can_read(drift) and not math.isfinite(float(drift.detach().sum())):
             raise FloatingPointError("the drift is not finite: logits or values overflow. Use smaller tokens or beta.")
         return cloud.zero_padding(drift)
 
     def _in_working_precision(self, cloud: Cloud) -> tuple[Attention, Tensor]:
-        """The attention and the tokens, in float64 if float32 cannot resolve the logits of this cloud."""
-        if checks.working_dtype(cloud.x.dtype, self.logit_bound(cloud.max_norm)) == cloud.x.dtype:
-            return self, cloud.x
-        return self.in_float64(), cloud.x.double()
+        """The attention and the tokens, in float64 if float32 cannot resolve their logits; padding is zero."""
+        x = cloud.zero_padding(cloud.x)
+        if checks.working_dtype(x.dtype, self.logit_bound(cloud.max_norm)) == x.dtype:
+            return self, x
+        return self.in_float64(), x.double()
 
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
         tokens = others = x[..., None, :, :]  # (..., 1, n, d)
         queries = self._queries(tokens)  # (..., heads or 1, n, k)
         if isinstance(self.context, Cloud):
-            others, log_weights = self.context.x[..., None, :, :], self.context.log_weights
+            others = self.context.zero_padding(self.context.x)[..., None, :, :]
+            log_weights = self.context.log_weights
         if self.context is None or isinstance(self.context, Cloud):
             keys, values = weights.project(others, self.K), weights.project(others, self.V)
             log_weights = None if log_weights is None else log_weights[..., None, :]  # (..., 1, n)
@@ -218,6 +226,9 @@ class Attention(Field):
             kernel = choose_kernel(*inputs, scale, self.tolerance)
         if kernel == "dense":
             return dense.softmax_average(*inputs, scale=scale, causal=self.causal)
+        is_plain = dense.is_plain(*(z for z in (*inputs, scale) if isinstance(z, Tensor)))
+        if not is_plain and not torch.compiler.is_compiling():
+            raise NotImplementedError(f"kernel {kernel!r} has no derivatives and no torch.func; use kernel='auto'.")
         approximate = near.softmax_average if kernel == "near" else series.softmax_average
         return approximate(*inputs, scale=scale, tolerance=self.tolerance)
 
@@ -265,7 +276,7 @@ class Attention(Field):
         shapes = {name: z.shape[: z.ndim - weights.AXES[name] + 1] for name, z in self.tensors.items()}
         if self.value_bias is not None:
             shapes["value_bias"] = torch.Size((*self.value_bias.shape[:-1], 1))
-        return weights.broadcast_axes({"one head": torch.Size((1,)), **shapes})
+        return checks.broadcast_axes({"one head": torch.Size((1,)), **shapes}, BETA_HINT)
 
     @property
     def heads(self) -> int:
@@ -302,9 +313,15 @@ class Attention(Field):
         """O V K^T Q, (..., heads, d, d): its spectrum decides the limit of low temperature."""
         return self.OV @ self.G
 
+    @property
+    def _first_weight(self) -> Tensor | None:
+        """A weight, whose dtype and device the others share; None if there is none."""
+        return next((z for name, z in self.tensors.items() if name != "beta"), None)
+
     def _matrix(self, weight: Tensor | None) -> Tensor:
         """A weight, or the identity (heads, d, d) if it is None."""
-        like = next((z for name, z in self.tensors.items() if name != "beta"), torch.empty(0))
+        first = self._first_weight
+        like = torch.empty(0) if first is None else first
         return torch.eye(self.dim).to(like).expand(self.heads, -1, -1) if weight is None else weight
 
     def with_beta(self, beta: float | Tensor) -> Attention:
@@ -332,12 +349,12 @@ class Attention(Field):
         return attention
 
     def check_cloud(self, cloud: Cloud) -> torch.Size:
-        weights.check_tokens("x", cloud.x, self.dim, self.tensors)
+        checks.require_fit("x", cloud.x, self.dim, "the attention", self._first_weight)
         shapes = {"x": cloud.x.shape[:-2], "the weights": self.batch_shape}
         if isinstance(self.context, Cloud):
-            weights.check_tokens("context", self.context.x, self.dim, self.tensors)
+            checks.require_fit("context", self.context.x, self.dim, "x", cloud.x)
             shapes["context"] = self.context.x.shape[:-2]
-        return weights.broadcast_axes(shapes)
+        return checks.broadcast_axes(shapes, BETA_HINT)
 
     def logit_bound(self, radius: float | Tensor) -> Tensor:
         if self.is_hardmax:  # scores are compared and not exponentiated

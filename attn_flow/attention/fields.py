@@ -9,8 +9,10 @@ A flow follows P_x F(t, x). It evaluates a field, asks for its jumps, and never 
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_flow.base import checks
 from attn_flow.measures.cloud import Cloud
 
 Velocity = Callable[[float, Tensor], Tensor]  # (t, x) -> one vector per token, x (..., n, d)
@@ -42,7 +45,8 @@ class Field(ABC):
 
     def check_cloud(self, cloud: Cloud) -> torch.Size:
         """Raise ValueError unless the field can move this cloud; returns the batch axes of its drift."""
-        return torch.broadcast_shapes(cloud.x.shape[:-2], *(field.check_cloud(cloud) for field in self.fields))
+        shapes = {f"field {i}": field.check_cloud(cloud) for i, field in enumerate(self.fields)}
+        return checks.broadcast_axes({"x": cloud.x.shape[:-2], **shapes})
 
     def logit_bound(self, radius: float | Tensor) -> Tensor:
         """An upper bound, shape (), on the logits of tokens no longer than `radius`."""
@@ -133,7 +137,7 @@ class Drift(Field):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sum(Field):
-    """F_1 + F_2, made by adding fields."""
+    """F_1 + F_2 + ..., made by adding fields."""
 
     fields: tuple[Field, ...] = ()
 
@@ -141,8 +145,7 @@ class Sum(Field):
         return " + ".join(map(repr, self.fields))
 
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
-        first, second = self.fields
-        return first(t, x, log_weights) + second(t, x, log_weights)
+        return functools.reduce(operator.add, (field(t, x, log_weights) for field in self.fields))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -201,12 +204,14 @@ class Transformed(Field):
         transform: a function of the drift (t, x) -> F(t, x), the time and the tokens.
         name: what it is called in a trajectory.
         needs_euclidean: whether tokens leave the sphere.
+        input_radius: the length of the tokens at which F is evaluated, if the transform fixes it.
     """
 
     field: Field
     transform: Callable[[Velocity, float, Tensor], Tensor]
     name: str
     needs_euclidean: bool = False
+    input_radius: float | None = None
 
     def __repr__(self) -> str:
         return f"{self.name} of {self.field!r}"
@@ -217,6 +222,9 @@ class Transformed(Field):
 
     def with_fields(self, fields: tuple[Field, ...]) -> Field:
         return replace(self, field=fields[0])
+
+    def logit_bound(self, radius: float | Tensor) -> Tensor:
+        return self.field.logit_bound(radius if self.input_radius is None else self.input_radius)
 
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
         return self.transform(lambda s, y: self.field(s, y, log_weights), t, x)

@@ -21,12 +21,13 @@ from attn_flow.base import checks
 
 def pre_norm(field: Field) -> Transformed:
     """x' = A(x / |x|) in R^d: the attention sees normalised tokens, the residual stream is not normalised."""
-    return Transformed(field, lambda A, t, x: A(t, _unit(x)), "pre_norm", needs_euclidean=True)
+    return Transformed(field, lambda A, t, x: A(t, _unit(x)), "pre_norm", needs_euclidean=True, input_radius=1.0)
 
 
 def peri_norm(field: Field) -> Transformed:
     """x' = A / |A| at x / |x|, in R^d: normalisation before and after the attention."""
-    return Transformed(field, lambda A, t, x: _unit(A(t, _unit(x))), "peri_norm", needs_euclidean=True)
+    transform = lambda A, t, x: _unit(A(t, _unit(x)))
+    return Transformed(field, transform, "peri_norm", needs_euclidean=True, input_radius=1.0)
 
 
 def ngpt(field: Field, alpha: float = 1.0) -> Transformed:

@@ -43,26 +43,6 @@ def check_weights(weights: Mapping[str, Tensor | None], dim: int) -> tuple[dict[
     return {**weights, **present}, d
 
 
-def check_tokens(name: str, x: Tensor, d: int, weights: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless tokens have d coordinates and the dtype and device of the weights."""
-    checks.require_shape(name, x, (d,))
-    weight = next((z for key, z in weights.items() if key != "beta"), None)
-    if weight is not None:
-        checks.require_same_device(name, x, "the attention", weight)
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"{name} has dtype {x.dtype}, the attention {weight.dtype}; use attention.to({x.dtype}).")
-
-
-def broadcast_axes(shapes: Mapping[str, torch.Size]) -> torch.Size:
-    """The common leading axes of tensors with these names; ValueError if there are none."""
-    try:
-        return torch.broadcast_shapes(*shapes.values())
-    except RuntimeError:
-        named = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-        hint = "for one beta per batch element pass beta[:, None]"
-        raise ValueError(f"the axes of the batch and the heads do not broadcast ({named}); {hint}.") from None
-
-
 def as_beta(beta: float | Tensor) -> float | Tensor:
     """beta as a float if it is one number without a gradient, or infinite; otherwise as a tensor (..., heads or 1)."""
     checks.require_beta(beta)

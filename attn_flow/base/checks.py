@@ -11,7 +11,7 @@ import difflib
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -85,22 +85,47 @@ def require_floating(name: str, x: Tensor) -> None:
 
 
 def require_tokens(name: str, x: Tensor) -> None:
-    """Raise an error unless x is a finite floating-point tensor (..., n, d) with at least one token in each cloud."""
+    """Raise an error unless x is a floating-point tensor (..., n, d) with at least one token in each cloud."""
     require_floating(name, x)
     if x.ndim < 2 or 0 in x.shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (..., n, d): n >= 1 tokens of dimension d >= 1.")
-    require_finite(name, x)
 
 
-def require_cloud(x: Tensor, weights: Tensor | None, mask: Tensor | None) -> None:
-    """Raise an error unless tokens x (..., n, d), their weights (..., n) and their mask (..., n) are a measure."""
+def require_fit(name: str, x: Tensor, d: int, other_name: str, other: Tensor | None) -> None:
+    """Raise ValueError unless tokens x have d coordinates and the device and dtype of another tensor, if there is one.
+
+    Under autocast the dtypes may differ.
+    """
+    require_shape(name, x, (d,))
+    if other is None:
+        return
+    require_same_device(name, x, other_name, other)
+    if x.dtype != other.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{name} has dtype {x.dtype} and {other_name} {other.dtype}; use {name}.to({other.dtype}).")
+
+
+def broadcast_axes(shapes: Mapping[str, torch.Size], hint: str = "expected equal sizes or 1") -> torch.Size:
+    """The common leading axes of tensors with these names; ValueError with the hint if there are none."""
+    try:
+        return torch.broadcast_shapes(*shapes.values())
+    except RuntimeError:
+        named = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"leading axes do not broadcast ({named}); {hint}.") from None
+
+
+def require_cloud(x: Tensor, weights: Tensor | None, mask: Tensor | None) -> torch.Size:
+    """The batch axes of tokens x (..., n, d), weights (..., n) and mask (..., n); an error if they are no measure."""
     require_tokens("x", x)
+    require_finite("x", x)
+    shapes = {"x": x.shape[:-2]}
     for name, z in (("mask", mask), ("weights", weights)):
         if z is not None:
             require_tensor(name, z)
+            shapes[name] = z.shape[:-1]
             if z.shape[-1:] != x.shape[-2:-1]:
                 raise ValueError(f"{name} has shape {tuple(z.shape)}, expected (..., {x.shape[-2]}) to match x.")
             require_same_device(name, z, "x", x)
+    batch = broadcast_axes(shapes)
     if mask is not None:
         if mask.dtype != torch.bool:
             raise TypeError(f"mask is {mask.dtype}, expected a boolean tensor: True for tokens, False for padding.")
@@ -112,6 +137,7 @@ def require_cloud(x: Tensor, weights: Tensor | None, mask: Tensor | None) -> Non
         require(w.isfinite() & (w >= 0), "weights must be finite and nonnegative; use a mask to hide tokens.")
         is_positive = w > 0 if mask is None else (w > 0) & mask
         require(is_positive.any(-1), "weights are all zero in a cloud; expected a token of positive weight in each.")
+    return batch
 
 
 def require_same_device(name: str, a: Tensor, other_name: str, b: Tensor) -> None:

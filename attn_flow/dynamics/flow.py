@@ -101,7 +101,7 @@ def flow(
         raise ValueError(f"t = {times[-1]:g} takes over {MAX_STEPS:.0e} steps of h = {h:g}; use a larger h.")
     if field.needs_euclidean and not isinstance(geometry, Euclidean):
         raise ValueError("this field changes the length of tokens; use geometry=Euclidean().")
-    cloud = as_cloud(x0) if validate or isinstance(x0, Cloud) else Cloud.unchecked(x0)
+    cloud, summary = as_cloud(x0, "x0", validate), field.summary()
     field, x = prepare(field, cloud, geometry, validate)
     run = Run(field, geometry, cloud, noise, stop, validate)
     saved_times, clouds = [times[0]], [x]
@@ -111,7 +111,7 @@ def flow(
             saved_times.append(now)
             clouds.append(state)
     about: dict[str, Any] = {
-        "field": field.summary(),
+        "field": summary,
         "geometry": type(geometry).__name__,
         "step": method.name,
         "h": None if isinstance(method, Adaptive) else h,

@@ -72,7 +72,7 @@ def linearise(
         >>> result.eigenvalues.real[2:].round(decimals=4)  # after two zeros: all tokens may turn together
         tensor([-1., -1., -1., -1., -1., -1.], dtype=torch.float64)
     """
-    cloud = as_cloud(cloud)
+    cloud = as_cloud(cloud, "cloud")
     if cloud.mask is not None:
         if cloud.x.ndim > 2:
             raise ValueError(f"cloud has shape {tuple(cloud.x.shape)}, expected one cloud (n, d) where it has a mask.")
@@ -169,7 +169,7 @@ def lyapunov(
     checks.require_count(k=k)
     if not 0 <= transient < t:
         raise ValueError(f"transient = {transient}, expected 0 <= transient < t = {t}.")
-    cloud, method = as_cloud(x0), as_method(step)
+    cloud, method = as_cloud(x0, "x0"), as_method(step)
     method = replace(method, merge=False) if isinstance(method, Adaptive) else method
     require_field("field", field)
 
@@ -197,7 +197,8 @@ def lyapunov(
                 total = total + size
             growth.append(2 * total / (t - transient))
     _, early, late = growth
-    return Lyapunov((early + late) / 2, (late - early).abs() / 2, x.to(cloud.x.dtype))
+    exponents, order = ((early + late) / 2).sort(dim=-1, descending=True)
+    return Lyapunov(exponents, ((late - early).abs() / 2).gather(-1, order), x.to(cloud.x.dtype))
 
 
 def _orthonormal(u: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,11 +38,9 @@ class Cloud:
     mask: Tensor | None = None
 
     def __post_init__(self) -> None:
-        checks.require_cloud(self.x, self.weights, self.mask)
-        for z in (self.mask, self.weights):  # their leading axes are a batch of clouds on the same tokens
-            if z is not None and z.ndim >= self.x.ndim:
-                batch = torch.broadcast_shapes(z.shape, self.x.shape[:-1])
-                object.__setattr__(self, "x", self.x.expand(*batch, self.x.shape[-1]))
+        batch = checks.require_cloud(self.x, self.weights, self.mask)
+        if batch != self.x.shape[:-2]:  # the weights or the mask are a batch of clouds on the same tokens
+            object.__setattr__(self, "x", self.x.expand(*batch, *self.x.shape[-2:]))
 
     @classmethod
     def unchecked(cls, x: Tensor, weights: Tensor | None = None, mask: Tensor | None = None) -> Cloud:
@@ -136,9 +134,11 @@ def _scale(beta: float | Tensor, g: Tensor) -> float | Tensor:
     return beta.to(g)[..., None] if isinstance(beta, Tensor) else beta
 
 
-def as_cloud(tokens: Tensor | Cloud, name: str = "x") -> Cloud:
+def as_cloud(tokens: Tensor | Cloud, name: str = "x", validate: bool = True) -> Cloud:
     """A cloud as it is, or a plain tensor (..., n, d) as a cloud of equal weights; `name` is its name in errors."""
     if isinstance(tokens, Cloud):
         return tokens
     checks.require_tokens(name, tokens)
+    if validate:
+        checks.require_finite(name, tokens)
     return Cloud.unchecked(tokens)

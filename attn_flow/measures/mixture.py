@@ -35,6 +35,7 @@ class Mixture:
     weights: Tensor
 
     def __post_init__(self) -> None:
+        checks.require_tensor("weights", self.weights)
         if len(self.components) == 0 or self.weights.shape[-1:] != (len(self.components),):
             raise ValueError(
                 f"weights have shape {tuple(self.weights.shape)} for {len(self.components)} components, "
@@ -77,7 +78,7 @@ class Mixture:
             logits = as_tensor(beta, L)[..., None] * L + log_pi
         return logits.softmax(-1).to(g.dtype)
 
-    def _tilt(self, g: Tensor, beta: float | Tensor) -> tuple[Tensor, Tensor]:
+    def _tilt(self, g: Tensor, beta: float | Tensor) -> Sequence[Tensor]:
         """The components' L_c(g) and log pi_c, each (..., m, components).
 
         They are computed in float64: beta multiplies their differences, which float32 does not resolve when cold.
@@ -87,4 +88,4 @@ class Mixture:
         pi = self.weights.to(g)
         pi = pi / pi.detach().amax(-1, keepdim=True)  # so that the sum cannot overflow
         pi = pi / pi.sum(-1, keepdim=True)
-        return L, pi.log()[..., None, :].expand(L.shape)
+        return torch.broadcast_tensors(L, pi.log()[..., None, :])

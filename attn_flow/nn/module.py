@@ -117,10 +117,6 @@ def parameter_groups(module: nn.Module, weight_decay: float = 0.01) -> list[dict
 
 def require_input(name: str, x: Tensor, dim: int, weight: Any) -> None:
     """Raise an error unless x is a tensor of tokens (..., n, dim) that fits a weight, which may be a quantised one."""
-    checks.require_floating(name, x)
-    if x.ndim < 2 or x.shape[-1] != dim or 0 in x.shape:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, expected (..., n, dim) = (..., n, {dim}), n >= 1.")
-    if isinstance(weight, Tensor) and weight.is_floating_point():
-        checks.require_same_device(name, x, "the layer", weight)
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"{name} has dtype {x.dtype} and the layer {weight.dtype}; use {name}.to({weight.dtype}).")
+    checks.require_tokens(name, x)
+    is_floating = isinstance(weight, Tensor) and weight.is_floating_point()
+    checks.require_fit(name, x, dim, "the layer", weight if is_floating else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any, Self
 
@@ -215,7 +216,8 @@ class ContinuousMultiheadAttention(FlowModule):
         x = query.double()
         y = x if key is query else key.double()
         module = copy.copy(self)  # which does not checkpoint: steps that are computed again would have other weights
-        module.options = replace(self.options, checkpoint=False)
+        hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # run by self
+        vars(module).update({name: OrderedDict() for name in hooks}, options=replace(self.options, checkpoint=False))
         shift, attention = torch.func.functional_call(module, weights, (x, y, y, *options))
         return shift.to(query.dtype), None if attention is None else attention.to(query.dtype)
 

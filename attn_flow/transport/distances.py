@@ -163,12 +163,7 @@ def solve(
         raise ValueError(
             "distances need values, which meta tensors and torch.func transforms do not have; use autograd."
         )
-    shapes = [cloud.probabilities.shape[:-1] for cloud in (first, second)]
-    try:
-        batch = torch.broadcast_shapes(*shapes)
-    except RuntimeError:
-        received = f"a has batch shape {tuple(shapes[0])} and b {tuple(shapes[1])}"
-        raise ValueError(f"{received}, expected shapes that broadcast.") from None
+    batch = checks.broadcast_axes({"a": x.shape[:-2], "b": y.shape[:-2]})
     ground_cost = GroundCost(float(p), cost)
     pairs = [Pair(*arrays, ground_cost) for arrays in zip(*_measures(first, batch), *_measures(second, batch))]
     solutions = [

@@ -33,20 +33,24 @@ def sinkhorn_distance(pair: Pair, rtol: float) -> Solution:
     pair, unit = pair.scaled()
     has_mass_x, has_mass_y = pair.a > 0, pair.b > 0
     masses = Pair(pair.x[has_mass_x], pair.a[has_mass_x], pair.y[has_mass_y], pair.b[has_mass_y], cost)
-    u, v = torch.zeros_like(pair.a.detach()), torch.zeros_like(pair.b.detach())
     points = pair.points()
     diameter = float((points.amax(0) - points.amin(0)).norm())  # or more
     if diameter == 0:  # geomloss raises where all points coincide
-        return Solution(0.0 * pair.x.sum(), 0.0, "sinkhorn", potentials=(u, v))
+        zeros = torch.zeros_like(pair.a), torch.zeros_like(pair.b)
+        return Solution(0.0 * pair.x.sum(), 0.0, "sinkhorn", potentials=zeros)
     for part in BLURS:
-        value, error, u[has_mass_x], v[has_mass_y] = _at_blur(masses, part * diameter, diameter, rtol)
+        value, error, v = _at_blur(masses, part * diameter, diameter, rtol)
         if error <= rtol * value.item():
             break
-    return Solution(value * unit, error * unit, "sinkhorn", potentials=(u * unit * unit, v * unit * unit))
+    x, y = pair.x.detach(), pair.y.detach()
+    u = _c_transform(x, masses.y.detach(), v)  # of all points, those without mass too
+    v = _c_transform(y, x, u).masked_scatter(has_mass_y, v)
+    potentials = (2 * u * unit * unit, 2 * v * unit * unit)
+    return Solution(value * unit, error * unit, "sinkhorn", potentials=potentials)
 
 
-def _at_blur(pair: Pair, blur: float, diameter: float, rtol: float) -> tuple[Tensor, float, Tensor, Tensor]:
-    """The estimate of geomloss at one blur, its error, and potentials that prove the lower bound."""
+def _at_blur(pair: Pair, blur: float, diameter: float, rtol: float) -> tuple[Tensor, float, Tensor]:
+    """The estimate of geomloss at one blur, its error, and half of the potential of y that proves the lower bound."""
     from geomloss import SamplesLoss
 
     settings = {"p": 2, "blur": blur, "scaling": SCALING, "diameter": diameter, "backend": "tensorized"}
@@ -54,18 +58,18 @@ def _at_blur(pair: Pair, blur: float, diameter: float, rtol: float) -> tuple[Ten
     S = SamplesLoss("sinkhorn", **settings)(pair.a, pair.x, pair.b, pair.y)  # an estimate of W_2^2 / 2
     _, g = SamplesLoss("sinkhorn", debias=False, potentials=True, **settings)(a, x, b, y)
     estimate = max(float(S.detach()), 0.0)
-    half_low, half_high, u, v = _bounds(x, a, y, b, g.reshape(b.shape), blur**2, rtol * estimate)
+    half_low, half_high, v = _bounds(x, a, y, b, g.reshape(b.shape), blur**2, rtol * estimate)
     low = math.sqrt(2 * half_low)
     high = max(math.sqrt(2 * max(half_high, 0.0)), low)
     value = min(max(math.sqrt(2 * estimate), low), high)
     gradient = (S - S.detach()) / (value or 1.0)  # zero, with the gradient of sqrt(2 S)
-    return value + gradient, max(high - value, value - low), 2 * u, 2 * v
+    return value + gradient, max(high - value, value - low), v
 
 
 def _bounds(
     x: Tensor, a: Tensor, y: Tensor, b: Tensor, g: Tensor, eps: float, goal: float
-) -> tuple[float, float, Tensor, Tensor]:
-    """Proved bounds of W_2^2 / 2 from any potential g (m,) of y, and the potentials of the lower bound.
+) -> tuple[float, float, Tensor]:
+    """Proved bounds of W_2^2 / 2 from any potential g (m,) of y, and the potential v of the lower bound.
 
     Sinkhorn iterations tighten them until they are within goal / 2 of each other.
     Upper bound: the plan exp((f_i + g_j - C_ij) / eps) a_i b_j, C_ij = |x_i - y_j|^2 / 2, with g lowered until no
@@ -74,7 +78,7 @@ def _bounds(
     """
     log_a, log_b = a.log(), b.log()
     squares = (a @ x.square().sum(-1) + b @ y.square().sum(-1)) / 2
-    lower, upper, best_u, best_v = 0.0, math.inf, torch.zeros_like(a), torch.zeros_like(b)
+    lower, upper, best = 0.0, math.inf, torch.zeros_like(b)
     for iteration in range(ITERATIONS + 1):
         f, _ = _softmin(eps, x, y, log_b + g / eps)
         balanced, _ = _softmin(eps, y, x, log_a + f / eps)
@@ -90,11 +94,11 @@ def _bounds(
             v = _c_transform(y, x, u)
             dual = float(a @ u + b @ v)
             if dual > lower:
-                lower, best_u, best_v = dual, u, v
+                lower, best = dual, v
             if upper - lower <= goal / 2:
                 break
         g = balanced
-    return lower, upper, best_u, best_v
+    return lower, upper, best
 
 
 def _softmin(eps: float, x: Tensor, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,5 +111,5 @@ def _c_transform(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
     """min_j |x_i - y_j|^2 / 2 - g_j, (n,), lowered by what rounding may have added."""
     squares_x, squares_y = x.square().sum(-1), y.square().sum(-1)
     least = (squares_y / 2 - g - x @ y.mT).amin(-1)
-    size = squares_x.max() + squares_y.max() + g.abs().max()
+    size = squares_x + squares_y.max() + g.abs().max()
     return least + squares_x / 2 - 4 * (x.shape[-1] + 2) * torch.finfo(x.dtype).eps * size

@@ -119,6 +119,12 @@ def test_a_context_replaces_the_cloud(generator):
     x, y, w = draw(generator, 5, 3), draw(generator, 8, 3), torch.rand(8, generator=generator, dtype=f64)
     both = A.drift(Cloud(torch.cat([x, y]), torch.cat([torch.zeros(5, dtype=f64), w])))
     torch.testing.assert_close(A.with_context(Cloud(y, w)).drift(x), both[:5])
+    padding, mask = torch.full_like(y[:1], torch.finfo(f64).min), torch.arange(9) < 8
+    padded = Cloud(torch.cat([y, padding]), torch.cat([w, w[:1]]), mask)
+    torch.testing.assert_close(A.with_context(padded).drift(x), both[:5])
+    assert torch.equal(
+        A.matrix(padded)[..., :8], A.matrix(Cloud(padded.zero_padding(padded.x), padded.weights, mask))[..., :8]
+    )
     m, S = draw(generator, 3), torch.eye(3, dtype=f64) / 2
     g = x @ A.G[0].T
     torch.testing.assert_close(A.with_context(Gaussian(m, S)).drift(x), (m + 1.3 * g @ S) @ A.OV[0].T)
@@ -245,8 +251,9 @@ def test_fields_print_what_they_are():
 
 def test_the_logits_of_every_field_are_bounded():
     A = Attention.identity(3, beta=5.0)
-    bounds = [float(field.logit_bound(2.0)) for field in (A, A + Drift(math.sin), pre_norm(A), A.with_beta(math.inf))]
-    assert bounds == [20.0, 20.0, 20.0, 0.0]
+    fields = (A, A + Drift(math.sin), ngpt(A), pre_norm(A), peri_norm(A), A.with_beta(math.inf))
+    # pre_norm and peri_norm evaluate the attention at tokens of length one.
+    assert [float(field.logit_bound(2.0)) for field in fields] == [20.0, 20.0, 20.0, 5.0, 5.0, 0.0]
     assert (A + Drift(math.sin)).not_exchangeable_because == ("Drift(sin), which is not tokenwise",)
 
 
@@ -269,10 +276,24 @@ ONE = Attention.identity(3)
         (lambda: Attention.identity(3, kernel="sparse"), ValueError, "dense"),
         (lambda: Attention.identity(3, beta=math.inf, kind="unnormalised"), ValueError, "hardmax"),
         (lambda: Attention.identity(3, kind="sinkhorn", causal=True), ValueError, "sinkhorn"),
-        (lambda: Attention.identity(3, kernel="near", causal=True), ValueError, "causal=False"),
+        (lambda: Attention.identity(3, kernel="near", causal=True), ValueError, "causal = False"),
         (lambda: Attention.identity(3).drift(torch.zeros(4, 2)), ValueError, r"\(4, 2\)"),
         (lambda: Attention.identity(3).drift(torch.full((4, 3), math.nan)), ValueError, "NaN"),
-        (lambda: Attention(Q=EYE).drift(torch.zeros(4, 3, dtype=f64)), ValueError, "attention.to"),
+        (lambda: Attention(Q=EYE).drift(torch.zeros(4, 3, dtype=f64)), ValueError, "use x.to"),
+        (lambda: ONE.with_context(EYE.double()).drift(EYE), ValueError, "context has dtype torch.float64 and x"),
+        (lambda: Attention.identity(3, kernel="near", kind="sinkhorn"), ValueError, "needs kind = 'softmax'"),
+        (lambda: Attention.identity(3, kernel="near", tolerance=-1.0), ValueError, "tolerance = -1.0"),
+        (
+            lambda: Attention.identity(3, kernel="near").drift(EYE.clone().requires_grad_()),
+            NotImplementedError,
+            "kernel 'near' has no derivatives",
+        ),
+        (
+            lambda: flow(ONE.with_beta(torch.ones(2, 1)) + ONE.with_beta(torch.ones(3, 1)), EYE, 1.0),
+            ValueError,
+            r"field 0 \(2,\), field 1 \(3,\)",
+        ),
+        (lambda: flow(ONE, [[1.0, 0.0, 0.0]], 1.0, validate=False), TypeError, "x0 is a list"),
         (
             lambda: Attention.identity(3, beta=torch.ones(2, 1)).drift(torch.zeros(5, 4, 3)),
             ValueError,
@@ -288,7 +309,7 @@ ONE = Attention.identity(3)
         (lambda: Drift(lambda t, x: None)(0.0, EYE), TypeError, "returned a NoneType"),
         (lambda: Attention(Q=torch.tensor(1.0)), ValueError, r"Q has shape \(\)"),
         (lambda: Attention(Q=torch.zeros(0, 3, 3)), ValueError, "without empty axes"),
-        (lambda: Attention(Q=torch.zeros(2, 3, 3), K=torch.zeros(4, 3, 3)), ValueError, "heads do not broadcast"),
+        (lambda: Attention(Q=torch.zeros(2, 3, 3), K=torch.zeros(4, 3, 3)), ValueError, r"do not broadcast .*Q \(2,\)"),
         (lambda: Attention(Q=torch.zeros(2, 1, 3, 3), K=torch.zeros(4, 1, 3, 3)), ValueError, "do not broadcast"),
         (lambda: Attention(Q=torch.zeros(2, 3, 3), beta=torch.ones(3)), ValueError, r"do not broadcast .*beta \(3,\)"),
         (

@@ -106,6 +106,8 @@ def test_lyapunov_exponents_of_a_linear_flow_and_of_padding(generator):
     mask = torch.tensor([True, False])
     padded = lyapunov(field, Cloud(x0, mask=mask), t=20.0, k=3, geometry=Euclidean(), generator=generator)
     torch.testing.assert_close(padded.exponents, torch.diagonal(M), rtol=0, atol=1e-3)
+    short = lyapunov(field, x0, t=0.1, k=6, geometry=Euclidean(), generator=generator)  # axes are still mixed
+    assert torch.equal(short.exponents, short.exponents.sort(descending=True)[0])
     with pytest.raises(ValueError, match="at most 3"):
         lyapunov(field, Cloud(x0, mask=mask), t=1.0, k=4, geometry=Euclidean())
 

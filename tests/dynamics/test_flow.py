@@ -86,6 +86,8 @@ def test_weights_masks_and_batches(generator, step):
     path = flow(A, Cloud(padded, mask=mask), times, step=step)
     torch.testing.assert_close(path.x[:, mask], flow(A, x0, times, step=step).x, rtol=0, atol=2e-5)
     assert path.cloud(-1).mask is not None
+    batch = flow(A, Cloud(x0[None], torch.stack([w, torch.ones_like(w)])), times, step=step)
+    torch.testing.assert_close(batch.x[:, 0], double, rtol=0, atol=2e-5)
     beta = torch.tensor([[0.5], [4.0]], dtype=f64)
     swept = flow(Attention.identity(3, beta), x0, times, step=step)
     assert swept.x.shape == (3, 2, 12, 3)
@@ -118,6 +120,14 @@ def test_adaptive_steps_cross_a_plateau_by_merging(generator):
     assert "tokens_left" not in apart.about
     with pytest.raises(ValueError, match="causal"):
         flow(Attention.identity(3, causal=True), x0, 1.0, step=Adaptive(merge=True))
+
+
+def test_tokens_that_move_apart_do_not_join_the_tokens_at_the_origin():
+    x0 = torch.tensor([[5.002, 5.002], [5.0021, 5.002], [1e-5, 1e-5], [2e-5, 2e-5]], dtype=f64)
+    field = Drift(lambda t, x: torch.where(x.norm(dim=-1, keepdim=True) < 1, -x, x - 5.0), tokenwise=True)
+    path = flow(field, x0, [0.0, 0.2], geometry=Euclidean(), step=Adaptive(tol=1e-3))
+    assert path.about["tokens_left"] == 3
+    torch.testing.assert_close(path.x[-1, :2], 5 + (x0[:2] - 5) * math.exp(0.2), rtol=0, atol=1e-5)
 
 
 def test_stop_condition_ends_the_path(generator):
@@ -190,10 +200,16 @@ def test_compiled_and_unvalidated_flows(generator):
     torch.testing.assert_close(mapped[0], expected, rtol=0, atol=1e-5)
 
 
+def keep_still(t, x):
+    return torch.zeros_like(x)
+
+
 def test_cold_float32_flows_keep_their_digits(generator):
     x0, A = start(generator, n=60).float(), Attention.identity(3, 2000.0)
     path = flow(A, x0, [0.0, 2.0], h=0.02)
     assert path.x.dtype == torch.float32
+    both = A + Drift(keep_still)
+    assert flow(both, x0, 0.1, h=0.1).about["field"]["name"] == repr(both)
     exact = flow(A, x0.double(), [0.0, 2.0], h=0.02)
     assert float((path.x[-1] - exact.x[-1]).abs().max()) < 1e-5
 

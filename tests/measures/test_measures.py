@@ -78,6 +78,9 @@ def test_cloud_by_its_definition():
         partition = sum(w[j] * torch.exp(2.0 * g[i] @ x[j]) for j in range(6))
         torch.testing.assert_close(cloud.log_partition(g, 2.0)[i], partition.log() / 2)
     assert torch.equal(cloud.filled()[6], cloud.x[0])
+    padded = Cloud(torch.cat([cloud.x[:6], torch.full_like(g[:1], torch.finfo(f64).min)]), cloud.weights, cloud.mask)
+    torch.testing.assert_close(padded.tilted_mean(g, 2.0), cloud.tilted_mean(g, 2.0))
+    torch.testing.assert_close(padded.moments(), cloud.moments())
     assert float(cloud.max_norm) == pytest.approx(float(x.norm(dim=-1).max()))
 
 
@@ -137,7 +140,9 @@ def test_mixture_of_clouds_is_the_joint_cloud():
     mixture = Mixture([Cloud(x), Cloud(y)], torch.tensor([1.0, 3.0], dtype=f64))
     weights = torch.cat([torch.full((4,), 1 / 16, dtype=f64), torch.full((6,), 3 / 24, dtype=f64)])
     joint = Cloud(torch.cat([x, y]), weights)
+    several = Mixture(mixture.components, torch.stack([mixture.weights, mixture.weights.flip(0)]))
     for beta in (0.0, 0.8, 5.0, math.inf):
+        torch.testing.assert_close(several.tilted_mean(g, beta)[0], mixture.tilted_mean(g, beta))
         torch.testing.assert_close(mixture.tilted_mean(g, beta), joint.tilted_mean(g, beta))
         torch.testing.assert_close(mixture.log_partition(g, beta), joint.log_partition(g, beta))
 
@@ -181,6 +186,11 @@ ONE = torch.ones(1, 2)
         (lambda: Gaussian(torch.zeros(2), torch.eye(2)).tilted_mean(ONE, math.inf), ValueError, "cap"),
         (lambda: VonMisesFisher(torch.ones(2), 1.0), ValueError, "unit"),
         (lambda: Mixture([], torch.ones(0)), ValueError, "one weight per component"),
+        (lambda: Mixture([UniformSphere(2)], [1.0]), TypeError, "weights is a list"),
+        (lambda: Cloud(torch.zeros(2, 5, 3), mask=torch.ones(3, 5) > 0), ValueError, r"broadcast .*mask \(3,\)"),
+        (lambda: Cloud(ONE).tilted_mean(torch.ones(1, 3), 1.0), ValueError, r"expected \(\.\.\., m, 2\)"),
+        (lambda: Cloud(ONE).log_partition(ONE.double(), 1.0), ValueError, "use measure.to"),
+        (lambda: VonMisesFisher(ONE[0] / 2**0.5, 1.0).tilted_mean(torch.ones(1, 3), 1.0), ValueError, "m, 2"),
         (lambda: quadrature.circle(1), ValueError, "at least 2"),
     ],
 )

@@ -377,7 +377,7 @@ def test_errors() -> None:
     zero, huge = x.clone(), x.clone()
     zero[1, 2], huge[1, 2] = 0, 1e200
     for tokens, message in (
-        (draw(2, 5, 3), r"x has shape \(2, 5, 3\), expected \(..., n, dim\) = \(..., n, 4\)"),
+        (draw(2, 5, 3), r"x has shape \(2, 5, 3\), expected \(..., 4\)"),
         (draw(4), r"x has shape \(4,\), expected"),
         (x.float(), r"x has dtype torch.float32 and the layer torch.float64; use x.to"),
         (x * math.nan, "x has NaN or infinite entries"),

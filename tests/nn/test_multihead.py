@@ -132,7 +132,10 @@ def test_logits_beyond_float32_are_computed_in_float64(generator: torch.Generato
     y64 = x64 if y is x else y.double()
     expected = copy.deepcopy(multihead).double()(x64, y64, y64)
     rounding = 8 * torch.finfo(x.dtype).eps * float(x.abs().max() + expected[0].abs().max())
-    moved, weights = ContinuousMultiheadAttention.from_multihead(multihead)(x, y, y, **options)
+    once, calls = ContinuousMultiheadAttention.from_multihead(multihead), []
+    once.register_forward_hook(lambda *_: calls.append(1))
+    moved, weights = once(x, y, y, **options)
+    assert len(calls) == 1
     torch.testing.assert_close(moved.double(), expected[0], rtol=0, atol=rounding)
     torch.testing.assert_close(weights.double(), expected[1], rtol=0, atol=rounding)
     ours = ContinuousMultiheadAttention.from_multihead(multihead, steps=2)

@@ -49,6 +49,7 @@ def test_the_bounds_hold_at_any_blur(seed: int, rtol: float) -> None:
     """Weighted clouds of different sizes; a large blur leaves mass that the product plan has to move."""
     x, y = normal(8, 2, seed=seed) - 1.0, normal(6, 2, seed=100 + seed) + 1.0
     a, b = masses(8, seed=200 + seed), masses(6, seed=300 + seed)
+    a, b = (torch.cat([z[:1] + z[-1:], z[1:-1], 0 * z[-1:]]) for z in (a, b))  # the last tokens have no mass
     exact = float(wasserstein(Cloud(x, a), Cloud(y, b)))
     result = solve(Cloud(x, a), Cloud(y, b), method="sinkhorn", rtol=rtol)
     value, error = float(result.value), float(result.error)

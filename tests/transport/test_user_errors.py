@@ -22,7 +22,7 @@ SPHERE = X / X.norm(dim=-1, keepdim=True)
     (lambda: solve(X, X[:0]), r"b has .*\(0, 3\)"),
     (lambda: solve(X[0], X), r"a has .*\(3,\), expected \(\.\.\., n, d\)"),
     (lambda: solve(X, X[:, :2]), r"shapes \(4, 3\) and \(4, 2\), expected the same dimension"),
-    (lambda: solve(X.expand(2, 4, 3), X.expand(3, 4, 3)), r"batch shape \(2,\) and b \(3,\)"),
+    (lambda: solve(X.expand(2, 4, 3), X.expand(3, 4, 3)), r"do not broadcast \(a \(2,\), b \(3,\)"),
     (lambda: solve(X, X, 0.5), "p = 0.5, expected a number from 1 to 200"),
     (lambda: solve(X, X, math.inf), "p = inf"),
     (lambda: solve(X, X, cost="cosine"), "cost = 'cosine', expected one of 'euclidean', 'geodesic'"),
