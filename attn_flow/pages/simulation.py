@@ -119,7 +119,8 @@ def _write(out: Path, numbers: dict[str, Any], paths: list[Trajectory], target: 
         warnings.warn(f"{out} has an earlier run; removed: {', '.join(file.name for file in old)}.", stacklevel=3)
     for file in old:
         file.unlink()
-    bases = (None, None) if target is None else (target.basis, target.terminal.basis if target.terminal else None)
+    predicted = None if target is None or target.spectrum is None else target.spectrum.limit_basis
+    final = None if target is None or target.terminal is None else target.terminal.basis
     for run, path in zip(numbers["runs"], paths):
         name = _file_name(run["beta"])
         path.save(out / f"path_beta_{name}.safetensors")
@@ -129,7 +130,7 @@ def _write(out: Path, numbers: dict[str, Any], paths: list[Trajectory], target: 
                 least = run["w2"].index(min(run["w2"]))
                 title += f": nearest to the predicted limit at $t = {path.t[least]:.3g}$"
             shown = sorted({0, least // 3, least, (least + len(path) - 1) // 2, len(path) - 1})
-            save_figure(clouds_figure(path.t, path.x, shown, *bases, title), out / f"clouds_beta_{name}.png")
+            save_figure(clouds_figure(path.t, path.x, shown, predicted, final, title), out / f"clouds_beta_{name}.png")
     save_figure(simulation_figure(numbers), out / "simulate.png")
     write_page(out / "simulate.html", numbers, [page_clouds(path) for path in paths])
     write_json({**numbers, "versions": versions()}, out / "simulate.json")

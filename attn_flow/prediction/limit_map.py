@@ -171,11 +171,7 @@ class LimitMap:
         """All numbers and words, ready for JSON; None where nothing applies."""
         read = lambda record, *names: {name: getattr(record, name, None) for name in names}
         values = read(self, "case", "reason", "dimension", "power", "exit_rate")
-        values |= read(self.spectrum, "leading", "gap", "index", "frequencies", "basis", "projector")
-        values["limit_basis"] = None
-        if self.spectrum is not None:  # where tokens go within E: at a Jordan block to a smaller subspace
-            U, sizes, _ = torch.linalg.svd(self.spectrum.direction)
-            values["limit_basis"] = U[:, sizes > 1e-6 * sizes[0]]
+        values |= read(self.spectrum, "leading", "gap", "index", "frequencies", "basis", "limit_basis", "projector")
         values |= read(self.rates, "g", "kappa", "tail", "C")
         values |= {f"rate_w{p}": None if self.rates is None else self.rates.decay(p) for p in (1, 2)}
         values |= read(self.terminal, "keeps_E", "width")
@@ -251,7 +247,7 @@ def _limit(attention: Attention, tol: float) -> LimitMap:
     power = None
     if main.case == "jordan" and not main.frequencies:
         # Tokens are 1/t from their limits, and a share t^{-rank} of the mass still crosses between limits.
-        power = min(1.0, int(torch.linalg.matrix_rank(main.direction, rtol=tol)) / 2)
+        power = min(1.0, main.limit_basis.shape[1] / 2)
     reason = f"the largest real part of the eigenvalues of M = V G is {main.leading:.6g}, with dim E = {main.dimension}"
     reason += f", and the next is lower by {main.gap:.3g}" if main.gap < math.inf else ""
     return LimitMap(main.case, reason, attention, main, concentration_rates(W, N, tol), power, phase)

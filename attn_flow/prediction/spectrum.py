@@ -56,6 +56,12 @@ class Spectrum:
         """The dimension k of E."""
         return self.basis.shape[1]
 
+    @property
+    def limit_basis(self) -> Tensor:
+        """An orthonormal basis of the image of `direction`: E, or at a Jordan block the part of E where tokens go."""
+        U, sizes, _ = torch.linalg.svd(self.direction)
+        return U[:, sizes > 1e-6 * sizes[0]]
+
 
 def spectrum(M: Tensor, tol: float = 1e-6) -> Spectrum:
     """The leading spectral subspace of a real matrix (d, d).

@@ -9,7 +9,7 @@ import torch
 from attn_flow import Attention, Trajectory, flow, limit
 from attn_flow.pages.figures import simulation_figure
 from attn_flow.pages.simulation import run_simulation
-from attn_flow.pages.simulation_page import TIMES, TOKENS, page_clouds
+from attn_flow.pages.simulation_page import TIMES, TOKENS, page_clouds, write_page
 from attn_flow.prediction import starting_cloud
 
 SCRIPT = """
@@ -71,11 +71,14 @@ def test_beyond_three_dimensions_the_page_has_curves_alone(tmp_path):
     eye = torch.eye(4, dtype=torch.float64)
     attention = Attention.from_matrices(eye * torch.tensor([3.0, 1, 1, 1]), eye)
     run_simulation(attention, [10.0], starting_cloud(4, 20), [1.0], 0.1, out=tmp_path)
-    page = (tmp_path / "simulate.html").read_text()
-    data = json.loads(page.split("const data = ")[1].split(";</script>")[0])
+    data = page_data(tmp_path / "simulate.html")
     assert data["runs"][0]["clouds"] is None
     assert data["basis"] == []
     assert "two and three dimensions" in data["lead"]
+
+
+def page_data(page):
+    return json.loads(page.read_text().split("const data = ")[1].split(";</script>")[0])
 
 
 CASES = {
@@ -86,7 +89,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_prediction_is_drawn(case) -> None:
+def test_the_prediction_is_drawn(case, tmp_path) -> None:
     G, V = (torch.tensor(A, dtype=torch.float64) for A in CASES[case])
     numbers = run_simulation(Attention.from_matrices(G, V), [5.0, 50.0], starting_cloud(2, 60), [8.0], 0.2)
     first, *others = simulation_figure(numbers).axes
@@ -94,6 +97,9 @@ def test_the_prediction_is_drawn(case) -> None:
     assert ("c_2" in labels) == (case in ("fixed", "width"))
     assert ("t^{-0.5}" in labels) == (case == "jordan")
     assert ("min" in labels) == (case == "fixed")
+    write_page(tmp_path / "page.html", numbers, [None, None])
+    (direction,) = page_data(tmp_path / "page.html")["basis"]  # two points, also at a Jordan block
+    assert [abs(v) for v in direction] == pytest.approx([1, 0, 0])
     if case == "width":  # the width that is predicted is the one that is drawn
         target = limit(Attention.from_matrices(G, V))
         assert list(others[0].lines[1].get_ydata()) == pytest.approx([target.width(b) for b in (5.0, 50.0)])
