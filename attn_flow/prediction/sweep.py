@@ -96,15 +96,14 @@ class Sweep:
         table.writerows(self.rows)
         write_bytes(text.getvalue().encode(), path)
 
-    def plot(self, against: str | None = None) -> Figure:
-        """The least W2 and its time against one axis of the grid, by default the first with several values.
+    def plot(self) -> Figure:
+        """The least W2 and its time against the first axis of the grid with several values.
 
         There is one line for every combination of the other axes, with bars for the standard deviation over seeds and
         dashes for predicted times. It needs matplotlib.
         """
         varied = [name for name in AXES[:-1] if len(self.values(name)) > 1]
-        against = against or (varied or ["beta"])[0]
-        checks.require_choice("against", against, AXES[:-1])
+        against = (varied or ["beta"])[0]
         lines: dict[str, list[list[dict[str, Any]]]] = {}  # label: the rows at every value
         for row in self.rows:
             label = ", ".join(f"{name} {row[name]}" for name in varied if name != against)
