@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,15 +56,11 @@ def what_was_learned(stack: DeepStack, task: Task, seed: int = 0) -> Learned:
 def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: Tensor | None) -> dict[str, Any]:
     """The numbers of a layer with clouds (T, batch, n, d); W2 only where the weights have a certified limit."""
     target = limit(attention.to(torch.float64))
+    about = target.as_dict()
     start, end = (Cloud(x, mask=mask) for x in (path[0], path[-1]))
     numbers: dict[str, Any] = {
         "beta": torch.as_tensor(attention.beta).reshape(-1).expand(attention.heads).tolist(),
-        "limit": {
-            "case": target.case,
-            "dimension": target.dimension,
-            "rate": None if target.rates is None else target.rates.decay(),
-            "reason": target.reason,
-        },
+        "limit": {name: about[name] for name in ("case", "dimension", "rate_w2", "reason")},
         "clusters": {name: float(count_clusters(x).double().mean()) for name, x in (("start", start), ("end", end))},
         "w2": None,
     }
@@ -76,9 +71,8 @@ def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: T
         curve = w2_curve(Trajectory(t, path.double(), None, mask), target)
     except ValueError as failure:  # tokens without a certified limit
         return numbers | {"w2_missing": str(failure)}
-    w2, error = curve.mean(-1), float(curve[-1].std() / math.sqrt(curve.shape[1]))
-    numbers["w2"] = {"start": float(w2[0]), "end": float(w2[-1]), "standard_error": error, "curve": w2.tolist()}
-    return numbers
+    w2 = curve.mean(-1).tolist()
+    return numbers | {"w2": {"start": w2[0], "end": w2[-1], "curve": w2}}
 
 
 def count_clusters(cloud: Cloud) -> Tensor:
