@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_flow.probe import findings
 from attn_flow.probe.findings import Finding, Interval, bootstrap, correlation, span, with_interval
-from attn_flow.probe.recording import RESOLUTION, Heads, Recording, explained
+from attn_flow.probe.recording import MEASURED_TEXTS, RESOLUTION, Heads, Recording, explained
 from attn_flow.probe.sampling import (
     decay_exponent,
     gaussian_exponent,
@@ -31,7 +31,7 @@ from attn_flow.probe.sampling import (
 
 HEAD_SHARE = 0.1  # of heads at the mean-field rate, from which the verdict is "partly"
 PERMUTATIONS = 1000
-TEXTS, QUERIES, DRAWS = 16, 64, 16  # texts, queries of a text, and samples of each size
+QUERIES, DRAWS = 64, 16  # queries of a text, and samples of each size
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +124,8 @@ def compare_predictions(columns: dict[str, Tensor], seed: int) -> dict[str, Any]
 def measure_averaging(
     recording: Recording, generator: torch.Generator, *, progress: Callable[[float], None] = lambda share: None
 ) -> Averaging:
-    """Measure the errors of attention over random keys on the first TEXTS texts; `progress` gets the share done."""
-    recording, texts = recording.first(TEXTS), []
+    """Measure the errors of attention over random keys on the first texts; `progress` gets the share done."""
+    recording, texts = recording.first(MEASURED_TEXTS), []
     for text in range(recording.texts):
         rows = [_measure_text(recording, layer, text, generator) for layer in range(recording.layers)]
         texts.append([torch.stack(column) for column in zip(*rows)])

@@ -28,7 +28,6 @@ TEXTS = 8  # through depth by default
 LAYER_TEXTS = 4  # for R2 layer by layer, which differs little between texts
 
 CURVES = ("foreign_queries", "own_attention", "keys", "top_tokens", "random_clusters", "random_tokens")  # at every K
-REFERENCES = ("own_attention", "top_k_oracle", "low_rank")  # see the text's own attention
 SINGLE_BASELINES = ("top_tokens_and_rest", "leverage_sample", "pivoted_cholesky")
 BASELINES = (*CURVES[2:], *SINGLE_BASELINES)  # to be beaten
 SINGLE = ("foreign_queries_fitted", *SINGLE_BASELINES, "top_k_oracle", "low_rank")  # at the middle K
@@ -95,7 +94,6 @@ class Clusters:
             "curve": self._curve(),
             "sizes": sizes,
             "sizes_that_beat_every_baseline": better,
-            "best_baseline": BASELINES[int(self.w2[rows, len(sizes) // 2].mean(-1).nan_to_num(torch.inf).argmin())],
             "w2_goal": W2_GOAL,
             "clusters_for_w2_goal": needed,
             "share_of_tokens": size / n,

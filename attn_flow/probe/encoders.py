@@ -45,8 +45,6 @@ def record_encoder(
     names, ids, special = path.labels.get("token"), path.labels.get("id"), path.labels["special"]
     levels = [[x[level, t][mask[t]] for t in indices] for level in range(2 * L + 1)]
     digest = hashlib.sha256(str([(ids[t] if ids else None, special[t]) for t in indices]).encode())
-    for tokens in [] if ids else levels[0]:
-        digest.update(tokens.cpu().numpy().tobytes())
     return Recording(
         attentions=scaled,
         windows=[block.window for block in layers],

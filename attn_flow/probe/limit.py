@@ -73,7 +73,6 @@ class LimitApproach:
             "percent_of_distance": 100 * made,
             "percent_of_flow": 100 * expected,
             "fraction": torch.where(expected > 0, made / expected, torch.nan),
-            "mean_fraction": share,
         }
         unbeaten = [name.replace("_", " ") for name, draws in shifted.items() if (own.mean() <= draws).any()]
         if global_p > LEVEL:
@@ -112,7 +111,7 @@ def sequential_p(own: float, draws: Tensor) -> float:
     return (1 + len(exceeding)) / (1 + len(draws))
 
 
-def holm(p_values: Sequence[float], level: float = LEVEL) -> list[int]:
+def holm(p_values: Sequence[float]) -> list[int]:
     """Indices of the hypotheses that Holm's procedure rejects.
 
     Example:
@@ -121,7 +120,7 @@ def holm(p_values: Sequence[float], level: float = LEVEL) -> list[int]:
     """
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     passed = 0
-    while passed < len(order) and p_values[order[passed]] * (len(order) - passed) <= level:
+    while passed < len(order) and p_values[order[passed]] * (len(order) - passed) <= LEVEL:
         passed += 1
     return sorted(order[:passed])
 

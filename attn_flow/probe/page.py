@@ -56,6 +56,7 @@ def write_page(
         "answer": f"{ANSWERS[averaging.verdict]}: {averaging.numbers['where']}." if averaging.verdict else undecided,
         "mean_length": round(about.tokens / about.texts),
         "evolution": evolution.text,
+        "cut": f"{about.truncated} were cut to {about.max_length} tokens" if about.truncated else "none was cut",
         "too_short": len(about.skipped),
         "unknown": f"{about.unknown_share:.1%}",
         "most_unexplained": f"{max(about.unexplained, default=0):.1e}",

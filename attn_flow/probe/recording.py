@@ -20,6 +20,7 @@ from attn_flow.hooks.inputs import batches
 from attn_flow.hooks.positions import Positions
 from attn_flow.hooks.wrapping import scale_beta
 
+MEASURED_TEXTS = 16  # of the questions about averaging, temperature and depth; more do not change the means
 MIN_TOKENS = 16  # a shorter text has too few keys to sample from
 RESOLUTION = 1e-10  # squares below this multiple of the squared output are rounding
 
@@ -137,9 +138,21 @@ class Recording:
     def heads(self, layer: int, text: int, x: Tensor | None = None) -> Heads:
         """A text as the heads of a layer see it; or other tokens x (n, d) in its place."""
         x = self.states[layer][text] if x is None else x
-        return read_heads(self.attentions[layer], x, self.special[text], self.windows[layer], self.positions[layer])
+        attention, window, positions = self.attentions[layer], self.windows[layer], self.positions[layer]
+        H, i = attention.heads, torch.arange(len(x), device=x.device)
+        beta = torch.as_tensor(attention.beta, dtype=torch.float64).to(x).expand(H)[:, None]
+        queries, keys, values = (_project(x, H, weight) for weight in (attention.Q, attention.K, attention.V))
+        if attention.query_bias is not None:
+            queries = queries + attention.query_bias[:, None]
+        if positions is not None:
+            queries, keys = positions.queries(queries, beta), positions.keys(keys)
+        output = torch.eye(attention.dim).to(x).expand(H, -1, -1) if attention.O is None else attention.O
+        visible = None if window is None or len(x) - 1 <= window else (i[:, None] - i).abs() <= window
+        if attention.causal:
+            visible = (i[:, None] >= i) if visible is None else visible & (i[:, None] >= i)
+        return Heads(beta[..., None] * queries, keys, values, output, attention.value_bias, self.special[text], visible)
 
-    def explained(self, predict: Predict) -> Tensor:
+    def explained_by_layer(self, predict: Predict) -> Tensor:
         """R2 of a prediction of what attention adds, against each text's mean output, (layers, texts)."""
         R2 = lambda layer, t: explained(predict(self.heads(layer, t), layer, t), self.outputs[layer][t])
         return torch.stack([torch.stack([R2(layer, t) for t in range(self.texts)]) for layer in range(self.layers)])
@@ -149,37 +162,6 @@ class Recording:
         states, outputs = ([level[:texts] for level in levels] for levels in (self.states, self.outputs))
         special, tokens, indices = self.special[:texts], self.tokens[:texts], self.indices[:texts]
         return replace(self, states=states, outputs=outputs, special=special, tokens=tokens, indices=indices)
-
-
-def read_heads(
-    attention: Attention,
-    x: Tensor,
-    special: Tensor | None = None,
-    window: int | None = None,
-    positions: Positions | None = None,
-) -> Heads:
-    """Queries, keys and values of one text x (n, d) under an attention.
-
-    Example:
-        >>> heads = read_heads(Attention.identity(2, beta=3.0), torch.eye(2))
-        >>> heads.logits
-        tensor([[[3., 0.],
-                 [0., 3.]]])
-    """
-    n, device, H = len(x), x.device, attention.heads
-    beta = torch.as_tensor(attention.beta, dtype=torch.float64).to(x).expand(H)[:, None]
-    queries, keys, values = (_project(x, H, weight) for weight in (attention.Q, attention.K, attention.V))
-    if attention.query_bias is not None:
-        queries = queries + attention.query_bias[:, None]
-    if positions is not None:
-        queries, keys = positions.queries(queries, beta), positions.keys(keys)
-    output = torch.eye(attention.dim).to(x).expand(H, -1, -1) if attention.O is None else attention.O
-    i = torch.arange(n, device=device)
-    visible = None if window is None or n - 1 <= window else (i[:, None] - i).abs() <= window
-    if attention.causal:
-        visible = (i[:, None] >= i) if visible is None else visible & (i[:, None] >= i)
-    special = torch.zeros(n, dtype=torch.bool, device=device) if special is None else special
-    return Heads(beta[..., None] * queries, keys, values, output, attention.value_bias, special, visible)
 
 
 def _project(x: Tensor, heads: int, weight: Tensor | None) -> Tensor:

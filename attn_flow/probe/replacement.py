@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -26,38 +27,37 @@ if TYPE_CHECKING:
 GEOMLOSS_RTOL = 0.2  # what geomloss may leave unproved: in hundreds of dimensions its bound is wide, its value good
 
 
-class Passes(NamedTuple):
-    """What an encoder makes of texts: tokens after the last block, [text] (n, d), and unit embeddings (texts, d)."""
-
-    outputs: list[Tensor]
-    embeddings: Tensor
-
-
 @dataclass(frozen=True, eq=False)
-class Replacement:
-    """An encoder on the texts of a recording, run once as it is; see `prepare_replacement`."""
+class Passes:
+    """What an encoder makes of the texts of a recording, as it is or with its attention replaced."""
 
     recording: Recording
-    true: Passes  # of the encoder itself
-    between: float  # the mean W2 between the outputs of different texts, the unit of distances; NaN if there is none
+    outputs: list[Tensor]  # tokens after the last block, [text] (n, d)
+    embeddings: Tensor  # (texts, d), unit vectors
+
+    @cached_property
+    def between(self) -> float:
+        """The mean W2 between the outputs of different texts, the unit of distances; NaN if there is none."""
+        pairs = zip(self.outputs, self.outputs[1:] + self.outputs[:1])
+        return sum(w2(a, b) for a, b in pairs) / len(self.outputs) or torch.nan  # one text, or equal texts
 
     def compare(self, predict: Predict) -> tuple[Tensor, Tensor]:
-        """W2 to the encoder's own output in units of `between`, and the cosine of the embeddings, (texts,) each."""
+        """With attention replaced, W2 to these outputs in units of `between`, and the cosine of the embeddings.
+
+        Both are (texts,).
+        """
         passes = run(self.recording, predict)
-        distances = torch.tensor([w2(a, b) for a, b in zip(passes.outputs, self.true.outputs)], dtype=torch.float64)
-        return distances / self.between, (passes.embeddings * self.true.embeddings).sum(-1).double().cpu()
+        distances = torch.tensor([w2(a, b) for a, b in zip(passes.outputs, self.outputs)], dtype=torch.float64)
+        return distances / self.between, (passes.embeddings * self.embeddings).sum(-1).double().cpu()
 
 
-def prepare_replacement(recording: Recording) -> Replacement:
-    """Run a recorded encoder as it is, and measure the distances between different texts."""
-    true = run(recording, None)
-    pairs = zip(true.outputs, true.outputs[1:] + true.outputs[:1])
-    between = sum(w2(a, b) for a, b in pairs) / len(true.outputs) or torch.nan  # one text, or equal texts
-    return Replacement(recording, true, between)
+def prepare_replacement(recording: Recording) -> Passes:
+    """A recorded encoder, run as it is to be compared with replaced attention."""
+    return run(recording, None)
 
 
-def w2(x: Tensor, y: Tensor, method: str = "auto") -> float:
-    """W2 between two clouds of tokens: "exact", by "geomloss", or "auto": exact on a CPU, geomloss on other devices.
+def w2(x: Tensor, y: Tensor) -> float:
+    """W2 between two clouds of tokens: exact on a CPU, by geomloss on other devices.
 
     Where geomloss cannot prove its distance to 20%, as for clouds that are equal but for rounding, it is exact.
 
@@ -65,7 +65,7 @@ def w2(x: Tensor, y: Tensor, method: str = "auto") -> float:
         >>> w2(torch.zeros(3, 2), torch.tensor([[3.0, 4.0]]).expand(3, 2))
         5.0
     """
-    if method == "geomloss" or (method == "auto" and x.device.type != "cpu"):
+    if x.device.type != "cpu":
         try:
             return float(wasserstein(x, y, method="sinkhorn", rtol=GEOMLOSS_RTOL))
         except CertificateError:
@@ -73,6 +73,7 @@ def w2(x: Tensor, y: Tensor, method: str = "auto") -> float:
     x, y = x.cpu(), y.cpu()
     if len(x) != len(y):
         return float(wasserstein(x, y))
+    # `wasserstein` proves its error, which takes 20 times longer.
     cost = torch.cdist(x.double(), y.double()).square().numpy()
     return float(cost[linear_sum_assignment(cost)].mean() ** 0.5)
 
@@ -94,7 +95,7 @@ def run(recorded: Recording, predict: Predict | None) -> Passes:
             last = level if last is None or last.shape != level.shape else last
             outputs += [level[row][mask[row]] for row in rows]
             embeddings += [last[row][mask[row]].mean(0) for row in rows]
-    return Passes(outputs, nn.functional.normalize(torch.stack(embeddings), dim=-1))
+    return Passes(recorded, outputs, nn.functional.normalize(torch.stack(embeddings), dim=-1))
 
 
 @contextmanager
@@ -123,8 +124,8 @@ def _replace_outputs(
             stack.callback(block.attn.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(block[layout.emit or layout.attn].register_forward_hook(leave).remove)
             for linear in {block[path] for path in (layout.q, layout.k, layout.v, layout.o)}:
-                # What it would compute is thrown away, unless positions are read from it.
-                if type(linear) is nn.Linear and layout.score_terms is None:
+                # What it would compute is thrown away, unless positions are read from it or accelerate loads it.
+                if type(linear) is nn.Linear and layout.score_terms is None and "forward" not in vars(linear):
                     zeros = lambda x, width=linear.out_features: x.new_zeros(*x.shape[:-1], width)
                     vars(linear)["forward"] = zeros
                     stack.callback(delattr, linear, "forward")

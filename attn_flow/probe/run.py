@@ -119,7 +119,9 @@ class ProbeRun:
         own = list(STAGES)[self.world.rank :: self.world.count]
         total = sum(STAGES[name][0] for name in own)
         threads, is_stopped = torch.get_num_threads(), Event()
-        workers = min(WORKERS, threads)
+        # DeBERTa's positions are read from modules that are changed while the model runs at another temperature.
+        reads_model = any(p is not None and p.terms is not None for p in self.recording.positions)
+        workers = 1 if reads_model and self.about.beta_factor != 1 else min(WORKERS, threads)
 
         def measure(name: str) -> Any:
             done = 0.0
@@ -244,7 +246,7 @@ def check_weights(model: nn.Module, recording: Recording) -> list[float]:
 
     A layer that computes something else is a ValueError, unless its architecture has positions that cannot be read.
     """
-    unexplained = (1 - recording.first(2).explained(exact)).nan_to_num(0.0).amax(-1).clamp(min=0).tolist()
+    unexplained = (1 - recording.first(2).explained_by_layer(exact)).nan_to_num(0.0).amax(-1).clamp(min=0).tolist()
     for layer, (share, block) in enumerate(zip(unexplained, blocks(model))):
         if share > UNEXPLAINED and (block.knows_positions or not block.positions):
             raise ValueError(

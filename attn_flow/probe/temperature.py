@@ -15,11 +15,9 @@ from attn_flow.measures.cloud import Cloud
 from attn_flow.measures.gaussian import Gaussian
 from attn_flow.measures.mixture import Mixture
 from attn_flow.probe.findings import DESCRIPTIONS, Finding, rank_correlation
-from attn_flow.probe.recording import Heads, Recording, explained
+from attn_flow.probe.recording import MEASURED_TEXTS, Heads, Recording, explained
 from attn_flow.probe.sampling import head_rows, logit_sd
 from attn_flow.theory.random_energy import PHASES, phase, thresholds
-
-TEXTS = 16  # as for the exponents
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +70,7 @@ class Temperature:
 @torch.no_grad()
 def measure_temperature(recording: Recording) -> Temperature:
     """Measure the temperature of every head and the descriptions of its output on the first texts."""
-    recording = recording.first(TEXTS)
+    recording = recording.first(MEASURED_TEXTS)
     columns, tokens = [], []
     for text in range(recording.texts):
         layers = [recording.heads(layer, text) for layer in range(recording.layers)]

@@ -11,9 +11,8 @@ from torch import Tensor
 from attn_flow.base.processes import limit_threads
 from attn_flow.observe.quantities import effective_rank
 from attn_flow.probe.findings import Finding, Reading, bootstrap
-from attn_flow.probe.recording import Recording, directions
+from attn_flow.probe.recording import MEASURED_TEXTS, Recording, directions
 
-TEXTS = 16  # whose clouds are measured; more do not change the means
 SHOWN_TEXTS = 4  # in the view of tokens
 WEIGHTS = 600_000  # attention weights kept, all of the first text
 
@@ -30,7 +29,9 @@ class Evolution:
         """Whether tokens gather, or only gain a direction that all of them share."""
         means = {name: value.mean(-1) for name, value in vars(self).items()}
         change = {name: bootstrap(value[-1] - value[0], seed) for name, value in vars(self).items()}
-        if change["centred_cosine"].low > 0.05:
+        if change["cosine"].low.isnan():
+            text = "One text does not say how tokens change through depth"
+        elif change["centred_cosine"].low > 0.05:
             text = "Tokens gather through depth"
         elif change["effective_rank"].high < -0.1 * means["effective_rank"][0]:
             text = "The cloud loses dimensions through depth"
@@ -48,7 +49,7 @@ def measure_evolution(recording: Recording) -> Evolution:
     rows = []
     with limit_threads(1):
         for level in recording.states:
-            clouds = [directions(x) for x in level[:TEXTS]]
+            clouds = [directions(x) for x in level[:MEASURED_TEXTS]]
             centred = [directions(x - x.mean(0)) for x in clouds]
             ranks = [float(effective_rank(x)) for x in clouds]
             rows.append([[_mean_cosine(x) for x in clouds], [_mean_cosine(x) for x in centred], ranks])

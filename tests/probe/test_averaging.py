@@ -19,7 +19,7 @@ from attn_flow.probe.averaging import (
 )
 from attn_flow.probe.encoders import record_encoder
 from attn_flow.probe.findings import Interval
-from attn_flow.probe.recording import Heads, Recording, read_heads
+from attn_flow.probe.recording import Heads, Recording
 from attn_flow.probe.sampling import (
     decay_exponent,
     gaussian_exponent,
@@ -218,9 +218,11 @@ def test_the_continuation_of_a_text_that_repeats_itself_explains_all():
     special = torch.tensor([True] + 40 * [False] + [True])
     ends = torch.randn(2, 6, generator=seeded(4), dtype=torch.float64)
     repeated = torch.cat([ends[:1], x, x, ends[1:]])
-    heads = read_heads(A, repeated, special)
+    short = torch.tensor([True] + 15 * [False] + [True])
+    clouds = [repeated, torch.cat([ends[:1], x[:15], ends[1:]])]
+    recording = recording_of([A], clouds, [special, short])
+    heads, shorter = recording.heads(0, 0), recording.heads(0, 1)
     assert float(explained_by(heads, heads)) == pytest.approx(1.0)
-    shorter = read_heads(A, torch.cat([ends[:1], x[:15], ends[1:]]), torch.tensor([True] + 15 * [False] + [True]))
     predicted, true = [], []
     for i in range(1, 21):
         weight = lambda y, i=i: math.exp(0.7 * float(repeated[i] @ y))
@@ -242,7 +244,7 @@ def test_the_rule_of_the_verdict():
 def test_few_texts_have_no_verdict():
     few = measure_averaging(exchangeable(0.05, texts=1), seeded()).finding()
     assert few.verdict is None
-    assert "No verdict from 1 texts" in few.text
+    assert "No verdict: 1 of the 8 texts that one needs" in few.text
     assert few.numbers["exponent"][0] == pytest.approx(0.5, abs=0.15)
     assert few.numbers["exponent_low"] == [None, None]
     assert few.numbers["other_text"] == [None, None]

@@ -54,7 +54,7 @@ def test_shapes_and_order(measured):
 def test_numbers_are_plain_and_complete(measured):
     finding = measured.finding()
     assert finding.verdict is None
-    assert "3 texts" in finding.text
+    assert "3 of the 8 texts" in finding.text
     curve = finding.numbers["curve"]
     assert set(curve) == set(METHODS)
     entry = curve["foreign_queries"]["8"]
@@ -87,9 +87,13 @@ def test_it_depends_on_the_generator_alone():
 
 def test_explained_is_against_the_mean_output():
     recording = prepare(2, 24)
-    mean = recording.explained(lambda heads, layer, text: recording.outputs[layer][text].mean(0).expand(heads.n, -1))
+    mean = recording.explained_by_layer(
+        lambda heads, layer, text: recording.outputs[layer][text].mean(0).expand(heads.n, -1)
+    )
     torch.testing.assert_close(mean, torch.zeros(6, 2, dtype=torch.float64), rtol=0, atol=1e-6)
-    torch.testing.assert_close(recording.explained(exact), torch.ones(6, 2, dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        recording.explained_by_layer(exact), torch.ones(6, 2, dtype=torch.float64), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["DeBERTa", "T5 encoder", "ViT", "torch pre-norm"])

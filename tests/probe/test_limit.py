@@ -16,8 +16,6 @@ from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.prediction import spectrum
 from attn_flow.probe.limit import LimitApproach, holm, measure_limit, sequential_p
 from attn_flow.probe.limit_flow import leading_subspace
-from attn_flow.probe.replacement import w2
-from attn_flow.transport import solve
 
 
 def small_recording(generator: torch.Generator, tied: bool = False, texts: int = 3, n: int = 12, d: int = 4):
@@ -129,7 +127,8 @@ def test_a_system_of_the_theorem_is_supported(d, horizon):
     finding = measure(theorem_system(1, d, horizon, n=200), horizon=horizon, steps=8).finding()
     assert finding.verdict == "supported"
     assert finding.numbers["global_p"] <= 0.015
-    assert 0.35 <= finding.numbers["mean_fraction"] <= 1.5  # the horizon is part of the unit; the flow never rests
+    layer, flow = (sum(finding.numbers[f"percent_of_{name}"]) for name in ("distance", "flow"))
+    assert 0.35 <= layer / flow <= 1.5  # the horizon is part of the unit; the flow never rests
     assert finding.numbers["rivals"]["permuted_heads"] is None  # one head
     assert finding.numbers["rivals"]["other_layers"] is None  # the layers share their weights
 
@@ -183,7 +182,7 @@ def test_few_texts_have_no_verdict(generator):
     recording = small_recording(generator)
     finding = measure(recording, rotations=19).finding()
     assert finding.verdict is None
-    assert "3 texts" in finding.text
+    assert "3 of the 8 texts" in finding.text
 
 
 def test_numbers_are_plain_and_records_can_be_kept(generator, tmp_path):
@@ -214,15 +213,6 @@ def test_false_laws_keep_the_shapes_of_the_weights(generator):
     recording = small_recording(generator)
     for change in (permuted_heads, untrained):
         assert [A.Q.shape for A in change(recording, generator).attentions] == [A.Q.shape for A in recording.attentions]
-
-
-def test_geomloss_agrees_with_exact_transport_within_its_bound(generator):
-    x, y = (torch.nn.functional.normalize(torch.randn(60, 8, generator=generator), dim=-1) for _ in range(2))
-    y = y + 0.5
-    bound = float(solve(x, y, method="sinkhorn", rtol=0.2).error)
-    assert abs(w2(x, y, "geomloss") - w2(x, y, "exact")) <= bound + 1e-6
-    assert w2(x, y, "auto") == w2(x, y, "exact")
-    assert w2(x, x, "geomloss") == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -138,5 +138,7 @@ def test_one_text_has_a_page(tmp_path) -> None:
     from attn_flow.probe import probe
 
     result = probe(*tiny_bert(), ["a b c d e f g h i j " * 2])
-    assert "nan" not in result.report(tmp_path).read_text().split("<script>")[0].lower().replace("finance", "")
+    page = result.report(tmp_path).read_text().split("<script>")[0]
+    assert "nan" not in page.lower().replace("finance", "")
+    assert "none was cut, 0 left out" in page
     assert {finding.verdict for finding in result.findings.values()} == {None}

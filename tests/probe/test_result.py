@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attn_flow.probe import ProbeResult
+from attn_flow.probe.clusters import BASELINES
 from attn_flow.probe.findings import QUESTIONS, bootstrap, span
 from attn_flow.probe.tokens import Evolution
 
@@ -89,7 +90,8 @@ def test_the_table_has_values_with_intervals_and_the_best_baseline(result) -> No
     b = sorted(zip(*(averaging[key] for key in ("exponent", "exponent_low", "exponent_high"))))
     least, most = (f"{mean:.2f} ({low:.2f} to {high:.2f})" for mean, low, high in (b[0], b[-1]))
     phases = temperature["phases"]
-    needed, best = clusters["clusters_for_w2_goal"], clusters["best_baseline"]
+    needed = {name: size for name, size in clusters["clusters_for_w2_goal"].items() if size is not None}
+    best = min((name for name in BASELINES if name in needed), key=needed.get)
     agreement, rotated = (sum(limit[key]) / 6 for key in ("agreement", "rotated"))
     others = {"rotated weights": rotated, **{key.replace("_", " "): z for key, z in limit["rivals"].items()}}
     rival = max(others, key=others.get)
@@ -134,6 +136,8 @@ def test_a_common_direction_is_not_called_gathering(centred, rank, words) -> Non
     path = lambda first, last: torch.tensor([[first, first + 0.001], [last, last + 0.001]], dtype=torch.float64)
     evolution = Evolution(path(0.1, 0.35), path(0.0, centred), path(72.0, rank))
     assert words in evolution.finding().text
+    alone = Evolution(*(values[:, :1] for values in vars(evolution).values()))
+    assert alone.finding().text.startswith("One text does not say")
 
 
 def test_the_mean_cosine_of_a_text_leaves_the_diagonal_out(result, encoder, texts) -> None:

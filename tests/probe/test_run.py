@@ -6,16 +6,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import get_ident
 
 import pytest
 import torch
 import transformers
-from encoder_zoo import TEXT, tiny
+from encoder_zoo import TEXT, long_inputs, tiny
 
 from attn_flow.hooks.corpus import fingerprint
 from attn_flow.hooks.demo import tiny_bert
 from attn_flow.probe import ProbeResult, prepare, probe, untrained_copy
-from attn_flow.probe.findings import Reading
+from attn_flow.probe.findings import QUESTIONS, Reading
 from attn_flow.probe.recording import MIN_TOKENS
 from attn_flow.probe.run import STAGES, ProbeRun
 
@@ -60,6 +61,21 @@ def test_stages_in_one_thread_and_in_two_give_the_same(small) -> None:
     finally:
         torch.set_num_threads(threads)
     assert_equal(*results)
+
+
+def test_positions_are_not_read_while_the_model_runs_at_another_temperature(monkeypatch) -> None:
+    """DeBERTa's positions are read from modules that are changed meanwhile, so its stages follow each other."""
+    stages, workers = prepare(tiny("DeBERTa"), long_inputs("DeBERTa"), beta_factor=2.0), set()
+    for name in QUESTIONS:
+        measure = lambda *_, **__: time.sleep(0.05) or workers.add(get_ident())
+        monkeypatch.setitem(STAGES, name, (*STAGES[name][:2], measure))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        stages.run()
+    finally:
+        torch.set_num_threads(threads)
+    assert len(workers) == 1
 
 
 def test_a_stage_of_other_inputs_is_measured_again(small, tmp_path) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 from attn_flow.nn import DeepStack
 from attn_flow.probe import probe, untrained_copy
 from attn_flow.probe.stacks import record_stack, stack_facts
+from attn_flow.train.recipes import Recipe
+from attn_flow.train.stacks import make_stack
 
 
 def stack(**options) -> DeepStack:
@@ -70,6 +72,9 @@ def test_a_stack_is_probed_and_left_as_it_was() -> None:
 def test_the_untrained_copy_of_a_stack_has_other_weights() -> None:
     model = stack()
     assert not torch.equal(untrained_copy(model, 5).attentions()[0].Q, model.attentions()[0].Q)
+    symmetric = make_stack(Recipe("recall", dim=6, symmetric="GV"), {"inputs": 7, "outputs": 2})
+    with pytest.raises(ValueError, match=r"symmetric or frozen matrices.* make_stack\(recipe, options\)"):
+        untrained_copy(symmetric)
 
 
 def test_wrong_inputs_are_named() -> None:

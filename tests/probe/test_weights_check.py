@@ -20,14 +20,14 @@ def mpnet_with(**changes) -> list:
 @pytest.mark.parametrize("name", ["BERT", "ViT", "GPT-2", *sorted(POSITIONAL)])
 def test_contents_and_positions_explain_what_attention_adds(name) -> None:
     recording = record_encoder(tiny(name, torch.float64), long_inputs(name, torch.float64), None)
-    assert float((1 - recording.explained(exact)).max()) < 1e-9  # some take the softmax or angles in float32
+    assert float((1 - recording.explained_by_layer(exact)).max()) < 1e-9  # some take the softmax or angles in float32
 
 
 @pytest.mark.parametrize("name", sorted(POSITIONAL))
 def test_positions_that_are_not_read_leave_a_part_unexplained(name) -> None:
     recording = record_encoder(tiny(name), long_inputs(name), None)
     blind = replace(recording, positions=[None] * recording.layers)
-    assert float((1 - blind.explained(exact)).min()) > 1e-4
+    assert float((1 - blind.explained_by_layer(exact)).min()) > 1e-4
 
 
 def test_positions_that_cannot_be_read_are_allowed_and_counted(monkeypatch) -> None:
