@@ -33,7 +33,7 @@ def write_page(path: str | Path, numbers: Mapping[str, Any], clouds: Sequence[di
     """Write the page of a run of `attn-flow simulate`, with the `page_clouds` of every run, to the file `path`."""
     limit, d = numbers["limit"], numbers["d"]
     basis = []
-    if limit is not None and limit["limit_basis"] is not None and len(limit["limit_basis"][0]) <= 2 and d <= 3:
+    if limit is not None and limit["limit_basis"] is not None and len(limit["limit_basis"][0]) < d <= 3:
         basis = [[*column, 0.0][:3] for column in zip(*limit["limit_basis"])]
     page = {
         "d": d,
