@@ -1,7 +1,7 @@
 """Where tokens live: the sphere, flat space, and the ellipsoids that layer norms produce.
 
-A geometry is a few functions of tokens x (..., n, d): the tangent projection of a drift, the retraction onto the set,
-a distance, and random points. Integrators call them and never ask which set it is.
+A geometry is two functions of tokens x (..., n, d): the tangent projection of a drift, and the retraction onto the set.
+Integrators call them and never ask which set it is.
 """
 
 from __future__ import annotations
@@ -39,14 +39,6 @@ class Geometry(Protocol):
         """A point of the set near each row of x (..., n, d)."""
         ...
 
-    def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """The distance (..., n) between corresponding rows of x and y (..., n, d)."""
-        ...
-
-    def uniform(self, n: int | tuple[int, ...], d: int, **factory: Unpack[Factory]) -> Tensor:
-        """n random points, (n, d); a tuple n = (batch, n) gives (batch, n, d)."""
-        ...
-
 
 def angle(x: Tensor, y: Tensor) -> Tensor:
     """The angle (...) between unit vectors x and y (..., d).
@@ -58,7 +50,7 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sphere:
-    """The sphere of vectors of length `radius`; distances are arc lengths.
+    """The sphere of vectors of length `radius`.
 
     Example:
         >>> sphere = Sphere()
@@ -66,8 +58,6 @@ class Sphere:
         >>> x
         tensor([[ 0.6000,  0.8000],
                 [-0.8000,  0.6000]])
-        >>> sphere.distance(x[:1], x[1:])  # a quarter turn
-        tensor([1.5708])
         >>> sphere.uniform(100, 3).shape
         torch.Size([100, 3])
     """
@@ -90,13 +80,12 @@ class Sphere:
         """radius x / |x|."""
         return x * (self.radius / torch.linalg.vector_norm(x, dim=-1, keepdim=True))
 
-    def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """The length (..., n) of the arc between corresponding rows of x and y (..., n, d)."""
-        return self.radius * angle(x / self.radius, y / self.radius)
-
     def uniform(self, n: int | tuple[int, ...], d: int, **factory: Unpack[Factory]) -> Tensor:
         """n independent points of the uniform distribution, (n, d); n = (batch, n) gives (batch, n, d)."""
-        return self.retract(torch.randn(*_sizes(n, d), **factory))
+        sizes = (*n, d) if isinstance(n, tuple | list) else (n, d)
+        if any(size < 1 for size in sizes):
+            raise ValueError(f"n = {n}, d = {d}; expected at least one token of dimension at least one.")
+        return self.retract(torch.randn(*sizes, **factory))
 
 
 UNIT_SPHERE = Sphere()
@@ -104,12 +93,7 @@ UNIT_SPHERE = Sphere()
 
 @dataclass(frozen=True)
 class Euclidean:
-    """Flat space: every vector is tangent and every point belongs to it. `uniform` draws from the cube [-1, 1]^d.
-
-    Example:
-        >>> Euclidean().distance(torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]))
-        tensor([5.])
-    """
+    """Flat space: every vector is tangent and every point belongs to it."""
 
     max_norm: ClassVar[None] = None
 
@@ -120,14 +104,6 @@ class Euclidean:
     def retract(self, x: Tensor) -> Tensor:
         """x itself."""
         return x
-
-    def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """|x_i - y_i|, (..., n)."""
-        return (x - y).norm(dim=-1)
-
-    def uniform(self, n: int | tuple[int, ...], d: int, **factory: Unpack[Factory]) -> Tensor:
-        """n independent points of the cube, (n, d); n = (batch, n) gives (batch, n, d)."""
-        return 2 * torch.rand(*_sizes(n, d), **factory) - 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -155,15 +131,15 @@ class Ellipsoid:
     inverse: Tensor = field(init=False)  # A^+, (k, d)
 
     def __post_init__(self) -> None:
+        for name, z in (("centre", self.centre), ("axes", self.axes)):
+            checks.require_floating(name, z)
+            checks.require_finite(name, z)
         axes = torch.diag(self.axes) if self.axes.ndim == 1 else self.axes
         if axes.ndim != 2 or self.centre.shape != axes.shape[:1] or not 1 <= axes.shape[1] <= axes.shape[0]:
             raise ValueError(
                 f"axes have shape {tuple(self.axes.shape)} and centre {tuple(self.centre.shape)}, "
                 "expected axes (d,) or (d, k) with k <= d, and centre (d,)."
             )
-        for name, z in (("centre", self.centre), ("axes", axes)):
-            checks.require_floating(name, z)
-            checks.require_finite(name, z)
         checks.require_same_device("centre", self.centre, "axes", axes)
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "inverse", torch.linalg.pinv(axes))
@@ -184,6 +160,7 @@ class Ellipsoid:
         checks.require_floating("gain", gain)
         if gain.ndim != 1 or gain.shape[0] == 0:
             raise ValueError(f"gain has shape {tuple(gain.shape)}, expected (d,).")
+        checks.require_single_precision("gain", gain)
         d = gain.shape[0]
         basis = torch.eye(d, dtype=gain.dtype, device=gain.device)
         if centred:
@@ -209,18 +186,6 @@ class Ellipsoid:
         """centre + A z / |z|, (..., n, d)."""
         return self.centre.to(x) + UNIT_SPHERE.retract(self.sphere_coordinates(x)) @ self.axes.to(x).T
 
-    def distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """The angle (..., n) between the sphere coordinates of x and y, which is not the geodesic distance."""
-        return angle(self.sphere_coordinates(x), self.sphere_coordinates(y))
-
-    def uniform(self, n: int | tuple[int, ...], d: int, **factory: Unpack[Factory]) -> Tensor:
-        """The image under A of n uniform points of the sphere, (n, d); n = (batch, n) gives (batch, n, d)."""
-        checks.require_shape("centre", self.centre, (d,))
-        axes = self.axes.to(dtype=factory.get("dtype"), device=factory.get("device"))
-        generator = factory.get("generator")
-        z = UNIT_SPHERE.uniform(n, axes.shape[1], generator=generator, dtype=axes.dtype, device=axes.device)
-        return self.centre.to(z) + z @ axes.T
-
 
 def place(name: str, x: Tensor, geometry: Geometry) -> Tensor:
     """The retraction of tokens x (..., n, d) to the geometry; ValueError with this name if one has no image there."""
@@ -234,11 +199,3 @@ def place(name: str, x: Tensor, geometry: Geometry) -> Tensor:
         "mask, rescale the tokens, or use geometry=Euclidean().",
     )
     return y
-
-
-def _sizes(n: int | tuple[int, ...], d: int) -> tuple[int, ...]:
-    """(n, d), or (batch, n, d) if n is a tuple; ValueError unless all are positive."""
-    sizes = (*n, d) if isinstance(n, tuple | list) else (n, d)
-    if any(size < 1 for size in sizes):
-        raise ValueError(f"n = {n}, d = {d}; expected at least one token of dimension at least one.")
-    return sizes

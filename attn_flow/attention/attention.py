@@ -291,7 +291,7 @@ class Attention(Field):
     @property
     def is_hardmax(self) -> bool:
         """Whether beta is infinite."""
-        return not isinstance(self.beta, Tensor) and self.beta == math.inf  # math.isinf cannot be compiled
+        return dense.is_infinite(self.beta)
 
     @property
     def G(self) -> Tensor:

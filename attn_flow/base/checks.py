@@ -84,6 +84,18 @@ def require_floating(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} has dtype {x.dtype}, expected a floating-point dtype; use {name}.float().")
 
 
+def require_single_precision(name: str, x: Tensor) -> None:
+    """Raise TypeError for half precision, in which torch factorises no matrices."""
+    if torch.finfo(x.dtype).bits < 32:
+        raise TypeError(f"{name} has dtype {x.dtype}, expected float32 or float64; use {name}.float().")
+
+
+def require_unit(name: str, y: Tensor) -> None:
+    """Raise ValueError unless y (..., d) are unit vectors up to rounding."""
+    is_unit = (y.detach().norm(dim=-1) - 1).abs() <= 4 * torch.finfo(y.dtype).eps ** 0.5
+    require(is_unit, f"{name} has rows that are not unit vectors; divide them by their lengths.")
+
+
 def require_tokens(name: str, x: Tensor) -> None:
     """Raise an error unless x is a floating-point tensor (..., n, d) with at least one token in each cloud."""
     require_floating(name, x)

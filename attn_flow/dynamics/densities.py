@@ -18,10 +18,11 @@ from torch import Tensor
 
 from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
-from attn_flow.dynamics.harmonics import Harmonics, evaluated
+from attn_flow.dynamics.harmonics import Harmonics, harmonics_at
 from attn_flow.dynamics.steppers import Adaptive, dopri5
 from attn_flow.geometry import Euclidean
 from attn_flow.measures.cloud import Cloud
+from attn_flow.measures.quadrature import density_values
 from attn_flow.measures.von_mises_fisher import VonMisesFisher
 
 NEGATIVE = 1e-6  # of the largest density: below zero by more is not resolved, by less is rounding of an empty region
@@ -33,14 +34,19 @@ MAX_BANDWIDTH = {2: 4096, 3: 128}  # tables of a few gigabytes
 class DensityPath:
     """A density along the mean-field flow, as coefficients in harmonics; made by `density_flow`.
 
-    t: (T,). coefficients: (T, M), of the orthonormal harmonics of the uniform law, c_0 = 1 first. about: what was run.
+    Args:
+        t: (T,), times.
+        coefficients: (T, M), of the orthonormal harmonics of the uniform distribution, c_0 = 1 first.
+        harmonics: these harmonics, with nodes and weights.
+        about: what was run, plain JSON.
 
-    >>> from attn_flow import Attention
-    >>> path = density_flow(Attention.identity(3), lambda x: 1 + 0.1 * x[:, 2], [0.0, 1.0])
-    >>> path
-    DensityPath(2 times from 0 to 1, S^2, bandwidth 20)
-    >>> round(float(path.cloud(0).mean[2]), 4)  # a cloud, for whatever takes one
-    0.0333
+    Example:
+        >>> from attn_flow import Attention
+        >>> path = density_flow(Attention.identity(3), lambda x: 1 + 0.1 * x[:, 2], [0.0, 1.0])
+        >>> path
+        DensityPath(2 times from 0 to 1, S^2, bandwidth 20)
+        >>> round(float(path.cloud(0).mean[2]), 4)  # a cloud, for whatever takes one
+        0.0333
     """
 
     t: Tensor
@@ -58,10 +64,11 @@ class DensityPath:
 
     def density(self, x: Tensor) -> Tensor:
         """The density at unit vectors x (P, d), relative to the uniform distribution, (T, P)."""
-        d, rounding = self.harmonics.x.shape[-1], 4 * torch.finfo(x.dtype).eps ** 0.5
-        if x.ndim != 2 or x.shape[1] != d or not bool(((x.norm(dim=-1) - 1).abs() <= rounding).all()):
+        d = self.harmonics.x.shape[-1]
+        if x.ndim != 2 or x.shape[1] != d:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (P, {d}) unit vectors.")
-        return self.coefficients @ evaluated(x.double(), self.harmonics.bandwidth).mT
+        checks.require_unit("x", x)
+        return self.coefficients @ harmonics_at(x.double(), self.harmonics.bandwidth).mT
 
     def amplitudes(self) -> Tensor:
         """The size sqrt(sum c^2) of every degree 0, ..., bandwidth, (T, bandwidth + 1); sqrt(2) |c_k| on the circle."""
@@ -97,7 +104,7 @@ def density_flow(
     Args:
         attention: of dimension 2 or 3, without a causal mask, at finite beta.
         density: a `VonMisesFisher`, or a function of unit vectors x (N, d) -> (N,), nonnegative, relative to the
-            uniform law; it is scaled to mass one.
+            uniform distribution; it is scaled to mass one.
         t: increasing times; a single number T stands for 101 times from 0 to T.
         diffusion: D >= 0, the noise dx = ... + sqrt(2 D) dB of every token, as a Laplacian; per unit of t.
         bandwidth: the largest degree; by default 64 on the circle and 20 on S^2.
@@ -115,7 +122,7 @@ def density_flow(
         0.6827
     """
     if not isinstance(attention, Attention) or attention.context is not None:
-        raise TypeError(f"density_flow has no theory for {attention!r}, expected an Attention alone.")
+        raise TypeError(f"attention is {attention!r}, expected an Attention without context.")
     d = attention.dim
     if d not in BANDWIDTH or attention.batch_shape:
         what = f"dimension {d} and batch {tuple(attention.batch_shape)}"
@@ -140,14 +147,14 @@ def density_flow(
                 if run.evaluations > len(dopri5.b) * control.max_steps:
                     raise FloatingPointError(f"{control.max_steps} steps took t to {now:.4g} only; raise tol.")
                 used = min(h, end - now)
-                ahead, error = run.step(c, used)
-                longer = control.next_size(used, error / tol if math.isfinite(error) else math.inf)
+                trial, error = run.step(c, used)
+                size = control.next_size(used, error / tol if math.isfinite(error) else math.inf)
                 if not error <= tol:  # NaN too
-                    h = longer
+                    h = size
                     continue
-                h = max(h, longer) if used < h else longer  # a step cut short by a time is no reason for shorter ones
+                h = max(h, size) if used < h else size  # a step cut short by a time is no reason for shorter ones
                 now = end if used == end - now else now + used
-                c = ahead
+                c = trial
                 run.check(c, now)
             coefficients.append(c)
     about = {"field": attention.summary(), "diffusion": diffusion, "bandwidth": L, "tol": tol}
@@ -166,12 +173,7 @@ class _Spectral:
 
     def start(self, density: Callable[[Tensor], Tensor] | VonMisesFisher) -> Tensor:
         x, w = self.basis.x, self.basis.weights
-        rho = density.to(torch.float64).density(x) if isinstance(density, VonMisesFisher) else density(x)
-        if rho.shape != w.shape:
-            raise ValueError(f"density returned shape {tuple(rho.shape)}, expected {tuple(w.shape)}: one per node.")
-        if not bool(torch.isfinite(rho).all() & (rho >= 0).all() & (rho.max() > 0)):
-            values = f"{float(rho.min()):.3g} to {float(rho.max()):.3g}"
-            raise ValueError(f"density returned values from {values}, expected finite numbers >= 0, not all of them 0.")
+        rho = density_values(density.to(torch.float64).density if isinstance(density, VonMisesFisher) else density, x)
         c = self.basis.values.mT @ (w * rho.double())
         c = c / c[0].clone()
         self.check(c, None)
@@ -194,9 +196,9 @@ class _Spectral:
         """
         decayed = lambda t: torch.exp(-t * self.decay)
         velocity = lambda t, y: self.slope(decayed(t) * y) / decayed(t)
-        ahead, error, _ = dopri5.step_with_error(velocity, 0.0, c, h, Euclidean(), self.slope(c))
-        ahead, error = decayed(h) * ahead, decayed(h) * error
-        return ahead, float(error.norm() / ahead.norm().clamp_min(1.0))
+        end, error, _ = dopri5.step_with_error(velocity, 0.0, c, h, Euclidean(), self.slope(c))
+        end, error = decayed(h) * end, decayed(h) * error
+        return end, float(error.norm() / end.norm().clamp_min(1.0))
 
     def check(self, c: Tensor, t: float | None) -> None:
         """Raise where the highest degrees hold more than `tail` of the density, or where it is negative."""
@@ -204,12 +206,12 @@ class _Spectral:
         first = L + 1 - max(2, L // 10)
         share = float(size[first:].norm() / size.norm())
         rho = self.basis.values @ c
-        below = float(-rho.min() / rho.max())
-        if share <= self.tail and below <= max(NEGATIVE, self.tail):
+        lowest = float(rho.min() / rho.max())
+        if share <= self.tail and -lowest <= max(NEGATIVE, self.tail):
             return
         when = "at the start" if t is None else f"at t = {t:.4g}"
         raise ValueError(
             f"the density is not resolved {when}: degrees {first} to {L} hold {share:.2g} of it (tail = {self.tail:g}) "
-            f"and its lowest value is {-below:.2g} of the highest. Use bandwidth = {2 * L} or more, an earlier end, "
+            f"and its lowest value is {lowest:.2g} of the highest. Use bandwidth = {2 * L} or more, an earlier end, "
             "or diffusion > 0; a density that becomes an atom needs a cloud."
         )

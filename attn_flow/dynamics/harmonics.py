@@ -1,4 +1,4 @@
-"""Orthonormal harmonics of the uniform law on the circle and on S^2, with nodes that integrate products of them.
+"""Orthonormal harmonics on the circle and on S^2 under the uniform distribution, with nodes that integrate products.
 
 On the circle 1, sqrt(2) cos k theta, sqrt(2) sin k theta; on S^2 the real spherical harmonics, by the recurrence of the
 normalised Legendre functions in cos(angle). The Laplacian of degree l has the eigenvalue -l (l + d - 2).
@@ -56,7 +56,7 @@ class Harmonics:
         return cls(bandwidth, x, weights, degree, values, gradients)
 
 
-def evaluated(x: Tensor, bandwidth: int) -> Tensor:
+def harmonics_at(x: Tensor, bandwidth: int) -> Tensor:
     """The harmonics at unit vectors x (N, d), (N, M); in the order of `Harmonics`."""
     return (_circle if x.shape[-1] == 2 else _sphere)(x, bandwidth)[1]
 
@@ -82,15 +82,15 @@ def _sphere(x: Tensor, bandwidth: int) -> tuple[Tensor, Tensor, Tensor]:
     for m in range(bandwidth + 1):
         if m > 0:
             top = math.sqrt((2 * m + 1) / (2 * m)) * r * top
-        below, now = torch.zeros_like(z), top
+        previous, now = torch.zeros_like(z), top
         for l in range(m, bandwidth + 1):
             if l > m:
                 a, b = math.sqrt((4 * l * l - 1) / (l * l - m * m)), 0.0
                 if l > m + 1:
                     b = math.sqrt(((l - 1) ** 2 - m * m) / (4 * (l - 1) ** 2 - 1))
-                below, now = now, a * (z * now - b * below)
-            shed = math.sqrt((2 * l + 1) / (2 * l - 1) * (l * l - m * m)) * below if l > m else 0.0
-            slope = (l * z * now - shed) / safe  # in the angle from the pole
+                previous, now = now, a * (z * now - b * previous)
+            lower = math.sqrt((2 * l + 1) / (2 * l - 1) * (l * l - m * m)) * previous if l > m else 0.0
+            slope = (l * z * now - lower) / safe  # in the angle from the pole
             cos, sin = math.sqrt(2) * (m * azimuth).cos(), math.sqrt(2) * (m * azimuth).sin()
             waves = [(cos, -m * sin), (sin, m * cos)] if m > 0 else [(torch.ones_like(z), torch.zeros_like(z))]
             for wave, turning in waves:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_flow.attention.fields import Field
+from attn_flow.attention.fields import Field, Velocity
 from attn_flow.base import checks
 from attn_flow.dynamics.merging import MergedCloud
 from attn_flow.dynamics.noise import Noise
 from attn_flow.dynamics.step_size import StepMonitor, StepWarning
-from attn_flow.dynamics.steppers import Adaptive, RungeKutta, Velocity
+from attn_flow.dynamics.steppers import Adaptive, RungeKutta, dopri5
 from attn_flow.geometry import Geometry, place
 from attn_flow.measures.cloud import Cloud
 
@@ -38,7 +38,7 @@ def prepare(field: Field, cloud: Cloud, geometry: Geometry, validate: bool = Tru
 
 @dataclass(eq=False)
 class Run:
-    """One integration: what it is given, how often the field was evaluated, and why it ended.
+    """One integration: its inputs, the number of evaluations of the field, and the reason it stopped.
 
     Args:
         field: the field, already in the dtype of the tokens.
@@ -155,9 +155,9 @@ def adaptive_steps(
                     "more max_steps."
                 )
             first = velocity(now, x) if first is None else first  # kept when the step is rejected
-            trial, error, last = method.method.step_with_error(velocity, now, x, used, run.geometry, first)
+            trial, error, last = dopri5.step_with_error(velocity, now, x, used, run.geometry, first)
             arrival = end if is_last else now + used
-            next_first = last if method.method.reuses_last and run.noise is None else None
+            next_first = last if run.noise is None else None  # dopri5's last stage is the velocity at the new point
             group, count = None, x.new_zeros(())
             if merged is not None:
                 next_first = velocity(arrival, trial) if next_first is None else next_first

@@ -101,6 +101,7 @@ def linearise(
 
 def tangent_basis(geometry: Geometry, x: Tensor) -> Tensor:
     """An orthonormal basis of the tangent space at every token of x (..., n, d), as columns: (..., n, d, dim)."""
+    checks.require_single_precision("x", x)
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     P = torch.stack([geometry.tangent(x, e.expand(x.shape)) for e in eye], dim=-1)  # a projection: trace = rank
     rank = round(float(P.diagonal(dim1=-2, dim2=-1).sum(-1).mean()))
@@ -120,7 +121,7 @@ class Lyapunov:
     """The leading Lyapunov exponents of a path, per unit of t; made by `lyapunov`.
 
     Args:
-        exponents: (..., k), decreasing: the growth per time after the transient.
+        exponents: (..., k), decreasing: the growth per time in the second half of the path.
         error: (..., k), half of the difference between the two halves of that time; not a bound.
         x: (..., n, d), the final tokens.
     """
@@ -139,7 +140,6 @@ def lyapunov(
     t: float,
     k: int = 1,
     *,
-    transient: float | None = None,
     geometry: Geometry = UNIT_SPHERE,
     step: str | RungeKutta | Adaptive = rk4,
     h: float = 0.05,
@@ -152,9 +152,8 @@ def lyapunov(
 
     Args:
         field, x0, geometry, step, h: as in `flow`; tokens are never merged.
-        t: the length of the path.
+        t: the length of the path. Its first half does not count: there displacements turn to their axes.
         k: the number of exponents, at most n (d - 1) on the sphere.
-        transient: the time at the start that does not count, while displacements turn to their axes; default t / 2.
         generator: for the initial displacements.
 
     Example:
@@ -164,11 +163,8 @@ def lyapunov(
         >>> result.exponents.round(decimals=4)  # the real parts of the spectrum
         tensor([ 0.5000, -1.0000])
     """
-    transient = t / 2 if transient is None else transient
     checks.require_positive(t=t, h=h)
     checks.require_count(k=k)
-    if not 0 <= transient < t:
-        raise ValueError(f"transient = {transient}, expected 0 <= transient < t = {t}.")
     cloud, method = as_cloud(x0, "x0"), as_method(step)
     method = replace(method, merge=False) if isinstance(method, Adaptive) else method
     require_field("field", field)
@@ -185,9 +181,8 @@ def lyapunov(
             raise ValueError(f"k = {k}, expected at most {most}, the dimension of the set of clouds.")
         u = torch.randn(k, *x.shape, generator=generator, dtype=x.dtype, device=x.device)
         u, _ = _orthonormal(geometry.tangent(x, u) * is_token[..., None])
-        # The window from `transient` to t has two halves, which are compared.
-        middle, growth = (transient + t) / 2, []
-        for first, last in ((0.0, transient), (transient, middle), (middle, t)):
+        growth = []
+        for first, last in ((0.0, t / 2), (t / 2, 3 * t / 4), (3 * t / 4, t)):
             total = x.new_zeros(*x.shape[:-2], k)  # logarithm of the growth of every axis
             parts = math.ceil((last - first) / (10 * h) - 1e-9)
             for a, b in itertools.pairwise(torch.linspace(first, last, parts + 1, dtype=torch.float64).tolist()):
@@ -195,7 +190,7 @@ def lyapunov(
                 x = moved[0]
                 u, size = _orthonormal(u * is_token[..., None])
                 total = total + size
-            growth.append(2 * total / (t - transient))
+            growth.append(total / (last - first))
     _, early, late = growth
     exponents, order = ((early + late) / 2).sort(dim=-1, descending=True)
     return Lyapunov(exponents, ((late - early).abs() / 2).gather(-1, order), x.to(cloud.x.dtype))

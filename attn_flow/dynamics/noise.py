@@ -26,12 +26,6 @@ def independent(sigma: float, generator: torch.Generator | None = None) -> Noise
     return lambda x: sigma * _normal(x.shape, x, generator)
 
 
-def common(sigma: float, generator: torch.Generator | None = None) -> Noise:
-    """The same noise for all tokens of a cloud: E xi_i xi_j^T = sigma^2 I."""
-    checks.require_nonnegative(sigma=sigma)
-    return lambda x: sigma * _normal((*x.shape[:-2], 1, x.shape[-1]), x, generator).expand_as(x)
-
-
 def linear(sigma: float, generator: torch.Generator | None = None) -> Noise:
     """Random shared weights, xi(x) = sigma W x with W Gaussian: E xi(x) xi(y)^T = sigma^2 <x,y> I."""
     checks.require_nonnegative(sigma=sigma)

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from attn_flow.dynamics.steppers import RungeKutta, Velocity
+from attn_flow.attention.fields import Velocity
+from attn_flow.dynamics.steppers import RungeKutta
 from attn_flow.geometry import Geometry
 
 MAX_LOCAL_ERROR = 0.1  # of u^(p+1) / (p+1)!, the error of a step of order p that moves a token by u of its length

@@ -6,16 +6,14 @@ for a smooth extension of the flow to ambient space, and keeps its order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from attn_flow.attention.fields import Velocity
 from attn_flow.base import checks
 from attn_flow.geometry import Geometry
-
-Velocity = Callable[[float, Tensor], Tensor]  # (t, x) -> tangent vectors, x (..., n, d)
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,7 +26,7 @@ class RungeKutta:
         a: the rows of the table from the second stage on; c_i is the sum of row i.
         b: the weights of the stages.
         embedded: the weights of a result of lower order, which estimates the error of a step; None if there is none.
-        closing: the weight of the last stage in an estimate of the error by the next step's first velocity; 0 for none.
+        closing: w in the estimate h w |last stage - first velocity of the next step| of the error; 0: no estimate.
 
     Example:
         >>> from attn_flow import Attention, Euclidean, flow
@@ -47,11 +45,6 @@ class RungeKutta:
 
     def __repr__(self) -> str:
         return self.name
-
-    @property
-    def reuses_last(self) -> bool:
-        """Whether the last stage is the velocity at the new point, so that the next step can start with it."""
-        return len(self.a) > 0 and self.b == (*self.a[-1], 0)
 
     def stages(
         self, velocity: Velocity, t: float, x: Tensor, h: float, geometry: Geometry, first: Tensor
@@ -110,13 +103,12 @@ class Adaptive:
     """Steps as long as a local error of `tol` per token allows; coincident tokens are merged.
 
     On a plateau the cloud is a few tight clusters. Their inner modes contract at rate 1 and would keep an explicit step
-    below about 3. With `merge`, approaching tokens closer than ten times `tol` become one token with their joint
-    weight; what is left moves exponentially slowly, and the steps grow.
+    below about 3. With `merge`, approaching tokens in one cell of a grid of side 10 `tol`, in units of the
+    tokens, become one token with their joint weight; what is left moves exponentially slowly, and the steps grow.
 
     Args:
         tol: the largest error of a step, relative to max(1, |x_i|), of any token.
         merge: None merges wherever tokens are exchangeable; True raises an error where they are not; False never does.
-        method: a Runge-Kutta method with an embedded error estimate.
         max_steps: the number of attempted steps after which `flow` raises FloatingPointError.
 
     Example:
@@ -129,19 +121,16 @@ class Adaptive:
 
     tol: float = 1e-6
     merge: bool | None = None
-    method: RungeKutta = dopri5
     max_steps: int = 100_000
 
     def __post_init__(self) -> None:
         checks.require_positive(tol=self.tol)
         checks.require_count(max_steps=self.max_steps)
-        if self.method.embedded is None:
-            raise ValueError(f"method {self.method} has no embedded error estimate; use dopri5.")
 
     @property
     def name(self) -> str:
         """The name that trajectories store."""
-        return f"adaptive {self.method.name} tol={self.tol:g}"
+        return f"adaptive dopri5 tol={self.tol:g}"
 
     def scaled_error(self, error: Tensor, x: Tensor) -> Tensor:
         """max_i |error_i| / (tol max(1, |x_i|)), (): a step is accepted if it is at most 1."""
@@ -155,7 +144,7 @@ class Adaptive:
         accepted step before, `previous` = (h', error'), which expects errors to keep growing. It changes at most
         fivefold.
         """
-        p, error = self.method.order, max(error, 1e-30)
+        p, error = dopri5.order, max(error, 1e-30)
         factor = 0.9 * error ** (-1 / p)
         if previous is not None:
             h_before, error_before = previous

@@ -50,6 +50,7 @@ class Trajectory:
     labels: dict[str, list] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        checks.require_tensor("t", self.t)
         checks.require_floating("x", self.x)
         if self.t.ndim != 1 or self.x.ndim < 3 or 0 in self.x.shape[1:] or self.x.shape[0] != self.t.shape[0]:
             raise ValueError(

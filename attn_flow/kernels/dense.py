@@ -44,9 +44,9 @@ def softmax_average(
     """
     if is_infinite(scale) or uses_forward_mode():
         return average_by_rows(queries, keys, values, log_weights, scale, causal)[0]
-    q, k, v, scale, batch = _to_fused_layout(queries, keys, values, log_weights, scale)
+    q, k, v, scale, shape = _to_fused_layout(queries, keys, values, log_weights, scale)
     average = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
-    average = average[..., : values.shape[-1]].reshape(*batch, queries.shape[-2], values.shape[-1])
+    average = average[..., : shape[-1]].reshape(shape)
     return average if log_weights is None else torch.where(_sees_a_key(log_weights, causal)[..., None], average, 0.0)
 
 
@@ -70,10 +70,9 @@ def average_and_log_sum(
     has_fused = fused_with_log_sum is not None and queries.device.type == "cpu" and is_plain(*tensors)
     if not has_fused or is_infinite(scale):
         return average_by_rows(queries, keys, values, log_weights, scale, causal)
-    q, k, v, scale, batch = _to_fused_layout(queries, keys, values, log_weights, scale)
+    q, k, v, scale, shape = _to_fused_layout(queries, keys, values, log_weights, scale)
     average, log_sum = fused_with_log_sum(q, k, v, 0.0, causal, scale=scale)
-    average = average[..., : values.shape[-1]].reshape(*batch, queries.shape[-2], values.shape[-1])
-    log_sum = log_sum.to(queries.dtype).reshape(*batch, queries.shape[-2])
+    average, log_sum = average[..., : shape[-1]].reshape(shape), log_sum.to(queries.dtype).reshape(shape[:-1])
     if log_weights is None:
         return average, log_sum
     is_visible = _sees_a_key(log_weights, causal)
@@ -93,8 +92,8 @@ def is_plain(*tensors: Tensor) -> bool:
 
 def _to_fused_layout(
     queries: Tensor, keys: Tensor, values: Tensor, log_weights: Tensor | None, scale: float | Tensor
-) -> tuple[Tensor, Tensor, Tensor, float, torch.Size]:
-    """Queries, keys and values (clouds, heads, n, width), the scale as a number, and the batch axes of the result.
+) -> tuple[Tensor, Tensor, Tensor, float, tuple[int, ...]]:
+    """Queries, keys and values (clouds, heads, n, width), the scale as a number, and the shape of the average.
 
     The fused CPU kernel needs four axes, one width and a dense last axis; otherwise torch forms the full matrix.
     """
@@ -122,7 +121,7 @@ def _to_fused_layout(
     q = four_axes(queries)
     k = q if keys is queries else four_axes(keys)
     v = k if values is keys else four_axes(values)
-    return q, k, v, scale, batch
+    return q, k, v, scale, (*batch, queries.shape[-2], values.shape[-1])
 
 
 def _sees_a_key(log_weights: Tensor, causal: bool) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.kernels import dense
-from attn_flow.measures.measure import as_tensor, is_infinite, length, over_beta, require_queries
+from attn_flow.measures.measure import as_tensor, length, over_beta, require_queries
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,7 +116,7 @@ class Cloud:
         along = (g * self.mean[..., None, :]).sum(-1)
         centred = self.zero_padding(self.x - self.mean[..., None, :])
         _, log_sum = dense.average_and_log_sum(g, centred, centred[..., :1], self.log_weights, scale=_scale(beta, g))
-        if is_infinite(beta):  # the log-sum is the highest score
+        if dense.is_infinite(beta):  # the log-sum is the highest score
             return along + log_sum
         log_mean = log_sum if self.log_weights is not None else log_sum - math.log(self.x.shape[-2])
         spread = length(g) * length(centred).amax(-1, keepdim=True)

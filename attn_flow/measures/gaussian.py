@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from attn_flow.base import checks
+from attn_flow.kernels.dense import is_infinite
 from attn_flow.measures.cloud import Cloud
-from attn_flow.measures.measure import as_tensor, direction, is_infinite, largest_entry, require_queries, sqrt_or_zero
+from attn_flow.measures.measure import as_tensor, direction, largest_entry, require_queries, sqrt_or_zero
 from attn_flow.measures.sphere import UniformSphere
 
 
@@ -178,6 +179,7 @@ def _project_moments(g: Tensor, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tens
 
 def _rank(cov: Tensor) -> int:
     """The largest rank in a batch of covariances, at least 1."""
+    cov = cov.to(torch.promote_types(cov.dtype, torch.float32))
     return max(1, int(torch.linalg.matrix_rank(cov, hermitian=True).max()))
 
 
@@ -196,7 +198,8 @@ def _require_moments(mean: Tensor, cov: Tensor) -> None:
         return
     S = cov.detach().double()
     # A covariance computed in float32 may arrive in float64.
-    rounding = 100 * S.shape[-1] * torch.finfo(torch.float32).eps * S.abs().amax((-2, -1), keepdim=True)
+    eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, cov.dtype))
+    rounding = 100 * S.shape[-1] * eps * S.abs().amax((-2, -1), keepdim=True)
     checks.require((S - S.mT).abs() <= rounding, "cov is not symmetric, expected a covariance; use (cov + cov.mT) / 2.")
     least = torch.linalg.eigvalsh(S).amin(-1)
     checks.require(least >= -rounding[..., 0, 0], f"cov has the eigenvalue {float(least.min()):.3g} < 0.")

@@ -10,7 +10,6 @@ numbers that broadcasts against (..., m).
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 import torch
@@ -39,11 +38,6 @@ def require_queries(g: Tensor, d: int, dtype: torch.dtype | None = None) -> None
         raise ValueError(f"queries have shape {tuple(g.shape)}, expected (..., m, {d}) for this measure.")
     if dtype not in (None, g.dtype):
         raise ValueError(f"queries have {g.dtype} and the measure {dtype}; use measure.to({g.dtype}).")
-
-
-def is_infinite(beta: float | Tensor) -> bool:
-    """Whether beta is the number infinity."""
-    return not isinstance(beta, Tensor) and beta == math.inf  # math.isinf cannot be compiled
 
 
 def as_tensor(beta: float | Tensor, g: Tensor) -> Tensor:

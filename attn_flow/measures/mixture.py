@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attn_flow.base import checks
-from attn_flow.measures.measure import Measure, as_tensor, is_infinite, over_beta
+from attn_flow.kernels.dense import is_infinite
+from attn_flow.measures.measure import Measure, as_tensor, over_beta
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attn_flow.base import checks
 from attn_flow.measures.cloud import Cloud
 
 TAIL = 18.0  # log-tan nodes run over |log tan(phi/2)| <= TAIL: angles down to 3e-8 from the axis
@@ -46,7 +47,8 @@ def circle(
         phi = 2 * torch.atan(u.exp())
         theta = torch.cat([axis + phi, axis - phi])
         weights = (1 / u.cosh()).repeat(2)  # dphi = sin(phi) du, and sin(phi) = 1/cosh(u)
-    return _cloud(torch.stack([theta.cos(), theta.sin()], dim=-1), weights, density and density(theta))
+    weights = weights if density is None else weights * density_values(density, theta)
+    return Cloud(torch.stack([theta.cos(), theta.sin()], dim=-1), weights / weights.sum())
 
 
 def fibonacci(
@@ -71,7 +73,8 @@ def fibonacci(
     phi = math.pi * (3 - math.sqrt(5)) * i
     r = (1 - z**2).sqrt()
     x = torch.stack([r * phi.cos(), r * phi.sin(), z], dim=-1)
-    return _cloud(x, torch.full_like(z, 1 / n), density and density(x))
+    weights = torch.ones_like(z) if density is None else density_values(density, x)
+    return Cloud(x, weights / weights.sum())
 
 
 def _require_nodes(n: int) -> None:
@@ -79,13 +82,13 @@ def _require_nodes(n: int) -> None:
         raise ValueError(f"n = {n}, expected at least 2 nodes.")
 
 
-def _cloud(x: Tensor, weights: Tensor, density: Tensor | None) -> Cloud:
-    """The nodes x with weights proportional to weights times density."""
-    if density is not None:
-        if density.shape != weights.shape:
-            raise ValueError(f"density returned shape {tuple(density.shape)}, expected {tuple(weights.shape)}.")
-        top = density.max()
-        if not bool(torch.isfinite(density).all() & (density >= 0).all() & (top > 0)):
-            raise ValueError("density must be finite and nonnegative, with some mass.")
-        weights = weights * (density / top)
-    return Cloud(x, weights / weights.sum())
+def density_values(density: Callable[[Tensor], Tensor], nodes: Tensor) -> Tensor:
+    """The density at n nodes over its maximum, (n,); an error unless it is finite and nonnegative, with some mass."""
+    rho = density(nodes)
+    checks.require_tensor("density(x)", rho)
+    if rho.shape != nodes.shape[:1]:
+        raise ValueError(f"density(x) has shape {tuple(rho.shape)}, expected {tuple(nodes.shape[:1])}: one per node.")
+    if not bool(torch.isfinite(rho).all() & (rho >= 0).all() & (rho.max() > 0)):
+        values = f"values from {float(rho.min()):.3g} to {float(rho.max()):.3g}"
+        raise ValueError(f"density(x) has {values}, expected finite numbers >= 0, not all of them 0.")
+    return rho / rho.max()

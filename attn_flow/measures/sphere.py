@@ -9,7 +9,8 @@ from torch import Tensor
 
 from attn_flow.base import checks
 from attn_flow.kernels import bessel
-from attn_flow.measures.measure import as_tensor, direction, is_infinite, length, over_beta, require_queries
+from attn_flow.kernels.dense import is_infinite
+from attn_flow.measures.measure import as_tensor, direction, length, over_beta, require_queries
 
 
 @dataclass(frozen=True)

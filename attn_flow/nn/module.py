@@ -26,7 +26,10 @@ class FlowModule(nn.Module):
     def __init__(
         self, dim: int, heads: int, head_dim: int | None, spread: float, factory: Any, **options: Unpack[FlowKeywords]
     ) -> None:
-        """Without beta it is `spread` / sqrt(head_dim) for tokens of length sqrt(dim), which flat space should hold."""
+        """If beta is None, it is spread / sqrt(head_dim) times dim / r^2 for tokens of length r.
+
+        r is the radius of the geometry, and sqrt(dim) in flat space.
+        """
         super().__init__()
         checks.require_count(dim=dim, heads=heads, head_dim=1 if head_dim is None else head_dim)
         if head_dim is None and dim % heads:

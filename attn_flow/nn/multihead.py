@@ -165,7 +165,7 @@ class ContinuousMultiheadAttention(FlowModule):
             key_padding_mask: ([batch,] m), True hides a key, or numbers that are added to the logits.
             attn_mask: the same for pairs, (n, m) or (batch * heads, n, m); is_causal replaces it by the causal mask.
         """
-        for name, z in (("query", query), ("key", key)):
+        for name, z in (("query", query), ("key", key), ("value", value)):
             require_input(name, z, self.embed_dim, getattr(self.q_proj, "weight", None))
         is_sequence_first = query.ndim == 3 and not self.batch_first
         x, y = (z.transpose(0, 1) if is_sequence_first else z for z in (query, key))  # ([batch,] n or m, embed_dim)

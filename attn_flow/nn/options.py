@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from attn_flow.attention.fields import Velocity
 from attn_flow.base import checks
-from attn_flow.dynamics.steppers import RungeKutta, Velocity, as_method, rk4
-from attn_flow.geometry import Euclidean, Geometry, Sphere
+from attn_flow.dynamics.steppers import RungeKutta, as_method, rk4
+from attn_flow.geometry import UNIT_SPHERE, Euclidean, Geometry
 
 Step = Literal["euler", "rk4", "dopri5"] | RungeKutta
-UNIT_SPHERE = Sphere()
 
 
 class FlowKeywords(TypedDict, total=False):

@@ -115,7 +115,8 @@ class DeepStack(nn.Module):
         for path, x in self.paths(inputs, mask):
             states[-1:] = [*path[:-1], x]
         t = torch.linspace(0, self.depth * self.options.horizon, len(states), dtype=torch.float64)
-        return Trajectory(t, torch.stack(states), None, mask, {"stack": "DeepStack", "layer": str(self.options)})
+        is_token = None if mask is None else mask > 0
+        return Trajectory(t, torch.stack(states), None, is_token, {"stack": "DeepStack", "layer": str(self.options)})
 
     def attentions(self) -> list[Attention]:
         """One `Attention` per layer, without gradient."""

@@ -30,7 +30,7 @@ SOLVERS: dict[str, Callable[[Array, Array, Array, Array, GroundCost], Plan]] = {
     "shortlist": shortlist,
 }
 # Up to this many points in each cloud "auto" takes a dense solver; beyond, the shortlist is faster.
-DENSE_POINTS = 1_000
+SHORTLIST_FROM = 1_000
 # Points closer than this part of the size of the clouds are merged, where at most MERGED_PART of all pairs remain.
 COINCIDENT, MERGED_PART = 1e-10, 0.25
 
@@ -91,7 +91,7 @@ def _coincident(x: Array, cell: float) -> tuple[Index, Index]:
 
 def _fastest_solver(a: Array, b: Array, needs_potentials: bool) -> str:
     """The fastest solver in any dimension, for points with masses a (n,) and b (m,)."""
-    if has_pot() and len(a) * len(b) > DENSE_POINTS**2:
+    if has_pot() and len(a) * len(b) > SHORTLIST_FROM**2:
         return "shortlist"
     return "assignment" if is_uniform(a, b) and not (needs_potentials and has_pot()) else "simplex"
 

@@ -13,6 +13,7 @@ import torch
 from scipy.spatial import cKDTree
 from torch import Tensor
 
+from attn_flow.geometry import angle
 from attn_flow.transport.plan import Array, Index
 
 # The most entries of an n x m matrix that a solver may build: n = m = 5,000. The matrix takes 0.2 GB in float64, and
@@ -44,8 +45,7 @@ class GroundCost:
 
     def distance(self, x: Tensor, y: Tensor) -> Tensor:
         """c(x_i, y_i), from (..., d) and (..., d) to (...)."""
-        c = (x - y).norm(dim=-1)
-        return 2 * torch.atan2(c, (x + y).norm(dim=-1)) if self.name == "geodesic" else c
+        return angle(x, y) if self.name == "geodesic" else (x - y).norm(dim=-1)
 
     def of_pairs(self, x: Array, y: Array) -> Array:
         """c(x_i, y_i)^p, from (n, d) and (n, d) to (n,)."""

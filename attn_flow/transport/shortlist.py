@@ -20,12 +20,12 @@ from attn_flow.transport.ground_cost import GroundCost, c_transform, smallest_re
 from attn_flow.transport.network_simplex import MAX_PIVOTS, simplex
 from attn_flow.transport.plan import Array, Index, Plan, refine
 
-DENSE_POINTS = 800  # up to this many points in each cloud the dense program is solved
+MAX_SIMPLEX_POINTS = 800  # up to this many points in each cloud the dense program is solved
 BLOCK_POINTS = 5  # points per block of the coarser problem
 NEIGHBOURS = 8  # pairs per point that enter the shortlist at a time
 MAX_ROUNDS = 60
 RTOL, COARSE_RTOL = 1e-6, 1e-2  # relative gaps to which points and blocks are solved
-ROUNDING = 1e-14  # a gap that rounding alone may leave, for coordinates of order one
+MIN_GAP = 1e-14  # a gap that rounding alone may leave, for coordinates of order one
 
 
 def shortlist(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:
@@ -46,9 +46,9 @@ def shortlist(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:
 def _solve(x: Array, a: Array, y: Array, b: Array, cost: GroundCost, rtol: float, constant: float) -> Plan:
     """Solve on blocks, then on points; `constant` is a part of the cost that all plans share."""
     m = len(y)
-    if max(len(x), m) <= DENSE_POINTS:
+    if max(len(x), m) <= MAX_SIMPLEX_POINTS:
         return simplex(x, a, y, b, cost)
-    block_x, block_y = (_blocks(z) if len(z) > DENSE_POINTS else np.arange(len(z)) for z in (x, y))
+    block_x, block_y = (_blocks(z) if len(z) > MAX_SIMPLEX_POINTS else np.arange(len(z)) for z in (x, y))
     coarse_x, coarse_a = _representatives(x, a, block_x)
     coarse_y, coarse_b = _representatives(y, b, block_y)
     coarse = _solve(coarse_x, coarse_a, coarse_y, coarse_b, cost, max(rtol, COARSE_RTOL), constant)
@@ -65,7 +65,7 @@ def _solve(x: Array, a: Array, y: Array, b: Array, cost: GroundCost, rtol: float
         reduced, near_y, lower = smallest_reduced_costs(x, y, v, NEIGHBOURS, cost)
         value = float(plan.mass @ cost.of_pairs(x[plan.i], y[plan.j]))
         gap = max(value - float(a @ lower + b @ v), 0.0)
-        allowed = max(rtol * (value + constant), ROUNDING)
+        allowed = max(rtol * (value + constant), MIN_GAP)
         row, column = np.nonzero(reduced - u[:, None] < -allowed / 8)
         grown = _union(pairs, row * m + near_y[row, column])
         # Without a new pair the bounds have met up to the rounding of the solver.

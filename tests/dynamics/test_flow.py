@@ -16,6 +16,7 @@ from attn_flow import (
     Trajectory,
     consensus,
     flow,
+    linearise,
 )
 from attn_flow.attention import pre_norm
 from attn_flow.dynamics import noise
@@ -151,7 +152,6 @@ def test_pre_norm_moves_the_radius(generator):
     ("make", "covariance"),
     [
         (lambda g: noise.independent(0.5, g), lambda x: 0.25 * torch.eye(len(x), dtype=f64)),
-        (lambda g: noise.common(0.5, g), lambda x: 0.25 * torch.ones(len(x), len(x), dtype=f64)),
         (lambda g: noise.linear(0.5, g), lambda x: 0.25 * x @ x.T),
         (lambda g: noise.gaussian_field(torch.exp, 0.5, g), lambda x: 0.25 * (x @ x.T).exp()),
     ],
@@ -260,6 +260,8 @@ A3 = Attention.identity(3)
         (lambda: flow(Drift(lambda t, x: x * 1e30), X, 3.0, geometry=Euclidean()), FloatingPointError, "range"),
         (lambda: Adaptive(tol=0.0), ValueError, "tol"),
         (lambda: flow(A3, X, 10.0, step=Adaptive(max_steps=1)), FloatingPointError, "max_steps"),
+        (lambda: linearise(A3, X.half()), TypeError, "x has dtype torch.float16, expected float32"),
+        (lambda: Trajectory([0.0], X[None]), TypeError, "t is a list"),
         (lambda: noise.independent(-1.0), ValueError, "sigma"),
     ],
 )

@@ -166,6 +166,13 @@ def test_measures_move_between_dtypes():
         torch.testing.assert_close(single.double(), mu.tilted_mean(g, 0.5), rtol=1e-4, atol=1e-4, msg=name)
 
 
+def test_half_precision_clouds_have_moments():
+    x = draw(30, D)
+    for measure in (Gaussian, EllipsoidSupport):
+        half = measure.fit(Cloud(x.half())).cov.double()
+        torch.testing.assert_close(half, measure.fit(Cloud(x)).cov, rtol=0, atol=0.02)
+
+
 ONE = torch.ones(1, 2)
 
 
@@ -192,6 +199,8 @@ ONE = torch.ones(1, 2)
         (lambda: Cloud(ONE).log_partition(ONE.double(), 1.0), ValueError, "use measure.to"),
         (lambda: VonMisesFisher(ONE[0] / 2**0.5, 1.0).tilted_mean(torch.ones(1, 3), 1.0), ValueError, "m, 2"),
         (lambda: quadrature.circle(1), ValueError, "at least 2"),
+        (lambda: quadrature.circle(8, lambda theta: 1.0), TypeError, r"density\(x\) is a float"),
+        (lambda: quadrature.fibonacci(8, lambda x: -x[:, 0]), ValueError, r"density\(x\) has values from"),
     ],
 )
 def test_errors_name_what_is_wrong(call, error, words):

@@ -348,5 +348,7 @@ def test_errors(multihead: nn.MultiheadAttention) -> None:
         ours(*[x.float()] * 3)
     with pytest.raises(TypeError, match=r"query is a list, expected a torch\.Tensor"):
         ours(*[[1.0]] * 3)
+    with pytest.raises(TypeError, match=r"value is a NoneType, expected a torch\.Tensor"):
+        ours(x, x, None)
     with pytest.raises(ValueError, match=r"expected \(\[batch,\] n, 12\) with one batch"):
         ours(*[x[None]] * 3)

@@ -69,6 +69,8 @@ def test_the_trajectory_is_the_flow_of_the_attentions() -> None:
     assert isinstance(path, Trajectory)
     assert (len(path), float(path.t[-1])) == (21, pytest.approx(2.6))
     torch.testing.assert_close(stack.head(x.mean(-2)), stack(ids(4, 5)))
+    mask = torch.tensor([[1, 1, 1, 0, 0]]).expand(4, 5)
+    assert torch.equal(stack.trajectory(ids(4, 5), mask).cloud(-1).mask, mask > 0)
 
 
 def test_rerun_changes_a_copy() -> None:
