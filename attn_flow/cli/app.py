@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from attn_flow.cli.console import echo, reporting
 from attn_flow.cli.density import density
@@ -15,7 +16,25 @@ from attn_flow.cli.reproduce import reproduce
 from attn_flow.cli.simulation import limit, simulate
 from attn_flow.cli.training import train
 
+OLD_COMMANDS = {
+    "encoder": "`attn-flow encoder` is now `attn-flow inspect`.",
+    "encoders": "`attn-flow encoders` is now `python -m attn_flow.experiments.encoders`.",
+    "predict": "stacks of texts are not trained here any more; `attn-flow limit` predicts where tokens go.",
+    "bench": "benchmarks are not part of the package; run `make bench` in the repository.",
+}
+
+
+class Commands(TyperGroup):
+    """The commands; an old or mistyped name is refused with the right one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in OLD_COMMANDS:
+            ctx.fail(OLD_COMMANDS[args[0]])
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode=None,  # rich takes half of the time of --help
     pretty_exceptions_enable=False,

@@ -241,6 +241,9 @@ def test_the_example_of_the_help_runs(command) -> None:
         (["reproduce"], "which experiment?"),
         (["reproduce", "hardmx"], "no experiment 'hardmx': did you mean hardmax?"),
         (["play", "--out", "folder"], "expected the name of a page"),
+        (["encoder", "minilm"], "`attn-flow encoder` is now `attn-flow inspect`"),
+        (["predict", "runs"], "`attn-flow limit` predicts where tokens go"),
+        (["bench"], "make bench"),
         (["simulte"], "simulate"),
     ],
 )
