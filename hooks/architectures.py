@@ -45,6 +45,7 @@ class Architecture:
         angles, score_table: functions of the Block and n: cos and sin (n, r) of rotary positions; a bias (heads, n, n).
         score_terms: function of the Block, queries and keys (heads, n, k) that gives terms of both.
         causal: whether a token attends only to itself and earlier ones.
+        shared: whether one block is run several times.
         refuse: submodules that make a model another architecture.
 
     Example:
@@ -79,6 +80,7 @@ class Architecture:
     score_table: Callable[[Any, int], Tensor] | None = None
     score_terms: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     causal: bool | Callable[[Any], bool] = False
+    shared: bool = False
     refuse: tuple[str, ...] = ()
 
     # Paths of the projections of queries, keys and values.
@@ -256,6 +258,7 @@ ARCHITECTURES: list[Architecture] = [
         norm2="full_layer_layer_norm",
         ffn="ffn_output",
         norm_placement="post",
+        shared=True,
     ),
     replace(
         _BERT,

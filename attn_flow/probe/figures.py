@@ -1,4 +1,4 @@
-"""The figures of a probe: one for each question."""
+"""The figures of a probe: one for each question, drawn small for the overview or with labels for its section."""
 
 from __future__ import annotations
 
@@ -32,16 +32,25 @@ Findings = Mapping[str, Finding]
 Ends = list[tuple[float, float, str, str]]  # of lines: x, y, label, colour
 
 
-def draw(findings: Findings, name: str, width: int = 748) -> Figure:
-    """The figure of a question at a width in pixels; panels stand below each other if that is less than 600."""
-    panels = PANELS[name]
+def draw(findings: Findings, name: str, width: int = 748, small: bool = False) -> Figure:
+    """The figure of a question at a width in pixels; small figures have one panel without labels.
+
+    Panels stand below each other if the width is less than 600.
+    """
+    panels = PANELS[name][:1] if small else PANELS[name]
     rows, columns = (len(panels), 1) if width < 600 else (1, len(panels))
-    size = width / PIXELS_PER_INCH, 330 * rows / PIXELS_PER_INCH
+    height = 0.58 * width if small else 330 * rows
+    size = width / PIXELS_PER_INCH, height / PIXELS_PER_INCH
     with style() as pyplot:
         figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
         for panel, draw_panel in zip(axes.flat, panels):
             ends = draw_panel(panel, findings)
-            if ends:
+            if small:
+                panel.set(xlabel="", ylabel="", title="")
+                panel.tick_params(labelsize=7.5)
+                for text in list(panel.texts):
+                    text.remove()
+            elif ends:
                 _label_ends(panel, ends)
     return figure
 

@@ -112,7 +112,12 @@ def sequential_p(own: float, draws: Tensor) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[int]:
-    """Indices of the hypotheses that Holm's procedure rejects."""
+    """Indices of the hypotheses that Holm's procedure rejects.
+
+    Example:
+        >>> holm([0.01, 0.2, 0.02, 0.04]), holm([0.01, 0.015, 0.02, 0.04])
+        ([0], [0, 1, 2, 3])
+    """
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     passed = 0
     while passed < len(order) and p_values[order[passed]] * (len(order) - passed) <= LEVEL:

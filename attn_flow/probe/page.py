@@ -19,7 +19,7 @@ from attn_flow.base.files import write_bytes
 from attn_flow.probe.figures import CLUSTER_METHODS, PIXELS_PER_INCH, draw
 from attn_flow.probe.findings import DESCRIPTIONS, QUESTIONS, About, Finding, Reading
 
-WIDE, NARROW = 748, 350  # widths of figures in pixels
+WIDE, NARROW, SMALL = 748, 350, 236  # widths of figures in pixels
 ANSWERS = {"supported": "Yes", "partly": "In part", "not supported": "No"}
 TAGS = {"supported": "yes", "partly": "partly", "not supported": "no", None: "note"}
 COLUMNS = {  # of the tables, which page.html explains
@@ -64,7 +64,7 @@ def write_page(
     }
     parts = {name: html.escape(str(value)) for name, value in words.items()}
     parts["style"], parts["scripts"] = _packaged("page.css"), _scripts(about, averaging, reading, tokens)
-    parts["cards"] = "\n".join(_card(findings[name], name) for name in QUESTIONS)
+    parts["cards"] = "\n".join(_card(findings, name) for name in QUESTIONS)
     for name, finding in findings.items():
         numbers = finding.numbers
         if not numbers:  # nothing is drawn and explained
@@ -81,10 +81,11 @@ def write_page(
     return folder / "report.html"
 
 
-def _card(finding: Finding, name: str) -> str:
+def _card(findings: Mapping[str, Finding], name: str) -> str:
+    finding, question = findings[name], html.escape(QUESTIONS[name])
+    figure = _svg(draw(findings, name, SMALL, small=True), f"{name}-small", question) if finding.numbers else ""
     tag = f'<span class="tag {TAGS[finding.verdict]}">{finding.verdict or "numbers"}</span>'
-    question, text = html.escape(QUESTIONS[name]), html.escape(finding.text)
-    return f'<a class="card" href="#{name}"><h2>{question}</h2><p>{tag} {text}</p></a>'
+    return f'<a class="card" href="#{name}"><h2>{question}</h2>{figure}<p>{tag} {html.escape(finding.text)}</p></a>'
 
 
 def _figure(findings: Mapping[str, Finding], name: str) -> str:

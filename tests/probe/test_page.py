@@ -96,7 +96,7 @@ def test_the_page_lives_in_a_browser(page, tmp_path, width) -> None:
     facts = browser.look(page, script, tmp_path, width)
     assert facts.pop("title") != "owned"
     assert facts.pop("height") < (6000 if width == 1280 else 8000)
-    expected = {"tokens": 32, "heads": 72, "bars": 12, "figures": 4, "cut": 0}
+    expected = {"tokens": 32, "heads": 72, "bars": 12, "figures": 8, "cut": 0}
     assert facts == expected | dict.fromkeys(("head", "layer", "fits"), True)
 
 
