@@ -90,9 +90,10 @@ class Block:
         both = getattr(self.core, "local_attention", None)  # of ModernBERT in transformers 4
         if both is not None:
             return max(both) if max(both) >= 0 else None
-        config = getattr(self.core, "config", None)  # Mistral has it there alone
-        window = getattr(self.core, "sliding_window", getattr(config, "sliding_window", None))
-        return None if window is None else window - 1  # it counts the token itself
+        config = getattr(self.core, "config", None)
+        every_layer = None if hasattr(config, "layer_types") else getattr(config, "sliding_window", None)  # as Mistral
+        window = getattr(self.core, "sliding_window", every_layer)
+        return window - 1 if window else None  # it counts the token itself
 
     @property
     def heads(self) -> int:

@@ -125,11 +125,12 @@ def test_patterns_of_sliding_windows_and_other_temperatures() -> None:
     local = cache["blocks.1.attn.hook_pattern"]
     assert float(local[0, 0, 0, 5:].sum()) == 0 < float(cache["blocks.0.attn.hook_pattern"][0, 0, 0, 5:].sum())
     torch.testing.assert_close(local, eager_weights(model, x)[1], rtol=0, atol=1e-5)
-    config = transformers.MistralConfig(**TEXT, num_key_value_heads=2, sliding_window=4)
-    mistral = transformers.MistralModel(config).eval()
-    with recording(mistral, "blocks.1.attn.hook_pattern") as cache, torch.no_grad():
-        mistral(**x)
-    torch.testing.assert_close(cache["blocks.1.attn.hook_pattern"], eager_weights(mistral, x)[1], rtol=0, atol=1e-5)
+    for name, options in (("Mistral", {"sliding_window": 4}), ("Qwen2Moe", {"num_experts": 4})):
+        config = getattr(transformers, f"{name}Config")(**TEXT, num_key_value_heads=2, **options)
+        causal = getattr(transformers, f"{name}Model")(config).eval()
+        with recording(causal, "blocks.1.attn.hook_pattern") as cache, torch.no_grad():
+            causal(**x)
+        torch.testing.assert_close(cache["blocks.1.attn.hook_pattern"], eager_weights(causal, x)[1], rtol=0, atol=1e-5)
     t5 = tiny("T5 encoder")
     with recording(t5, "blocks.0.attn.hook_pattern") as cache, scale_beta(t5, 0.0), torch.no_grad():
         t5(**x)
