@@ -29,8 +29,6 @@ from attn_flow.measures.measure import Measure
 Kind = Literal["softmax", "unnormalised", "sinkhorn"]
 Kernel = Literal["auto", "dense", "near", "series"]
 
-BETA_HINT = "expected one number of heads; for one beta per batch element pass beta[:, None]"
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attention(Field):
@@ -92,14 +90,11 @@ class Attention(Field):
             raise ValueError(f"beta = inf with kind = {self.kind!r}; only softmax attention has a limit (hardmax).")
         if self.kernel in ("near", "series") and (self.causal or self.kind != "softmax"):
             raise ValueError(f"kernel = {self.kernel!r} needs kind = 'softmax' and causal = False; use kernel='auto'.")
-        if self.causal and self.kind == "sinkhorn":
-            raise ValueError("'sinkhorn' needs every pair of tokens; use causal=False.")
-        if self.context is not None and (self.causal or self.kind == "sinkhorn"):
-            raise ValueError("causal and 'sinkhorn' compare tokens of one cloud; drop context.")
+        if self.causal + (self.kind == "sinkhorn") + (self.context is not None) > 1:
+            raise ValueError("causal, kind = 'sinkhorn' and a context exclude each other; keep one of them.")
         if self.context is not None and not hasattr(self.context, "tilted_mean"):
             raise TypeError(f"context is a {type(self.context).__name__}, expected a measure, such as Cloud(tokens).")
-        if self.tolerance is not None:
-            checks.require_positive(tolerance=self.tolerance)
+        checks.require_positive(tolerance=1.0 if self.tolerance is None else self.tolerance)
         _ = self.leading_axes
         return self
 
@@ -226,8 +221,7 @@ class Attention(Field):
             kernel = choose_kernel(*inputs, scale, self.tolerance)
         if kernel == "dense":
             return dense.softmax_average(*inputs, scale=scale, causal=self.causal)
-        is_plain = dense.is_plain(*(z for z in (*inputs, scale) if isinstance(z, Tensor)))
-        if not is_plain and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not dense.is_plain(*inputs, scale):
             raise NotImplementedError(f"kernel {kernel!r} has no derivatives and no torch.func; use kernel='auto'.")
         approximate = near.softmax_average if kernel == "near" else series.softmax_average
         return approximate(*inputs, scale=scale, tolerance=self.tolerance)
@@ -276,7 +270,7 @@ class Attention(Field):
         shapes = {name: z.shape[: z.ndim - weights.AXES[name] + 1] for name, z in self.tensors.items()}
         if self.value_bias is not None:
             shapes["value_bias"] = torch.Size((*self.value_bias.shape[:-1], 1))
-        return checks.broadcast_axes({"one head": torch.Size((1,)), **shapes}, BETA_HINT)
+        return checks.broadcast_axes({"one head": torch.Size((1,)), **shapes}, "expected one number of heads")
 
     @property
     def heads(self) -> int:
@@ -354,7 +348,7 @@ class Attention(Field):
         if isinstance(self.context, Cloud):
             checks.require_fit("context", self.context.x, self.dim, "x", cloud.x)
             shapes["context"] = self.context.x.shape[:-2]
-        return checks.broadcast_axes(shapes, BETA_HINT)
+        return checks.broadcast_axes(shapes, "for one beta per batch element pass beta[:, None]")
 
     def logit_bound(self, radius: float | Tensor) -> Tensor:
         if self.is_hardmax:  # scores are compared and not exponentiated

@@ -9,10 +9,8 @@ A flow follows P_x F(t, x). It evaluates a field, asks for its jumps, and never 
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -145,7 +143,8 @@ class Sum(Field):
         return " + ".join(map(repr, self.fields))
 
     def __call__(self, t: float, x: Tensor, log_weights: Tensor | None = None) -> Tensor:
-        return functools.reduce(operator.add, (field(t, x, log_weights) for field in self.fields))
+        first, *others = (field(t, x, log_weights) for field in self.fields)
+        return sum(others, start=first)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

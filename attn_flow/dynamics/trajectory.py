@@ -27,11 +27,11 @@ class Trajectory:
     """Clouds x (T, ..., n, d) at times t (T,), with weights and mask (..., n) that do not change in time.
 
     Args:
-        t: (T,) finite times, increasing along a flow, or levels of an encoder (several kinds of them may follow).
+        t: (T,), increasing times of a flow, or depth indices of an encoder's states, one kind of state after the other.
         x: (T, ..., n, d), the tokens at these times.
         weights: (..., n), masses of the tokens; None: all the same.
         mask: (..., n), True for tokens and False for padding; None: no padding.
-        about: what made it, plain JSON.
+        about: the field, the steps and other facts about its origin, as plain JSON.
         labels: plain lists about the tokens (strings, ids, texts, ...).
 
     Example:

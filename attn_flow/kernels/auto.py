@@ -22,9 +22,8 @@ def choose_kernel(
     tolerance: float | None = None,
 ) -> Literal["dense", "near", "series"]:
     """The name of the fastest kernel; "near" and "series" only for large clouds on a CPU, without derivatives."""
-    tensors = [z for z in (queries, keys, values, log_weights, scale) if isinstance(z, Tensor)]
     is_large = queries.shape[-2] * keys.shape[-2] >= MIN_PAIRS and keys.shape[-1] <= near.MAX_WIDTH
-    if not is_large or queries.device.type != "cpu" or not dense.is_plain(*tensors):
+    if not is_large or queries.device.type != "cpu" or not dense.is_plain(queries, keys, values, log_weights, scale):
         return "dense"
     tolerance = tolerance or default_tolerance(values.dtype)
     if series.is_on_circle(keys, tolerance):

@@ -66,9 +66,8 @@ def average_and_log_sum(
         >>> average_and_log_sum(x, x, x)[1].exp()  # three keys of weight one
         tensor([3., 3., 3.])
     """
-    tensors = [z for z in (queries, keys, values, log_weights, scale) if isinstance(z, Tensor)]
-    has_fused = fused_with_log_sum is not None and queries.device.type == "cpu" and is_plain(*tensors)
-    if not has_fused or is_infinite(scale):
+    is_readable = is_plain(queries, keys, values, log_weights, scale)
+    if fused_with_log_sum is None or queries.device.type != "cpu" or not is_readable or is_infinite(scale):
         return average_by_rows(queries, keys, values, log_weights, scale, causal)
     q, k, v, scale, shape = _to_fused_layout(queries, keys, values, log_weights, scale)
     average, log_sum = fused_with_log_sum(q, k, v, 0.0, causal, scale=scale)
@@ -84,8 +83,9 @@ def is_infinite(scale: float | Tensor) -> bool:
     return not isinstance(scale, Tensor) and scale == math.inf  # math.isinf cannot be compiled
 
 
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether the tensors have values to read, and no derivatives of them are computed."""
+def is_plain(*inputs: Tensor | float | None) -> bool:
+    """Whether the tensors among the inputs have values to read, and no derivatives of them are computed."""
+    tensors = [z for z in inputs if isinstance(z, Tensor)]
     has_gradient = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
     return not has_gradient and not uses_forward_mode() and can_read(*tensors)
 

@@ -26,10 +26,7 @@ class FlowModule(nn.Module):
     def __init__(
         self, dim: int, heads: int, head_dim: int | None, spread: float, factory: Any, **options: Unpack[FlowKeywords]
     ) -> None:
-        """If beta is None, it is spread / sqrt(head_dim) times dim / r^2 for tokens of length r.
-
-        r is the radius of the geometry, and sqrt(dim) in flat space.
-        """
+        """A beta of None is spread / sqrt(head_dim) dim / r^2; r is the radius of the sphere, or sqrt(dim) if flat."""
         super().__init__()
         checks.require_count(dim=dim, heads=heads, head_dim=1 if head_dim is None else head_dim)
         if head_dim is None and dim % heads:

@@ -318,7 +318,7 @@ ONE = Attention.identity(3)
             r"do not broadcast .*beta \(3,\)",
         ),
         (lambda: Attention.identity(3, kind="sinkhorn").with_beta(math.inf), ValueError, "hardmax"),
-        (lambda: Attention.identity(3, causal=True).with_context(EYE).drift(EYE), ValueError, "drop context"),
+        (lambda: Attention.identity(3, causal=True).with_context(EYE).drift(EYE), ValueError, "exclude each other"),
         (lambda: Attention.identity(3, context="tokens"), TypeError, "context is a str, expected a measure"),
         (lambda: ONE.with_context([1.0]).drift(EYE), TypeError, "context is a list, expected a measure"),
         (lambda: ONE.with_context(EYE[:, :2]).drift(EYE), ValueError, r"context has shape \(3, 2\)"),
