@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from attn_flow.base.figures import BASELINE, COLOURS, caption, style
 from attn_flow.base.progress import progress_bar
@@ -18,6 +19,7 @@ from attn_flow.experiments.encoders import ZOO, fetched, load_fetched, own_input
 from attn_flow.experiments.parts import kept_part
 from attn_flow.hooks.corpus import fingerprint
 from attn_flow.probe import probe
+from attn_flow.probe.sampling import gaussian_exponent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,10 +181,10 @@ def plot(numbers: dict[str, Any]) -> Figure:
     return figure
 
 
-def theory_curve(numbers: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Predicted b of normal logits against their standard deviation, from the heads of the longest inputs."""
-    length = lambda result: result["about"]["tokens"] / result["about"]["texts"]
-    longest = max(map(length, numbers["encoders"].values()))
-    results = [result for result in numbers["encoders"].values() if length(result) == longest]
-    rows = sorted((row["logit_sd"], row["predicted_b"]) for result in results for row in heads_of(result))
-    return [sd for sd, _ in rows], [b for _, b in rows]
+def theory_curve(numbers: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted b of normal logits of the longest inputs, against their standard deviation over all measured heads."""
+    results = numbers["encoders"].values()
+    measured = np.log([row["logit_sd"] for result in results for row in heads_of(result)])
+    sd = np.exp(np.linspace(measured.min(), measured.max(), 100))
+    longest = max(result["about"]["tokens"] / result["about"]["texts"] for result in results)
+    return sd, gaussian_exponent(torch.from_numpy(sd), round(longest)).numpy()
