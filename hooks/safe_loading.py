@@ -25,10 +25,7 @@ def pretrained(kind: Any, path: str | os.PathLike[str], **options: Any) -> Any:
             "trust_remote_code=True."
         ) from None
     except UnpicklingError:
-        raise ValueError(
-            f"{path}: its pickled weights are damaged or hold more than tensors, which may run code; expected "
-            ".safetensors."
-        ) from None
+        raise ValueError(f"{path}: its pickled weights are damaged or may run code; expected .safetensors.") from None
     except SafetensorError as error:
         why = str(error).splitlines()[0]
         raise ValueError(f"{path}: its weights cannot be read ({why}); the file is damaged, fetch it again.") from None

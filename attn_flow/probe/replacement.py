@@ -42,10 +42,7 @@ class Passes:
         return sum(w2(a, b) for a, b in pairs) / len(self.outputs) or torch.nan  # one text, or equal texts
 
     def compare(self, predict: Predict) -> tuple[Tensor, Tensor]:
-        """With attention replaced, W2 to these outputs in units of `between`, and the cosine of the embeddings.
-
-        Both are (texts,).
-        """
+        """W2 of replaced attention to these outputs, in units of `between`, and cosine of embeddings, (texts,) each."""
         passes = run(self.recording, predict)
         distances = torch.tensor([w2(a, b) for a, b in zip(passes.outputs, self.outputs)], dtype=torch.float64)
         return distances / self.between, (passes.embeddings * self.embeddings).sum(-1).double().cpu()
