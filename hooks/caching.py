@@ -42,8 +42,7 @@ class WithoutCache:
 
     def without_cache(self, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call, with use_cache=False where a layer evaluates its attention several times."""
-        flows = [read_settings(block)[0] for block in self.layers]
-        if all(flow is None or flow.evaluations == 1 for flow in flows):
+        if all(flow is None or flow.evaluations == 1 for flow, _ in map(read_settings, self.layers)):
             return kwargs
         if kwargs.get("past_key_values") is not None:
             raise ValueError(
