@@ -93,7 +93,14 @@ UNIT_SPHERE = Sphere()
 
 @dataclass(frozen=True)
 class Euclidean:
-    """Flat space: every vector is tangent and every point belongs to it."""
+    """Flat space: every vector is tangent and every point belongs to it.
+
+    Example:
+        >>> from attn_flow import Attention, flow
+        >>> flow(Attention.identity(1, beta=0.0), torch.ones(2, 1), 1.0, geometry=Euclidean()).x[-1]  # x' = x
+        tensor([[2.7183],
+                [2.7183]])
+    """
 
     max_norm: ClassVar[None] = None
 

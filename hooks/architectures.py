@@ -7,6 +7,7 @@ transformers 4 and 5 and plain torch. `register(Architecture(...))` adds one.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +46,6 @@ class Architecture:
         angles, score_table: functions of the Block and n: cos and sin (n, r) of rotary positions; a bias (heads, n, n).
         score_terms: function of the Block, queries and keys (heads, n, k) that gives terms of both.
         causal: whether a token attends only to itself and earlier ones.
-        shared: whether one block is run several times.
         refuse: submodules that make a model another architecture.
 
     Example:
@@ -80,7 +80,6 @@ class Architecture:
     score_table: Callable[[Any, int], Tensor] | None = None
     score_terms: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     causal: bool | Callable[[Any], bool] = False
-    shared: bool = False
     refuse: tuple[str, ...] = ()
 
     # Paths of the projections of queries, keys and values.
@@ -126,6 +125,12 @@ def _rotary_positions(block: Any) -> str:
 
 def _rotary_angles(block: Any, n: int) -> tuple[Tensor, Tensor]:
     """cos and sin (n, r) of RoPE, from the module that makes them for all layers, or for this one."""
+    rotate = getattr(sys.modules[type(block.core).__module__], "rotate_half", None)
+    if rotate is not None and rotate(torch.arange(4.0)).tolist() != [-2.0, -3.0, 0.0, 1.0]:
+        raise ValueError(
+            f"{type(block.root).__name__} rotates pairs of neighbouring coordinates; positions are read of models that "
+            "rotate the pairs (l, l + r/2). Register an architecture without angles for it."
+        )
     rotary = block.root.rotary_emb if hasattr(block.root, "rotary_emb") else block.core.rotary_emb
     like = next(p for p in block.module.parameters() if p.is_floating_point())
     has_types = "layer_type" in inspect.signature(rotary.forward).parameters
@@ -258,7 +263,6 @@ ARCHITECTURES: list[Architecture] = [
         norm2="full_layer_layer_norm",
         ffn="ffn_output",
         norm_placement="post",
-        shared=True,
     ),
     replace(
         _BERT,

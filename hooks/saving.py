@@ -13,6 +13,7 @@ import copy
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def update_config(model: nn.Module) -> None:
     entry = describe_flows(hub_model)
     if entry:
         setattr(own, ENTRY, entry)
-        hub_model.save_pretrained = FlowSaver(hub_model)
+        hub_model.save_pretrained = partial(save_flows, hub_model)
     else:
         for name in (ENTRY, "auto_map"):
             vars(own).pop(name, None)
@@ -67,20 +68,14 @@ def pretrained_inside(model: Any) -> Any:
     return None
 
 
-class FlowSaver:
+def save_flows(model: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
     """The `save_pretrained` of a model with flows."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        if kwargs.pop("push_to_hub", False):
-            raise ValueError("push_to_hub=True would leave out files of a flow; use model.push_to_hub(name).")
-        update_config(self.model)  # the options of a flow may have been set since it was made
-        type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
-        folder = Path(save_directory)
-        if kwargs.get("is_main_process", True):
-            _write_beside_weights(self.model, folder)
+    if kwargs.pop("push_to_hub", False):
+        raise ValueError("push_to_hub=True would leave out files of a flow; use model.push_to_hub(name).")
+    update_config(model)  # the options of a flow may have been set since it was made
+    type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    if kwargs.get("is_main_process", True):
+        _write_beside_weights(model, Path(save_directory))
 
 
 def _write_beside_weights(model: Any, folder: Path) -> None:

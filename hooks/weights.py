@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attn_flow.attention.attention import Attention
 from attn_flow.geometry import Ellipsoid, Euclidean, Geometry
-from attn_flow.hooks.layout import Block, at, blocks
+from attn_flow.hooks.layout import Block, at, blocks, distinct
 from attn_flow.hooks.positions import as_float, projections, read_linear
 
 
@@ -116,7 +116,7 @@ def encoder_facts(model: nn.Module) -> dict[str, Any]:
         "architecture": first.architecture.name,
         "model": type(model).__name__,
         "layers": len(layers),
-        "shared": first.architecture.shared,
+        "shared": len(distinct(layers)) < len(layers),
         "heads": first.heads,
         "head_dim": first.head_dim,
         # Norms are never quantised, unlike the projections.

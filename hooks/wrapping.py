@@ -80,8 +80,7 @@ def scale_beta(
         layers: indices of layers; all by default.
 
     Returns:
-        A context manager for one `with` block, after which the model is as it was before. Run the backward pass inside
-        it if the model uses gradient checkpointing. `replace_attention(model, beta_factor=4.0)` changes it for good.
+        A context manager for one `with` block, as of `wrap`; `replace_attention(model, beta_factor=4.0)` is for good.
 
     Example:
         >>> from attn_flow.hooks import record

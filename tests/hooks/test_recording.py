@@ -131,6 +131,11 @@ def test_patterns_of_sliding_windows_and_other_temperatures() -> None:
         with recording(causal, "blocks.1.attn.hook_pattern") as cache, torch.no_grad():
             causal(**x)
         torch.testing.assert_close(cache["blocks.1.attn.hook_pattern"], eager_weights(causal, x)[1], rtol=0, atol=1e-5)
+    helium = transformers.HeliumModel(transformers.HeliumConfig(**TEXT, num_key_value_heads=2, head_dim=8)).eval()
+    with recording(helium, "blocks.0.attn.hook_pattern") as cache, torch.no_grad():
+        helium(**x)
+    with pytest.raises(ValueError, match="HeliumModel rotates pairs of neighbouring coordinates"):
+        cache["blocks.0.attn.hook_pattern"]
     t5 = tiny("T5 encoder")
     with recording(t5, "blocks.0.attn.hook_pattern") as cache, scale_beta(t5, 0.0), torch.no_grad():
         t5(**x)

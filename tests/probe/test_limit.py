@@ -16,6 +16,8 @@ from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.prediction import spectrum
 from attn_flow.probe.limit import LimitApproach, holm, measure_limit, sequential_p
 from attn_flow.probe.limit_flow import leading_subspace
+from attn_flow.probe.replacement import w2
+from attn_flow.transport import solve
 
 
 def small_recording(generator: torch.Generator, tied: bool = False, texts: int = 3, n: int = 12, d: int = 4):
@@ -213,6 +215,15 @@ def test_false_laws_keep_the_shapes_of_the_weights(generator):
     recording = small_recording(generator)
     for change in (permuted_heads, untrained):
         assert [A.Q.shape for A in change(recording, generator).attentions] == [A.Q.shape for A in recording.attentions]
+
+
+def test_geomloss_agrees_with_exact_transport_within_its_bound(generator):
+    x, y = (torch.nn.functional.normalize(torch.randn(60, 8, generator=generator), dim=-1) for _ in range(2))
+    y = y + 0.5
+    bound = float(solve(x, y, method="sinkhorn", rtol=0.2).error)
+    assert abs(w2(x, y, "geomloss") - w2(x, y, "exact")) <= bound + 1e-6
+    assert w2(x, y, "auto") == w2(x, y, "exact")
+    assert w2(x, x, "geomloss") == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.slow
