@@ -8,8 +8,10 @@ import sys
 
 def main() -> None:
     """Run the command line, or say what to install for it."""
-    # Threads of torch that wait for work would otherwise keep the processor busy. It is read when torch is imported.
+    # Threads of torch that wait for work, and those of numpy beside them, would otherwise keep the processor busy. Both
+    # settings are read at the first import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         from attn_flow.cli.app import app
     except ModuleNotFoundError as error:

@@ -31,6 +31,6 @@ def progress_bar(description: str, total: float, show: bool = True) -> Iterator[
 
         def advance(amount: float = 1, note: str = "") -> None:
             bar.set_postfix_str(visible(note), refresh=False)
-            bar.update(amount)
+            bar.update(min(amount, total - bar.n))  # sums of shares round
 
         yield advance

@@ -6,7 +6,7 @@ from inspect import signature
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import ArpackError, eigs
+from scipy.sparse.linalg import ArpackError, LinearOperator, eigs
 from torch import Tensor
 
 from attn_flow.attention.attention import Attention
@@ -76,9 +76,9 @@ def leading_subspace(M: Tensor) -> tuple[Tensor, Tensor]:
     pair is found, which is the generic case, by Arnoldi iteration. U and W are in float64 on the device of M.
     """
     if len(M) > SMALL:
-        matrix = M.detach().double().cpu().numpy()
+        matrix = M.detach().double().cpu()
         with limit_threads(1):  # of hundreds of products with one vector
-            right, left = _leading_vectors(matrix), _leading_vectors(matrix.T)
+            right, left = _leading_vectors(matrix), _leading_vectors(matrix.mT)
         if right and left and abs(right[0] - left[0]) <= 1e-3 * abs(right[0]):
             U, rows = torch.linalg.qr(right[1])[0], left[1].mT
             return U.to(M.device), torch.linalg.solve(rows @ U, rows).to(M.device)
@@ -86,19 +86,22 @@ def leading_subspace(M: Tensor) -> tuple[Tensor, Tensor]:
     return limit.basis, limit.basis.mT @ limit.direction
 
 
-def _leading_vectors(matrix: np.ndarray) -> tuple[complex, Tensor] | None:
+def _leading_vectors(matrix: Tensor) -> tuple[complex, Tensor] | None:
     """The eigenvalue with the largest real part, the upper one of a pair, and the real span (d, 1 or 2) of its vector.
 
     None if the iteration does not converge, or if the eigenvalue is 0, whose space may have any dimension.
     """
     start = torch.randn(len(matrix), generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
+    # Products by torch: numpy would use as many threads as there are cores in every stage of a probe.
+    product = lambda vector: (matrix @ torch.from_numpy(vector)).numpy()
+    operator = LinearOperator(matrix.shape, matvec=product, dtype=np.float64)
     try:
-        values, vectors = eigs(matrix, k=2, which="LR", v0=start, tol=RTOL, **SEED)
+        values, vectors = eigs(operator, k=2, which="LR", v0=start, tol=RTOL, **SEED)
     except ArpackError:
         return None
     i = int(np.lexsort((values.imag, values.real.round(12)))[-1])
     value, vector = complex(values[i]), vectors[:, i]
-    if abs(value) <= RTOL * np.abs(matrix).max():
+    if abs(value) <= RTOL * float(matrix.abs().max()):
         return None
     is_real = abs(value.imag) <= RTOL * abs(value)
     parts = [vector.real] if is_real else [vector.real, vector.imag]
