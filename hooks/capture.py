@@ -16,7 +16,7 @@ from attn_flow.hooks.inputs import TokenBatch, batches, tally
 from attn_flow.hooks.layout import encoder_inside, evaluation_mode
 from attn_flow.hooks.positions import as_float
 from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
-from attn_flow.hooks.self_check import first_text, self_check
+from attn_flow.hooks.self_check import first_tokens, self_check
 
 
 def record(
@@ -46,7 +46,7 @@ def record(
         max_length: tokens kept of each text; by default as many as the model takes.
         max_unknown: share of unknown tokens above which the texts are refused: it is probably not the model's own
             tokenizer, or the texts are of another kind than it was made for. `about["unknown_share"]` has the share.
-        check: first compare the weights as read with what the layers compute, on one text (see `self_check`).
+        check: first compare the weights as read with what the layers compute, on a few tokens (see `self_check`).
         world: `processes()`, which share the batches; each of them returns the path of all texts.
 
     Returns:
@@ -78,7 +78,7 @@ def record_batch(model: nn.Module, cache: ActivationCache, batch: TokenBatch, ch
     run_batch(model, cache, batch)
     path = cache.trajectory(batch)
     if check:  # it runs the model again, and so comes after the cache was read
-        self_check(model, first_text(batch.inputs))
+        self_check(model, first_tokens(batch.inputs))
     return replace(path, x=as_float(path.x))
 
 

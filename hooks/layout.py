@@ -108,7 +108,8 @@ class Block:
     @property
     def head_dim(self) -> int:
         """Width of the queries of one head."""
-        widths = [getattr(self.core, name, None) for name in HEAD_DIMS]
+        core = self.core
+        widths = [getattr(core, name, None) for name in HEAD_DIMS]
         width = next((width for width in widths if isinstance(width, int)), None)
         if width is not None:  # of all models that may be quantised, where weights have another shape
             return width

@@ -213,18 +213,19 @@ class ActivationCache(Mapping[str, Tensor]):
         lengths = is_token.sum(-1)
         order = (~is_token).to(torch.uint8).argsort(dim=-1, stable=True)[:, : int(lengths.max())]
         mask = torch.arange(order.shape[1], device=order.device) < lengths[:, None]
-        states = [self[name].to(order.device).take_along_dim(order[..., None], dim=1) for name in self.points]
+        rows = torch.arange(len(order), device=order.device)[:, None]
+        states = [self[name].to(order.device)[rows, order] for name in self.points]
         x = torch.stack(states).masked_fill_(~mask[..., None], 0.0)
         positions = [row[:n] for row, n in zip(order.tolist(), lengths.tolist())]
-        rows = lambda table: [[row[j] for j in kept] for row, kept in zip(table, positions)]
+        kept = lambda table: [[row[j] for j in columns] for row, columns in zip(table, positions)]
         labels: dict[str, list] = {
             "text": list(range(batch.first, batch.first + len(order))),
             "position": positions,
-            "token": rows(self.strings(batch)),
-            "special": rows(self.special_tokens(batch).tolist()),
+            "token": kept(self.strings(batch)),
+            "special": kept(self.special_tokens(batch).tolist()),
         }
         if isinstance(self._call.get("input_ids"), Tensor):
-            labels["id"] = rows(self._call["input_ids"].tolist())
+            labels["id"] = kept(self._call["input_ids"].tolist())
         depths = [layer + DEPTH.get(point, 0.0) for layer, point in map(split_name, self.points)]
         t = torch.tensor(depths, dtype=torch.float64, device=x.device)
         return Trajectory(t, x, mask=mask, about=self.about(), labels=labels)

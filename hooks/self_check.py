@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from attn_flow.hooks.evaluation import describe_changes
@@ -44,6 +45,7 @@ class Check:
         return self.error <= self.tolerance
 
 
+@torch.no_grad()
 def self_check(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Check]:
     """Compare the Attention of every layer with what the layer computes.
 
@@ -95,7 +97,12 @@ def _check_layer(block: Block, cache: ActivationCache) -> Check:
     return Check(block.index, error, 16 * rounding * (1 + largest_logit), block.positions)
 
 
-def first_text(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs of the first text or image alone; torch's encoder, which may have texts second, gets all."""
+def first_tokens(inputs: Mapping[str, Tensor], count: int = 16) -> dict[str, Tensor]:
+    """A few tokens of the first text, or the first image; torch's encoder, which may have texts second, gets all."""
     texts = -1 if "src" in inputs else len(next(iter(inputs.values())))
-    return {name: t[:1] if t.ndim and len(t) == texts else t for name, t in inputs.items()}
+    first = {name: t[:1] if t.ndim and len(t) == texts else t for name, t in inputs.items()}
+    ids, mask = first.get("input_ids"), first.get("attention_mask")
+    if ids is None or (mask is not None and mask.shape != ids.shape):
+        return first
+    columns = slice(count) if mask is None else mask[0].nonzero()[:count, 0]
+    return {name: t[:, columns] if t.shape == ids.shape else t for name, t in first.items()}

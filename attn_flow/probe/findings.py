@@ -101,7 +101,7 @@ def answer(
 ) -> Finding:
     """A finding of a verdict in words and what was measured; from few texts it has no verdict."""
     if texts < MIN_TEXTS:
-        verdict, words = None, f"No verdict: {texts} of the {MIN_TEXTS} texts that one needs"
+        verdict, words = None, f"No verdict ({texts} of {MIN_TEXTS} texts)"
     return Finding(verdict, f"{words}: {measured}.", numbers, value, baseline)
 
 

@@ -15,7 +15,7 @@ from attn_flow.hooks import attentions, blocks, record, record_corpus, scale_bet
 from attn_flow.hooks.corpus import fingerprint
 from attn_flow.hooks.evaluation import describe_changes
 from attn_flow.hooks.inputs import tokenise
-from attn_flow.hooks.self_check import first_text
+from attn_flow.hooks.self_check import first_tokens
 
 
 class LowRank(nn.Module):
@@ -101,7 +101,7 @@ def test_every_recording_checks_itself(tmp_path: Path) -> None:
 
 @every_architecture
 def test_one_text_is_enough_to_check(name: str) -> None:
-    first = first_text(long_inputs(name))
+    first = first_tokens(long_inputs(name))
     if not name.startswith("torch"):
         assert all(t.shape[0] == 1 for t in first.values())
     assert len(self_check(tiny(name), first)) == 3
@@ -110,7 +110,7 @@ def test_one_text_is_enough_to_check(name: str) -> None:
 def test_padding_on_the_left_and_texts_without_tokens() -> None:
     model, x = tiny("BERT"), inputs("BERT")
     left = {name: t.flip(0, 1) for name, t in x.items()}  # the first text is the short one
-    assert all(check.exact for check in self_check(model, first_text(left)))
+    assert all(check.exact for check in self_check(model, first_tokens(left)))
     record(model, left)
     left["attention_mask"][0] = 0
     with pytest.raises(ValueError, match="text 0 has no token; drop it"):

@@ -54,7 +54,7 @@ def test_shapes_and_order(measured):
 def test_numbers_are_plain_and_complete(measured):
     finding = measured.finding()
     assert finding.verdict is None
-    assert "3 of the 8 texts" in finding.text
+    assert "3 of 8 texts" in finding.text
     curve = finding.numbers["curve"]
     assert set(curve) == set(METHODS)
     entry = curve["foreign_queries"]["8"]

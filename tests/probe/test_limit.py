@@ -184,7 +184,7 @@ def test_few_texts_have_no_verdict(generator):
     recording = small_recording(generator)
     finding = measure(recording, rotations=19).finding()
     assert finding.verdict is None
-    assert "3 of the 8 texts" in finding.text
+    assert "3 of 8 texts" in finding.text
 
 
 def test_numbers_are_plain_and_records_can_be_kept(generator, tmp_path):
