@@ -360,7 +360,7 @@ class Attention(Field):
 
     @property
     def not_exchangeable_because(self) -> tuple[str, ...]:
-        return ("a causal mask",) * self.causal + ("a context",) * (self.context is not None)
+        return ("a causal mask",) * self.causal
 
     def summary(self) -> dict[str, Any]:
         beta: Any = "inf" if self.is_hardmax else self.beta

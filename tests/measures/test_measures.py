@@ -193,6 +193,7 @@ ONE = torch.ones(1, 2)
         (lambda: Gaussian(torch.zeros(2), torch.eye(2)).tilted_mean(ONE, math.inf), ValueError, "cap"),
         (lambda: VonMisesFisher(torch.ones(2), 1.0), ValueError, "unit"),
         (lambda: Mixture([], torch.ones(0)), ValueError, "one weight per component"),
+        (lambda: Mixture([UniformSphere(2)], torch.zeros(1)), ValueError, "weights"),
         (lambda: Mixture([UniformSphere(2)], [1.0]), TypeError, "weights is a list"),
         (lambda: Cloud(torch.zeros(2, 5, 3), mask=torch.ones(3, 5) > 0), ValueError, r"broadcast .*mask \(3,\)"),
         (lambda: Cloud(ONE).tilted_mean(torch.ones(1, 3), 1.0), ValueError, r"expected \(\.\.\., m, 2\)"),

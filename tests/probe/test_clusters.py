@@ -142,6 +142,9 @@ def test_rule(differences, verdict, sizes):
     assert finding.numbers["sizes_that_beat_every_baseline"] == sizes
     assert finding.numbers["clusters_for_w2_goal"]["foreign_queries"] == pytest.approx(32, rel=0.1)
     assert finding.numbers["share_of_tokens"] == pytest.approx(0.25, rel=0.1)
+    rivals = {name: finding.numbers["clusters_for_w2_goal"][name] for name in BASELINES}
+    best = min((K, name) for name, K in rivals.items() if K is not None)
+    assert finding.baseline == f"{best[1].replace('_', ' ')}: {best[0]:.0f}"
     low, high = finding.numbers["share_of_tokens_interval"]
     assert low < finding.numbers["share_of_tokens"] < high
     assert len(finding.text.split()) <= 40

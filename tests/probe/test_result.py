@@ -147,3 +147,6 @@ def test_the_mean_cosine_of_a_text_leaves_the_diagonal_out(result, encoder, text
     x = torch.nn.functional.normalize(x, dim=-1)
     pairs = [float(x[i] @ x[j]) for i in range(len(x)) for j in range(len(x)) if i != j]
     assert float(result.measurements["evolution.cosine"][2, 0]) == pytest.approx(sum(pairs) / len(pairs), abs=1e-5)
+    centred = torch.nn.functional.normalize(x - x.mean(0), dim=-1)
+    cosine = (centred @ centred.mT).fill_diagonal_(0.0).sum() / (len(x) * (len(x) - 1))
+    assert float(result.measurements["evolution.centred_cosine"][2, 0]) == pytest.approx(float(cosine), abs=1e-5)

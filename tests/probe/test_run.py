@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from inspect import signature
 from pathlib import Path
 from threading import get_ident
 
@@ -142,6 +143,11 @@ def test_a_model_of_short_texts_keeps_as_many_tokens_as_it_takes() -> None:
     with pytest.warns(UserWarning, match="truncated"):
         run = prepare(*tiny_bert(), ["a b c d e f g h i j " * 4] * 2)  # 160 by default, and it takes 32
     assert (run.about.max_length, run.about.tokens) == (32, 64)
+
+
+def test_probe_and_prepare_have_the_same_defaults() -> None:
+    defaults = [{n: p.default for n, p in signature(f).parameters.items()} for f in (probe, prepare)]
+    assert all(defaults[1][name] == defaults[0][name] for name in {*defaults[0]} & {*defaults[1]})
 
 
 @pytest.mark.parametrize(("options", "message"), [({"beta_factor": 0.0}, "beta_factor"), ({"seed": -1}, "seed")])

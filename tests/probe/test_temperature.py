@@ -11,7 +11,7 @@ from attn_flow import Attention
 from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.hooks.demo import topics
 from attn_flow.probe.encoders import record_encoder
-from attn_flow.probe.findings import rank_correlation
+from attn_flow.probe.findings import correlation, rank_correlation
 from attn_flow.probe.recording import Heads, Recording
 from attn_flow.probe.temperature import (
     Temperature,
@@ -138,6 +138,7 @@ def test_rank_correlation_leaves_unknown_numbers_out():
     y[3] = torch.nan
     rest = [i for i in range(12) if i != 3]
     assert rank_correlation(x, y) == pytest.approx(spearmanr(x[rest], y[rest])[0])
+    assert correlation(x, y) == correlation(y, x) == pytest.approx(np.corrcoef(x[rest], y[rest])[0, 1])
     assert rank_correlation(x, torch.full_like(y, torch.nan)) is None
 
 

@@ -162,6 +162,7 @@ def test_leaders_on_and_off_the_sphere():
     assert 0 < len(expected) < 12
     triangle = np.array([[1.0, 0.0], [2.0, 1.9], [-1.0, 0.3]])
     assert 0 not in hardmax.leaders(triangle)
+    assert 0 not in hardmax.leaders(1e-9 * triangle)
     assert hardmax.leaders([[-1.0], [0.0], [1.0]]).tolist() == [0, 1, 2]  # at rest through ties
 
 

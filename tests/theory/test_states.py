@@ -209,7 +209,7 @@ def test_retrieval_solves_the_volterra_equation(lam):
     assert total[-1] == pytest.approx(float(causal.retrieval(t, (source + 1) / N, a, lam)), rel=3e-3)
 
 
-@pytest.mark.parametrize(("beta", "lam"), [(1.0, 0.5), (2.0, 2.0)])
+@pytest.mark.parametrize(("beta", "lam"), [(1.0, 0.5), (2.0, 2.0), (1.0, 9.0)])
 def test_profile_is_u_shaped_and_loses_recency(beta, lam):
     s = np.concatenate([np.geomspace(1e-12, 0.01, 300), np.linspace(0.0101, 1, 400)])
     rises = np.diff(causal.retrieval_score(causal.u_shape_time(beta, lam), s, beta, lam, 8)) > 0
