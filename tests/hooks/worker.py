@@ -7,7 +7,7 @@ import time
 import torch
 from encoder_zoo import tiny, tokenizer
 
-from attn_flow.base.processes import processes
+from attn_flow.base.processes import leave, processes
 from attn_flow.hooks import corpus, record_corpus
 
 arguments = json.loads(sys.argv[1])
@@ -27,3 +27,5 @@ corpus.record_batch = slow_down
 options = {"points": ["resid", "blocks.1.attn.hook_out"], "batch": 4, "world": processes()}
 files = record_corpus(tiny("BERT"), tokenizer(), arguments["texts"], arguments["folder"], **options)
 sys.stdout.write(f"recorded {recorded} of {len(files)} files\n")  # in one piece: two processes write to one pipe
+sys.stdout.flush()
+leave()  # as the command line does: threads that still communicate when Python ends may abort the process
