@@ -1,8 +1,8 @@
 """Softmax and hardmax averages over all pairs of queries and keys, in memory linear in the number of tokens.
 
 The arguments are described in `attn_flow.kernels`. Softmax averages come from torch's fused attention. What it cannot
-do (hardmax, log-sums with gradients, forward-mode derivatives) is done in blocks of rows by ordinary
-operations, which have derivatives of every order and mode.
+do (hardmax, log-sums with gradients, forward-mode derivatives) is done in blocks of rows by ordinary operations, which
+have derivatives of every order and mode.
 """
 
 from __future__ import annotations
