@@ -16,7 +16,6 @@ from attn_flow.hooks.inputs import TokenBatch, batches, tally
 from attn_flow.hooks.layout import encoder_inside, evaluation_mode
 from attn_flow.hooks.positions import as_float
 from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
-from attn_flow.hooks.self_check import first_tokens, self_check
 
 
 def record(
@@ -28,7 +27,6 @@ def record(
     batch: int = 16,
     max_length: int | None = None,
     max_unknown: float = 0.1,
-    check: bool = True,
     world: Processes = ALONE,
 ) -> Trajectory:
     """The path of real tokens through an encoder: `record(model, tokenizer, texts)` or `record(model, inputs)`.
@@ -46,7 +44,6 @@ def record(
         max_length: tokens kept of each text; by default as many as the model takes.
         max_unknown: share of unknown tokens above which the texts are refused: it is probably not the model's own
             tokenizer, or the texts are of another kind than it was made for. `about["unknown_share"]` has the share.
-        check: first compare the weights as read with what the layers compute, on a few tokens (see `self_check`).
         world: `processes()`, which share the batches; each of them returns the path of all texts.
 
     Returns:
@@ -66,19 +63,17 @@ def record(
     with recording(model, points) as cache, evaluation_mode(model):
         own_batches = batches(model, source, texts, batch, max_length, world)
         for tokens in tally(own_batches, counts, max_unknown, world):
-            paths.append(record_batch(model, cache, tokens, check and not paths))
+            paths.append(record_batch(model, cache, tokens))
     if world.count > 1:
         paths = _gather(paths, world)
     share = {} if texts is None else {"unknown_share": counts["unknown"] / max(1, counts["content"])}
     return _join(paths, {"truncated": counts["truncated"], **share})
 
 
-def record_batch(model: nn.Module, cache: ActivationCache, batch: TokenBatch, check: bool) -> Trajectory:
-    """The path of one batch, in float32 for a model in half precision; `check` as in `record`."""
+def record_batch(model: nn.Module, cache: ActivationCache, batch: TokenBatch) -> Trajectory:
+    """The path of one batch, in float32 for a model in half precision."""
     run_batch(model, cache, batch)
     path = cache.trajectory(batch)
-    if check:  # it runs the model again, and so comes after the cache was read
-        self_check(model, first_tokens(batch.inputs))
     return replace(path, x=as_float(path.x))
 
 

@@ -32,7 +32,6 @@ def record_corpus(
     batch: int = 16,
     max_length: int | None = None,
     max_unknown: float = 0.1,
-    check: bool = True,
     progress: bool = False,
     world: Processes = ALONE,
 ) -> tuple[Path, ...]:
@@ -44,7 +43,7 @@ def record_corpus(
             texts, options or versions is refused.
 
     Other arguments:
-        points, batch, max_length, max_unknown, check, world: as in `record`.
+        points, batch, max_length, max_unknown, world: as in `record`.
         progress: show a bar, if the number of texts is known.
 
     Returns:
@@ -75,9 +74,8 @@ def record_corpus(
         for tokens in tally(batches(model, source, texts, batch, max_length, world), counts, max_unknown, world):
             file, key = file_of(tokens.first // batch), digest(tokens.inputs)
             if not file.exists():
-                path = record_batch(model, cache, tokens, check)
+                path = record_batch(model, cache, tokens)
                 replace(path, about={**path.about, "inputs": key}).save(file)
-                check = False
             elif Trajectory.load(file).about.get("inputs") != key:
                 raise ValueError(f"{file} holds other texts, or tokens of another tokenizer; use another folder.")
             own += 1

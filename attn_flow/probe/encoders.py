@@ -11,8 +11,10 @@ from torch import nn
 
 from attn_flow.base.processes import ALONE, Processes
 from attn_flow.hooks.capture import record
+from attn_flow.hooks.inputs import batches
 from attn_flow.hooks.layout import blocks, encoder_inside
 from attn_flow.hooks.positions import read_positions
+from attn_flow.hooks.self_check import first_tokens, self_check
 from attn_flow.hooks.weights import attentions
 from attn_flow.probe.findings import MIN_TEXTS
 from attn_flow.probe.recording import MIN_TOKENS, Inputs, Recording
@@ -26,8 +28,13 @@ def record_encoder(
     world: Processes = ALONE,
     **options: Any,
 ) -> Recording:
-    """Record a model on texts of at least MIN_TOKENS tokens; `options` are those of `Inputs`."""
+    """Record a model on texts of at least MIN_TOKENS tokens; `options` are those of `Inputs`.
+
+    ValueError if the weights of its layers are not what they compute (`self_check`).
+    """
     inputs = Inputs(encoder_inside(model), source, texts, **options)
+    first = next(batches(inputs.model, source, texts, inputs.batch, inputs.max_length))
+    self_check(inputs.model, first_tokens(first.inputs))
     layers, scaled = blocks(model), [A.with_beta(inputs.beta_factor * A.beta) for A in attentions(model)]
     L = len(scaled)
     points = ("attn.hook_in", "attn.hook_out", f"blocks.{L - 1}.hook_out")

@@ -74,7 +74,7 @@ def encoders(texts: int, n: int, seed: int, progress: bool) -> dict[str, Any] | 
         for name, model in models.items():
             for how, parts in RUNS.items():
                 with remove_parts(model, *parts):
-                    path = record(model, inputs, points=["resid", "hook_resid_mid"], check=False)
+                    path = record(model, inputs, points=["resid", "hook_resid_mid"])
                 whole, half = path.x[: len(path.x) // 2 + 1], path.x[len(path.x) // 2 + 1 :]
                 levels = [e for i in range(len(half)) for e in (energy_of(whole[i]), energy_of(half[i]))]
                 runs["energy"][f"{name}, {how}"] = torch.stack([*levels, energy_of(whole[-1])]).tolist()

@@ -38,11 +38,11 @@ def test_parts_are_removed_and_put_back(bert):
     norm1, norm2 = block["attention.output.LayerNorm"], block["output.LayerNorm"]
     with torch.no_grad():
         with remove_parts(bert, "ffn"):
-            x, a, m, f, y = record(bert, INPUTS, points=[f"blocks.1.{p}" for p in points], check=False).x
+            x, a, m, f, y = record(bert, INPUTS, points=[f"blocks.1.{p}" for p in points]).x
         torch.testing.assert_close(m, norm1(x + a))
         torch.testing.assert_close(y, norm2(m))
         with remove_parts(bert, "shuffled ffn"):
-            x, a, m, f, y = record(bert, INPUTS, points=[f"blocks.1.{p}" for p in points], check=False).x
+            x, a, m, f, y = record(bert, INPUTS, points=[f"blocks.1.{p}" for p in points]).x
         own = block["output.dense"](block["intermediate"](m))[0]
         assert not torch.allclose(f[0], own)
         assert torch.allclose(f[0].sum(0), own.sum(0))

@@ -1,7 +1,6 @@
 """The weights read from a model are those its layers use; adapters, tokenizers and wrapped models."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,13 @@ from encoder_zoo import every_architecture, inputs, long_inputs, tiny, tokenizer
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.hooks import attentions, blocks, record, record_corpus, scale_beta, self_check, wrap
 from attn_flow.hooks.corpus import fingerprint
 from attn_flow.hooks.evaluation import describe_changes
 from attn_flow.hooks.inputs import tokenise
 from attn_flow.hooks.self_check import first_tokens
+from attn_flow.probe import prepare
 
 
 class LowRank(nn.Module):
@@ -91,12 +92,16 @@ def unscaled(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_every_recording_checks_itself(tmp_path: Path) -> None:
-    given = unscaled(tiny("BERT")), tokenizer(), words([3, 5])
-    for run in (partial(record, *given), partial(record_corpus, *given, tmp_path)):
-        with pytest.raises(ValueError, match="layer 0 of BertModel: its attention differs from the weights read"):
-            run()
-        run(check=False)
+def test_the_probe_checks_weights_and_a_recording_needs_none(tmp_path: Path) -> None:
+    model, texts = unscaled(tiny("BERT")), words([3, 5])
+    with pytest.raises(ValueError, match="layer 0 of BertModel: its attention differs from the weights read"):
+        prepare(model, tokenizer(), texts)
+    path = record(model, tokenizer(), texts)
+    with torch.no_grad():
+        states = model(**tokenizer()(texts, return_tensors="pt", padding=True)).last_hidden_state
+    assert torch.equal(path.x[-1][path.mask], states[path.mask])
+    (file,) = record_corpus(model, tokenizer(), texts, tmp_path)
+    assert torch.equal(Trajectory.load(file).x, path.x)
 
 
 @every_architecture
@@ -174,13 +179,13 @@ def test_a_fingerprint_sees_signs_and_orders(change: Callable[[Tensor], Tensor])
     assert fingerprint(model) != before
 
 
-def test_a_hook_that_changes_attention_after_a_first_recording_is_noticed() -> None:
+def test_a_hook_that_changes_attention_after_a_first_check_is_noticed() -> None:
     model, x = tiny("BERT"), inputs("BERT")
-    record(model, x)
+    self_check(model, x)
     core = model.encoder.layer[1].attention.self
     core.register_forward_hook(lambda module, args, out: (1.5 * out[0], *out[1:]))
     with pytest.raises(ValueError, match="layer 1 of BertModel: its attention differs"):
-        record(model, x)
+        self_check(model, x)
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------
