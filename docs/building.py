@@ -39,6 +39,7 @@ PACKAGES = {
     "train": "Small deep stacks",
     "observe": "Quantities of a cloud, events of a path",
     "theory": "Closed forms of the papers",
+    "coresets": "Few clusters in place of all keys",
 }
 INNER_MODULES = ("harmonics", "integrator", "merging")  # of packages that are shown module by module
 GROUPS = {  # of the page of the papers

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_flow.base.progress import progress_bar
+from attn_flow.coresets import cluster_by_queries
 from attn_flow.experiments.claims import at_least, at_most
 from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
 from attn_flow.experiments.encoders.zoo import fetched, load_fetched, sample_inputs
@@ -22,8 +23,7 @@ from attn_flow.experiments.figures import COLOURS, THEORY, caption, label, panel
 from attn_flow.experiments.parts import kept_part
 from attn_flow.hooks.corpus import fingerprint
 from attn_flow.probe.averaging import measure_averaging
-from attn_flow.probe.clusters import size_for_w2
-from attn_flow.probe.coresets import cluster_by_queries, foreign_queries
+from attn_flow.probe.clusters import foreign_queries, size_for_w2
 from attn_flow.probe.encoders import record_encoder
 from attn_flow.probe.recording import Heads, Predict, Recording
 from attn_flow.probe.replacement import prepare_replacement
