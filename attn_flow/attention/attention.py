@@ -175,7 +175,7 @@ class Attention(Field):
         self.check_cloud(cloud)
         attention, x = self._in_working_precision(cloud)
         drift = attention(0.0, x, cloud.log_weights).to(cloud.x.dtype)
-        if checks.can_read(drift) and not math.isfinite(float(drift.detach().sum())):
+        if not checks.is_finite(drift):
             raise FloatingPointError("the drift is not finite: logits or values overflow. Use smaller tokens or beta.")
         return cloud.zero_padding(drift)
 

@@ -58,10 +58,17 @@ def require(is_valid: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
+def is_finite(x: Tensor) -> bool:
+    """Whether no entry of x is NaN or infinite; True where values cannot be read."""
+    if not can_read(x) or math.isfinite(float(x.detach().sum())):  # the sum takes less time, but may overflow
+        return True
+    return bool(x.isfinite().all())
+
+
 def require_finite(name: str, x: Tensor) -> None:
     """Raise ValueError if x has NaN or infinite entries."""
-    if can_read(x) and not math.isfinite(float(x.detach().sum())):  # one pass: a NaN or infinity shows in the sum
-        require(x.isfinite(), f"{name} has NaN or infinite entries, expected finite numbers.")
+    if not is_finite(x):
+        raise ValueError(f"{name} has NaN or infinite entries, expected finite numbers.")
 
 
 def require_shape(name: str, x: Tensor, sizes: Sequence[int]) -> None:

@@ -367,3 +367,8 @@ def test_auto_takes_another_kernel_only_for_large_cold_clouds(n: int, d: int, be
     assert choose_kernel(x, x, x, None, beta) == kernel
     rounded = x.float().double()  # tokens that were given in float32
     assert choose_kernel(rounded, rounded, rounded, None, beta, tolerance=1e-6) == kernel
+
+
+def test_many_float16_tokens_have_a_finite_drift() -> None:
+    x = torch.ones(70_000, 2, dtype=torch.float16)  # the sum of this drift is beyond float16
+    assert torch.equal(Attention.identity(2, beta=0.0).drift(x), x)
