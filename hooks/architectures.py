@@ -159,6 +159,11 @@ def _t5_table(block: Any, n: int) -> Tensor:
     return first.compute_bias(n, n)[0]
 
 
+def _is_causal(block: Any) -> bool:
+    """Some encoders have the layout of a decoder, such as EuroBERT that of Llama."""
+    return getattr(block.core, "is_causal", True)
+
+
 def _is_clip_text(block: Any) -> bool:
     return "text" in getattr(getattr(block.attn, "config", None), "model_type", "")
 
@@ -222,7 +227,7 @@ _NEOX = Architecture(
     norm_placement=_norm_placement,
     positions=_rotary_positions,
     angles=_rotary_angles,
-    causal=True,
+    causal=_is_causal,
 )
 _T5 = Architecture(
     name="T5 encoder",
@@ -334,7 +339,7 @@ ARCHITECTURES: list[Architecture] = [
         fused="(c h k)",
         norm1="ln_1",
         norm2="ln_2",
-        causal=True,
+        causal=_is_causal,
     ),
     _NEOX,
     replace(

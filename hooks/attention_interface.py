@@ -25,9 +25,10 @@ def register_attention() -> None:
 
     Returns:
         Nothing. A forward pass then takes two more keyword arguments:
-        beta_factor, a multiple of the trained inverse temperature: a number, one per head, or (layers, heads);
+        beta_factor, a multiple of the trained inverse temperature: a number, one per head, or (layers, heads) where
+        attention modules have a `layer_idx`;
         surrogate, a function of queries, keys, values (batch, heads, n, d), mask and beta in place of softmax
-        attention, which returns the averages (batch, heads, n, d).
+        attention, which returns the averages (batch, heads, n, d). The mask is None, or True for visible keys.
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
@@ -60,6 +61,7 @@ def flow_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    is_causal: bool | None = None,
     beta_factor: float | Tensor | Sequence[Any] = 1.0,
     surrogate: Surrogate | None = None,
     **options: Any,
@@ -75,9 +77,17 @@ def flow_attention(
         factor = factor[module.layer_idx]  # type: ignore[index]
     if factor.ndim > 0 and factor.shape != query.shape[1:2]:
         raise ValueError(f"beta_factor has {tuple(factor.shape)} numbers for {query.shape[1]} heads.")
+    for name in ("s_aux",) if surrogate is None else ("s_aux", "softcap", "position_bias"):
+        if options.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} attends with {name}, not computed here; use scale_beta instead.")
     query = query * factor.view(-1, 1, 1)
     if surrogate is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        options |= {"scaling": scaling, "is_causal": is_causal}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if attention_mask is None and is_causal and query.shape[2] > 1:  # no mask, since torch has a causal kernel
+        attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     key, value = (z.repeat_interleave(query.shape[1] // z.shape[1], 1) for z in (key, value))
     beta = query.shape[-1] ** -0.5 if scaling is None else scaling
     return surrogate(query, key, value, attention_mask, beta).transpose(1, 2).contiguous(), None

@@ -23,7 +23,7 @@ from encoder_zoo import (
 )
 from torch import Tensor, nn
 
-from attn_flow.hooks import blocks, record, recording, scale_beta, wrap
+from attn_flow.hooks import attentions, blocks, record, recording, scale_beta, wrap
 
 FINAL = {
     "ModernBERT": "final_norm",
@@ -125,12 +125,16 @@ def test_patterns_of_sliding_windows_and_other_temperatures() -> None:
     local = cache["blocks.1.attn.hook_pattern"]
     assert float(local[0, 0, 0, 5:].sum()) == 0 < float(cache["blocks.0.attn.hook_pattern"][0, 0, 0, 5:].sum())
     torch.testing.assert_close(local, eager_weights(model, x)[1], rtol=0, atol=1e-5)
-    for name, options in (("Mistral", {"sliding_window": 4}), ("Qwen2Moe", {"num_experts": 4})):
+    # EuroBERT is an encoder in Llama's layout.
+    for name, options in (("Mistral", {"sliding_window": 4}), ("Qwen2Moe", {"num_experts": 4}), ("EuroBert", {})):
+        if not hasattr(transformers, f"{name}Model"):
+            continue  # in an older version
         config = getattr(transformers, f"{name}Config")(**TEXT, num_key_value_heads=2, **options)
-        causal = getattr(transformers, f"{name}Model")(config).eval()
-        with recording(causal, "blocks.1.attn.hook_pattern") as cache, torch.no_grad():
-            causal(**x)
-        torch.testing.assert_close(cache["blocks.1.attn.hook_pattern"], eager_weights(causal, x)[1], rtol=0, atol=1e-5)
+        model = getattr(transformers, f"{name}Model")(config).eval()
+        with recording(model, "blocks.1.attn.hook_pattern") as cache, torch.no_grad():
+            model(**x)
+        torch.testing.assert_close(cache["blocks.1.attn.hook_pattern"], eager_weights(model, x)[1], rtol=0, atol=1e-5)
+        assert attentions(model)[1].causal == (name != "EuroBert")
     helium = transformers.HeliumModel(transformers.HeliumConfig(**TEXT, num_key_value_heads=2, head_dim=8)).eval()
     with recording(helium, "blocks.0.attn.hook_pattern") as cache, torch.no_grad():
         helium(**x)

@@ -287,11 +287,20 @@ def test_the_attention_interface_by_layer_and_with_a_surrogate() -> None:
         model(**x, beta_factor=torch.ones(3))
 
     def softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, beta: float) -> Tensor:
-        assert q.shape == k.shape == v.shape == (2, 4, 7, 8)
+        assert q.shape[1:] == k.shape[1:] == v.shape[1:] == (4, 7, 8)
         scores = beta * q @ k.mT
-        return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+        return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1) @ v
 
-    with torch.no_grad(), scale_beta(plain, 2.0):
-        tokens = x["attention_mask"].bool()
-        got = output(model, x, beta_factor=2.0, surrogate=softmax)
-        torch.testing.assert_close(got[tokens], output(plain, x)[tokens], rtol=0, atol=1e-5)
+    one = {"input_ids": x["input_ids"][:1]}  # transformers makes no mask where there is no padding
+    for name in ("Llama", "BERT"):
+        plain, model = tiny(name), tiny(name)
+        model.set_attn_implementation("attn_flow")
+        for batch in (x, one):
+            tokens = x["attention_mask"][: len(batch["input_ids"])].bool()
+            with torch.no_grad(), scale_beta(plain, 2.0):
+                got, expected = output(model, batch, beta_factor=2.0, surrogate=softmax), output(plain, batch)
+            torch.testing.assert_close(got[tokens], expected[tokens], rtol=0, atol=1e-5)
+    t5 = tiny("T5 encoder")
+    t5.set_attn_implementation("attn_flow")
+    with pytest.raises(ValueError, match="T5Attention attends with position_bias, not computed here"):
+        t5(**one, surrogate=softmax)
