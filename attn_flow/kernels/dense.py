@@ -180,7 +180,8 @@ def hardmax_weights(q: Tensor, keys: Tensor, log_weights: Tensor, is_hidden: Ten
     """w_j over the keys with the highest score <q_i, k_j>, normalised, (..., m, n), and that score (..., m)."""
     scores = torch.where(is_hidden, -torch.inf, q @ keys.mT)
     top = scores.amax(-1)
-    rounding = torch.finfo(q.dtype).eps * q.norm(dim=-1) * keys.norm(dim=-1).amax(-1, keepdim=True)
+    longest_key = torch.where(is_hidden, 0.0, keys.norm(dim=-1)[..., None, :]).amax(-1)  # that the query sees
+    rounding = torch.finfo(q.dtype).eps * q.norm(dim=-1) * longest_key
     is_lower = scores < (top - TIE_ROUNDINGS * rounding)[..., None]
     return normalised_exp(torch.where(is_lower | is_hidden, -torch.inf, log_weights[..., None, :]))[0], top
 

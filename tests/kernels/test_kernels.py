@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from attn_flow import Attention, Cloud
 from attn_flow.kernels import bessel, dense, near, series, sinkhorn
 from attn_flow.kernels.clouds import default_tolerance
 
@@ -52,6 +53,14 @@ def test_dense_kernels_are_the_two_loops(generator, causal, scale):
     hard = literal(q, k, v, log_w, hard=True, **options)[0]
     options["scale"] = math.inf
     torch.testing.assert_close(dense.softmax_average(q, k, v, log_w, **options), hard)
+
+
+def test_far_keys_that_a_query_does_not_see_make_no_ties():
+    x = torch.tensor([[1.0, 0.0], [0.5, 0.0], [1e7, 0.0]])  # 1e7 times the rounding of float32 is above 0.5
+    hardmax = Attention.identity(2, beta=math.inf)
+    for cloud in (Cloud(x, torch.tensor([1.0, 1.0, 0.0])), Cloud(x, mask=torch.tensor([True, True, False]))):
+        assert hardmax.drift(cloud)[1].tolist() == [1.0, 0.0]
+    assert Attention.identity(2, beta=math.inf, causal=True).drift(x)[1].tolist() == [1.0, 0.0]
 
 
 def test_leading_axes_broadcast_and_equal_a_loop(generator):
