@@ -70,12 +70,9 @@ class Trajectory:
         return self.t.shape[0]
 
     def __getitem__(self, index: int | slice | Tensor) -> Trajectory:
-        """The path at some of its times; an integer keeps a path of one time (see `cloud` for its cloud)."""
-        if isinstance(index, int):
-            if not -len(self) <= index < len(self):
-                raise IndexError(f"time index {index} of a path of {len(self)} times.")
-            index = slice(index, index + 1 or None)
-        return replace(self, t=self.t[index], x=self.x[index])
+        """The path at some of its times; an integer gives a path of one time (see `cloud` for its cloud)."""
+        t, x = self.t[index], self.x[index]
+        return replace(self, t=t, x=x) if t.ndim else replace(self, t=t[None], x=x[None])
 
     def __iter__(self) -> Iterator[Cloud]:
         return (self.cloud(i) for i in range(len(self)))

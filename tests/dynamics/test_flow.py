@@ -234,6 +234,10 @@ def test_trajectories_are_saved_and_read(generator, tmp_path):
     assert torch.equal(read.weights, w)
     assert read.about == path.about
     assert len(path[1:]) == 1
+    for index in (-1, path.t.argmax(), path.t.numpy().argmax()):
+        assert torch.equal(path[index].x, path.x[1:])
+    with pytest.raises(IndexError):
+        path[2]
     assert len(list(path)) == 2
     (tmp_path / "path.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="safetensors"):
