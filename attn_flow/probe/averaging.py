@@ -62,6 +62,8 @@ class Averaging:
         "supported": every layer has it. "partly": some layer, or a tenth of the heads. Otherwise "not supported".
         """
         layers, heads = (bootstrap(self.exponents(e), seed) for e in (self.layer_errors, self.head_errors))
+        if layers.mean.isnan().all():
+            return Finding(None, "Not measured: no layer's output differs between tokens and depends on the sample.")
         predicted = [gaussian_exponent(sd, int(n)) for sd, n in zip(self.logit_sd.unbind(-1), self.tokens)]
         columns = {
             "b": heads.mean,
@@ -93,7 +95,7 @@ class Averaging:
             measured += f"; logits predict heads' b to {error:.2f}"
         by_layer = sorted(row for row in zip(*(z.tolist() for z in vars(layers).values())) if math.isfinite(row[0]))
         ends = " to ".join(with_interval(*row) for row in by_layer[:: max(1, len(by_layer) - 1)])
-        value = f"b = {ends} by layer" if by_layer else "no exponent"
+        value = f"b = {ends} by layer"
         return findings.answer(verdict, words, measured, len(self.tokens), numbers, value, "0.50 in mean-field theory")
 
 

@@ -115,6 +115,8 @@ class Clusters:
         The 95% interval over texts of every paired difference must lie above 0, for all K ("supported") or some
         ("partly").
         """
+        if self.w2.isnan().all():
+            return Finding(None, "Not measured: the texts are equal, and the distance between texts is the unit of W2.")
         rows = [METHODS.index(name) for name in BASELINES]
         differences, own, sizes, texts = self.w2[rows] - self.w2[0], self.w2[0], self.sizes.tolist(), self.w2.shape[-1]
         is_better = ((bootstrap(differences, seed).low > 0) | differences.isnan().all(-1)).all(0)  # NaN: not run

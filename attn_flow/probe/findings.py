@@ -107,7 +107,7 @@ def answer(
 
 @dataclass(frozen=True, eq=False)
 class Interval:
-    """Means over texts and their 95% intervals, each of the shape of what was averaged; NaN for a single text."""
+    """Means over texts and their 95% intervals, each of the shape of what was averaged; one text has none: NaN."""
 
     mean: Tensor
     low: Tensor
@@ -117,9 +117,9 @@ class Interval:
 def bootstrap(values: Tensor, seed: int = 0) -> Interval:
     """The mean over the texts (last axis) whose value is known, and the percentile interval over resampled texts."""
     values = values.double().where(values.isfinite(), torch.nan)
-    mean, texts = values.nanmean(-1), values.shape[-1]
-    means = values[..., resampled_texts(texts, seed)].nanmean(-1) if texts > 1 else torch.nan * mean[..., None]
-    return Interval(mean, means.nanquantile(0.025, dim=-1), means.nanquantile(0.975, dim=-1))
+    means = values[..., resampled_texts(values.shape[-1], seed)].nanmean(-1)
+    means[values.isfinite().sum(-1) < 2] = torch.nan
+    return Interval(values.nanmean(-1), means.nanquantile(0.025, dim=-1), means.nanquantile(0.975, dim=-1))
 
 
 def resampled_texts(texts: int, seed: int) -> Tensor:
@@ -136,9 +136,10 @@ def correlation(x: Tensor, y: Tensor) -> float | None:
 
 
 def rank_correlation(x: Tensor, y: Tensor) -> float | None:
-    """Spearman's rank correlation where both numbers are known."""
+    """Spearman's rank correlation where both numbers are known; None if one of them is constant."""
     known = torch.isfinite(x) & torch.isfinite(y)
-    return correlation(*(z[known].argsort().argsort().double() for z in (x, y)))
+    ranks = lambda z: (z[:, None] - z).sign().sum(-1).double()  # equal numbers have equal ranks
+    return correlation(ranks(x[known]), ranks(y[known]))
 
 
 def span(values: Tensor) -> str:

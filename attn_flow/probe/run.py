@@ -196,6 +196,8 @@ def prepare(
     checks.require_nonnegative(seed=seed)
     if max_length is not None:
         checks.require_count(max_length=max_length)
+    if texts is None:  # nothing is cut off the model's own inputs
+        max_length = None
     model = encoder_inside(model)
     if isinstance(model, DeepStack):
         if texts is not None:
@@ -211,14 +213,18 @@ def prepare(
         unexplained, facts, inputs = check_weights(model, recording), encoder_facts(model), recording.digest
         if texts is None:  # token types and positions count, too
             inputs += digest({"": source} if isinstance(source, Tensor) else source)
-    if recording.skipped and world.is_first:
-        names = ", ".join(str(i + 1) for i in recording.skipped)
-        few = f" A verdict needs {MIN_TEXTS} texts." if recording.texts < MIN_TEXTS else ""
-        warnings.warn(
-            f"{len(recording.skipped)} of {len(recording.skipped) + recording.texts} texts are left out, because they "
-            f"have fewer than {MIN_TOKENS} tokens: texts {names}, counted from 1.{few}",
-            stacklevel=2,
+    skipped = len(recording.skipped)
+    remarks = []
+    if skipped:
+        numbers = ", ".join(str(i + 1) for i in recording.skipped)
+        remarks.append(
+            f"{skipped} of {skipped + recording.texts} texts are left out, because they have fewer than {MIN_TOKENS} "
+            f"tokens: texts {numbers}, counted from 1."
         )
+    if recording.texts < MIN_TEXTS:
+        remarks.append(f"A verdict needs {MIN_TEXTS} texts; with {recording.texts} there are numbers only.")
+    if remarks and world.is_first:
+        warnings.warn(" ".join(remarks), stacklevel=2)
     about = About(
         encoder=facts,
         weights=fingerprint(model),

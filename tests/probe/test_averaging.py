@@ -261,6 +261,15 @@ def test_a_head_without_error_has_no_exponent():
     assert rows[1]["b"] > 0.3
 
 
+def test_equal_outputs_of_all_tokens_have_no_verdict():
+    """Queries are 0, so that every token gets the mean value, and its variance is no unit for errors."""
+    A = Attention(Q=torch.zeros(1, 6, 6, dtype=torch.float64), beta=1.0)
+    clouds = list(torch.randn(8, 32, 6, generator=seeded(), dtype=torch.float64))
+    finding = measure_averaging(recording_of([A], clouds), seeded()).finding()
+    assert finding.verdict is None
+    assert finding.text.startswith("Not measured")
+
+
 @pytest.fixture(scope="module")
 def minilm_averaging(encoder):
     with pytest.warns(UserWarning, match="truncated"):

@@ -125,6 +125,8 @@ def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
     share = float(((interval.low < 0) & (interval.high > 0)).double().mean())
     assert 0.9 < share < 0.99
     assert bootstrap(values[:, :1]).low.isnan().all()
+    one_is_known = torch.tensor([0.5] + 9 * [math.nan])
+    assert (bootstrap(one_is_known).mean, bootstrap(one_is_known).low.isnan()) == (0.5, True)
     assert span(torch.tensor([math.nan])) == "not defined"
 
 

@@ -120,8 +120,21 @@ def test_texts_that_are_too_short_are_named() -> None:
         probe(*tiny_bert(), ["a b"])
 
 
-def test_fewer_than_eight_texts_have_no_verdict(small) -> None:
+def test_fewer_than_eight_texts_have_no_verdict_and_are_named_at_once(small) -> None:
+    with pytest.warns(UserWarning, match=r"^A verdict needs 8 texts; with 3 there are numbers only.$"):
+        prepare(*tiny_bert(), WORDS)
     assert {finding.verdict for finding in small.run().findings.values()} == {None}
+
+
+def test_eight_equal_texts_have_no_distances_and_no_verdict(tmp_path) -> None:
+    result = probe(*tiny_bert(), WORDS[:1] * 8)
+    assert str(result.findings["clusters"]).startswith("Not measured: the texts are equal")
+    assert "nan" not in result.report(tmp_path).read_text().split("<script>")[0]
+
+
+def test_nothing_is_cut_off_a_models_own_inputs() -> None:
+    about = prepare(tiny("BERT"), long_inputs("BERT"), max_length=17).about
+    assert (about.max_length, about.truncated, about.tokens) == (None, 0, 55)
 
 
 def test_weights_that_do_not_give_what_a_layer_computes_are_refused() -> None:

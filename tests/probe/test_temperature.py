@@ -140,6 +140,9 @@ def test_rank_correlation_leaves_unknown_numbers_out():
     assert rank_correlation(x, y) == pytest.approx(spearmanr(x[rest], y[rest])[0])
     assert correlation(x, y) == correlation(y, x) == pytest.approx(np.corrcoef(x[rest], y[rest])[0, 1])
     assert rank_correlation(x, torch.full_like(y, torch.nan)) is None
+    assert rank_correlation(x, torch.ones(12)) is None
+    ties = x.round()
+    assert rank_correlation(ties, x) == pytest.approx(spearmanr(ties, x)[0])
 
 
 def test_causal_attention_has_a_temperature_over_the_keys_it_sees():
