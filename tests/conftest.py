@@ -7,6 +7,7 @@ HYPOTHESIS_RANDOM=1        new examples for the laws, else the same in every run
 
 import os
 import random
+import signal
 import tempfile
 from importlib.metadata import version
 
@@ -31,6 +32,8 @@ THREADS = int(os.environ.get("ATTN_FLOW_TEST_THREADS", "1"))
 SEED = int(os.environ.get("ATTN_FLOW_TEST_SEED", "0"))
 
 torch.set_num_threads(THREADS)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a suite in the background: its processes would ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples in every run: a failure is a change of the code. HYPOTHESIS_RANDOM=1 explores new ones.
 settings.register_profile("same", derandomize=True)
 settings.load_profile("default" if os.environ.get("HYPOTHESIS_RANDOM") else "same")

@@ -44,15 +44,16 @@ OPPOSITES |= {value: key for key, value in OPPOSITES.items()}
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed expression: the file, its first and last line, the change in words and the changed text."""
+    """One changed expression: its file and line, the change in words, the changed text, and the lines to be tested."""
 
     file: str
-    lines: range
+    line: int
     change: str
     text: str
+    reached_by: range  # tests that execute one of these lines
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.lines.start} {self.change}"
+        return f"{self.file}:{self.line} {self.change}"
 
 
 def replacements(node: ast.AST) -> Iterator[ast.expr]:
@@ -90,21 +91,23 @@ def expressions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutants_of(path: Path) -> list[Mutant]:
-    """Every mutant of a file."""
+    """Every mutant of a file. Constants and defaults are computed at import: all tests of their file are tried."""
     raw = path.read_bytes()
     starts = [0]
     for line in raw.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    mutants = []
-    for node in expressions(ast.parse(raw)):
+    tree, mutants = ast.parse(raw), []
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    bodies = {line for f in functions for line in range(f.body[0].lineno, f.end_lineno + 1)}
+    for node in expressions(tree):
         for new in replacements(node):
             first, last = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
             after = f"({ast.unparse(ast.fix_missing_locations(copy.deepcopy(new)))})"
             change = f"{' '.join(raw[first:last].decode().split())} -> {after}"
             text = (raw[:first] + after.encode() + raw[last:]).decode()
-            mutants.append(
-                Mutant(path.relative_to(ROOT).as_posix(), range(node.lineno, node.end_lineno + 1), change, text)
-            )
+            is_in_function = node.lineno in bodies
+            lines = range(node.lineno, node.end_lineno + 1) if is_in_function else range(1, len(starts))
+            mutants.append(Mutant(path.relative_to(ROOT).as_posix(), node.lineno, change, text, lines))
     return mutants
 
 
@@ -190,7 +193,7 @@ def main() -> int:
         folders.put(copy_project(options.out.resolve() / f"copy-{k}"))
 
     def killed_by_tests(mutant: Mutant) -> bool:
-        tests = set().union(*(reached.get((mutant.file, line), set()) for line in mutant.lines))
+        tests = set().union(*(reached.get((mutant.file, line), set()) for line in mutant.reached_by))
         if not tests:
             return False
         folder = folders.get()
