@@ -148,8 +148,8 @@ class Attention(Field):
             >>> Attention.random(16, heads=4, generator=torch.Generator().manual_seed(0)).Q.shape
             torch.Size([4, 4, 16])
         """
-        k = max(1, d // heads) if head_dim is None else head_dim
-        checks.require_count(d=d, heads=heads, head_dim=k)
+        checks.require_count(d=d, heads=heads, head_dim=1 if head_dim is None else head_dim)
+        k = head_dim or max(1, d // heads)
         shapes = ((heads, k, d), (heads, k, d), (heads, k, d), (heads, d, k))
         Q, K, V, O = (torch.randn(shape, generator=generator, dtype=dtype) / math.sqrt(d) for shape in shapes)
         return cls(Q, K, V, O, beta, **options)
@@ -231,7 +231,7 @@ class Attention(Field):
         g = queries if self.K is None else queries @ self.K  # (..., heads or 1, n, d)
         g, beta, n = g.expand(*g.shape[:-3], self.heads, -1, -1), self.beta, g.shape[-2]
         if isinstance(beta, Tensor):
-            beta = beta[..., None].expand(*beta.shape[:-1], self.heads, n).flatten(-2)
+            beta = beta[..., None].to(g).expand(*beta.shape[:-1], self.heads, n).flatten(-2)
         g = g.flatten(-3, -2)  # a measure takes the queries of all heads one after the other
         mean = mu.tilted_mean(g, beta)
         if self.kind == "unnormalised":

@@ -34,7 +34,7 @@ def check_weights(weights: Mapping[str, Tensor | None], dim: int) -> tuple[dict[
     widths = [z.shape[-2 if name == "O" else -1] for name, z in present.items() if name != "query_bias"]
     d: int = dim or max(widths, default=0)
     if d < 1:
-        raise ValueError("all matrices are None; expected dim >= 1, as in Attention.identity(3).")
+        raise ValueError(f"dim = {dim}, expected at least 1 if all matrices are None, as in Attention.identity(3).")
     k = present["Q"].shape[-2] if "Q" in present and "K" in present else d
     v = present["V"].shape[-2] if "V" in present and "O" in present else d
     sizes = {"Q": (k, d), "K": (k, d), "V": (v, d), "O": (d, v), "query_bias": (k,), "value_bias": (d,)}

@@ -139,11 +139,10 @@ def require_cloud(x: Tensor, weights: Tensor | None, mask: Tensor | None) -> tor
     shapes = {"x": x.shape[:-2]}
     for name, z in (("mask", mask), ("weights", weights)):
         if z is not None:
-            require_tensor(name, z)
+            require_same_device(name, z, "x", x)
             shapes[name] = z.shape[:-1]
             if z.shape[-1:] != x.shape[-2:-1]:
                 raise ValueError(f"{name} has shape {tuple(z.shape)}, expected (..., {x.shape[-2]}) to match x.")
-            require_same_device(name, z, "x", x)
     batch = broadcast_axes(shapes)
     if mask is not None:
         if mask.dtype != torch.bool:
@@ -160,7 +159,8 @@ def require_cloud(x: Tensor, weights: Tensor | None, mask: Tensor | None) -> tor
 
 
 def require_same_device(name: str, a: Tensor, other_name: str, b: Tensor) -> None:
-    """Raise ValueError unless two tensors are on one device."""
+    """Raise an error unless a is a tensor on the device of the tensor b."""
+    require_tensor(name, a)
     if a.device != b.device:
         raise ValueError(f"{name} is on {a.device} and {other_name} on {b.device}; move one with .to(device).")
 
@@ -199,6 +199,8 @@ def require_beta(beta: float | Tensor) -> None:
     """Raise an error unless beta is a nonnegative number or tensor; infinity is allowed."""
     if isinstance(beta, Tensor):
         require(beta >= 0, "beta has negative or NaN entries, expected 0 <= beta <= inf.")
+    elif hasattr(beta, "__len__"):  # a list or an array
+        raise TypeError(f"beta is a {type(beta).__name__}, expected a number or a torch.Tensor.")
     elif not beta >= 0:
         raise ValueError(f"beta = {beta}, expected 0 <= beta <= inf; for repulsion negate V instead.")
 

@@ -45,7 +45,7 @@ def softmax_average(
     """
     tolerance = tolerance or default_tolerance(values.dtype)
     if not is_on_circle(keys, tolerance):
-        raise ValueError("the kernel 'series' needs keys of width 2 and of equal length; use kernel='auto'.")
+        raise ValueError("the kernel 'series' needs keys of width 2 and equal length, no padding; use kernel='auto'.")
 
     def average(q: Tensor, k: Tensor, v: Tensor, log_w: Tensor) -> Tensor:
         return _average_one_cloud(q.double(), k.double(), v.double(), log_w.double(), tolerance).to(v.dtype)
@@ -79,9 +79,11 @@ def term_count(b: float) -> int:
 def _average_one_cloud(q: Tensor, k: Tensor, v: Tensor, log_weights: Tensor, tolerance: float) -> Tensor:
     """The averages (m, v) of one cloud in float64, for queries that are already scaled."""
     lengths = q.norm(dim=-1)
-    b = lengths * k.norm(dim=-1).mean()
+    key_lengths = k.norm(dim=-1)
+    b = lengths * key_lengths.mean()
     K = term_count(float(b.max()))
-    weights = torch.softmax(log_weights, dim=-1)
+    # Rounding makes keys differ in length. A cold query sees keys in its own direction, where length acts as a weight.
+    weights = torch.softmax(log_weights + lengths.mean() * (key_lengths - key_lengths.mean()), dim=-1)
     weighted = weights[:, None] * torch.cat([v, torch.ones_like(v[:, :1])], dim=-1)  # (n, v + 1)
     rows = max(1, FEATURE_ENTRIES // K)
     # Every block uses the same memory: new pages cost as much as what is written to them.

@@ -146,6 +146,8 @@ def test_every_head_attends_to_a_measure_by_itself(generator, kind):
     torch.testing.assert_close(A.with_context(mu).drift(x), expected)
     alone = A.copy_with(beta=A.beta.expand(2, 3))  # one beta per element of the batch and head
     torch.testing.assert_close(alone.with_context(mu).drift(x), expected)
+    single = A.to(torch.float32).copy_with(beta=A.beta).with_context(mu.to(torch.float32))
+    torch.testing.assert_close(single.drift(x.float()).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_every_kernel_has_the_same_drift(generator):
@@ -153,6 +155,9 @@ def test_every_kernel_has_the_same_drift(generator):
     drifts = [Attention.identity(2, 60.0, kernel=kernel).drift(x) for kernel in ("dense", "near", "series", "auto")]
     for drift in drifts[1:]:
         torch.testing.assert_close(drift, drifts[0], rtol=0, atol=1e-10)
+    rounded, cold = x.float(), Attention.identity(2, 1e5, kernel="series")  # rounding changes the lengths of the keys
+    exact = cold.copy_with(kernel="dense").drift(rounded.double())
+    torch.testing.assert_close(cold.drift(rounded).double(), exact, rtol=0, atol=1e-6)
 
 
 def test_auto_keeps_the_masks_of_a_large_cold_cloud(generator):
@@ -265,20 +270,14 @@ ONE = Attention.identity(3)
     ("call", "error", "words"),
     [
         (lambda: Attention(), ValueError, "dim"),
-        (lambda: Attention(Q=EYE, V=torch.eye(2)), ValueError, "V has shape"),
-        (lambda: Attention(Q=EYE, V=EYE.double()), ValueError, "one dtype"),
-        (lambda: Attention(Q=EYE * math.nan), ValueError, "NaN"),
         (lambda: Attention(Q=[[1.0]]), TypeError, "torch.Tensor"),
         (lambda: Attention(Q=EYE.long()), TypeError, "floating"),
-        (lambda: Attention.identity(3, beta=-1.0), ValueError, "beta"),
+        (lambda: Attention(Q=EYE, dim=-1), ValueError, "dim = -1"),
+        (lambda: Attention.random(4, heads=0), ValueError, "heads = 0"),
+        (lambda: Attention.identity(3, beta=[1.0, 2.0]), TypeError, "beta is a list, expected a number or a torch"),
         (lambda: Attention.identity(3, beta=torch.tensor([1.0, math.inf])), ValueError, "mixes"),
-        (lambda: Attention.identity(3, kind="softmx"), ValueError, "softmax"),
-        (lambda: Attention.identity(3, kernel="sparse"), ValueError, "dense"),
-        (lambda: Attention.identity(3, beta=math.inf, kind="unnormalised"), ValueError, "hardmax"),
         (lambda: Attention.identity(3, kind="sinkhorn", causal=True), ValueError, "sinkhorn"),
         (lambda: Attention.identity(3, kernel="near", causal=True), ValueError, "causal = False"),
-        (lambda: Attention.identity(3).drift(torch.zeros(4, 2)), ValueError, r"\(4, 2\)"),
-        (lambda: Attention.identity(3).drift(torch.full((4, 3), math.nan)), ValueError, "NaN"),
         (lambda: Attention(Q=EYE).drift(torch.zeros(4, 3, dtype=f64)), ValueError, "use x.to"),
         (lambda: ONE.with_context(EYE.double()).drift(EYE), ValueError, "context has dtype torch.float64 and x"),
         (lambda: Attention.identity(3, kernel="near", kind="sinkhorn"), ValueError, "needs kind = 'softmax'"),
@@ -299,7 +298,6 @@ ONE = Attention.identity(3)
             ValueError,
             "beta\\[:, None",
         ),
-        (lambda: Layers([Attention.identity(3)], times=[0.0]), ValueError, "one more"),
         (lambda: Layers([Attention.identity(3)], times=[1.0, 0.0]), ValueError, "increasing"),
         (lambda: Layers("a", times=[0.0, 1.0]), TypeError, "field 0 is a str"),
         (lambda: ONE + "a", TypeError, "unsupported operand"),
@@ -309,9 +307,7 @@ ONE = Attention.identity(3)
         (lambda: Drift(lambda t, x: None)(0.0, EYE), TypeError, "returned a NoneType"),
         (lambda: Attention(Q=torch.tensor(1.0)), ValueError, r"Q has shape \(\)"),
         (lambda: Attention(Q=torch.zeros(0, 3, 3)), ValueError, "without empty axes"),
-        (lambda: Attention(Q=torch.zeros(2, 3, 3), K=torch.zeros(4, 3, 3)), ValueError, r"do not broadcast .*Q \(2,\)"),
         (lambda: Attention(Q=torch.zeros(2, 1, 3, 3), K=torch.zeros(4, 1, 3, 3)), ValueError, "do not broadcast"),
-        (lambda: Attention(Q=torch.zeros(2, 3, 3), beta=torch.ones(3)), ValueError, r"do not broadcast .*beta \(3,\)"),
         (
             lambda: Attention(Q=torch.zeros(2, 3, 3)).with_beta(torch.ones(3)),
             ValueError,
@@ -332,7 +328,6 @@ ONE = Attention.identity(3)
         (lambda: Attention.identity(3, 1e4, kind="unnormalised").drift(EYE), FloatingPointError, "not finite"),
         (lambda: Attention.from_matrices(EYE, EYE[0]), ValueError, r"V has shape \(3,\)"),
         (lambda: Attention.from_matrices(EYE, EYE[:2, :2]), ValueError, r"V has shape \(1, 2, 2\)"),
-        (lambda: Gaussian(torch.tensor(0.0), EYE), ValueError, r"mean has shape \(\)"),
     ],
 )
 def test_errors_name_what_is_wrong(call, error, words):
