@@ -103,6 +103,7 @@ class ContinuousAttentionLayer(FlowModule):
         attention, geometry, start = self.attention(), self.options.geometry, x
         is_token = log_weights = None
         if mask is not None:
+            checks.require_same_device("mask", mask, "x", x)
             if mask.shape != x.shape[:-1]:
                 raise ValueError(f"mask has shape {tuple(mask.shape)}, expected (..., n) = {tuple(x.shape[:-1])}.")
             is_token, log_weights = (mask > 0)[..., None], torch.where(mask > 0, 0.0, -torch.inf)

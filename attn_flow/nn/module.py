@@ -38,7 +38,7 @@ class FlowModule(nn.Module):
         if beta is None:
             radius = self.options.geometry.max_norm
             beta = spread * dim / (math.sqrt(self.head_dim) * (dim if radius is None else radius**2))
-        log_beta = torch.empty(heads, device=factory["device"], dtype=factory["dtype"] or torch.float32)
+        log_beta = torch.empty(heads, **factory)
         if self.learn_beta:
             self.log_beta = nn.Parameter(log_beta)
         else:

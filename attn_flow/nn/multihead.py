@@ -175,6 +175,8 @@ class ContinuousMultiheadAttention(FlowModule):
         if not _is_same(key, value):
             raise ValueError("key and value are different tensors, expected one: a flow attends to one cloud.")
         context = None if _is_same(query, key) else (self._split(self.k_proj(y)), self._split(self.v_proj(y)))
+        if is_causal and context is not None and attn_mask is None:
+            raise ValueError("is_causal is for self-attention; expected an attn_mask where key is not query.")
 
         def project(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             """Queries times beta, keys and values of tokens z, ([batch,] heads, n or m, head_dim) each."""

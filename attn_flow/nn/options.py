@@ -58,7 +58,7 @@ class FlowOptions:
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        if not hasattr(self.geometry, "retract"):
+        if isinstance(self.geometry, type) or not hasattr(self.geometry, "retract"):
             kind = type(self.geometry).__name__
             raise TypeError(f"geometry is a {kind}, expected a Geometry such as Sphere() or Euclidean().")
         checks.require_positive(horizon=self.horizon)

@@ -14,6 +14,7 @@ from attn_flow.attention.attention import Attention
 from attn_flow.base import checks
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.nn.layer import ContinuousAttentionLayer
+from attn_flow.nn.module import require_input
 from attn_flow.nn.options import FlowOptions
 
 
@@ -55,7 +56,7 @@ class DeepStack(nn.Module):
         checks.require_count(inputs=inputs, outputs=outputs, depth=depth, length=1 if length is None else length)
         checks.require_choice("readout", readout, ("mean", "token"))
         self.depth, self.readout, self.points = depth, readout, points
-        self.embedding: nn.Module = (nn.Linear if points else nn.Embedding)(inputs, dim)
+        self.embedding: Any = (nn.Linear if points else nn.Embedding)(inputs, dim)
         self.positions = None if length is None else nn.Parameter(waves(length, dim))
         options.setdefault("steps", 4)
         self.layers: Any = nn.ModuleList(ContinuousAttentionLayer(dim, **options) for _ in range(depth))
@@ -83,6 +84,8 @@ class DeepStack(nn.Module):
         expected = "(batch, n, inputs) real vectors" if self.points else "(batch, n) or (batch, n, fields) ids"
         if inputs.is_floating_point() != self.points or inputs.ndim not in ((3,) if self.points else (2, 3)):
             raise ValueError(f"inputs have shape {tuple(inputs.shape)} and dtype {inputs.dtype}, expected {expected}.")
+        if self.points:
+            require_input("inputs", inputs, self.embedding.in_features, self.embedding.weight)
         x = self.embedding(inputs)
         x = x.sum(-2) if x.ndim == 4 else x
         if self.positions is not None:

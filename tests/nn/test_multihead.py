@@ -83,6 +83,8 @@ def test_cross_attention_to_a_context_that_stays(multihead: nn.MultiheadAttentio
     close(two(x, y, y)[0], half + 0.5 * multihead(half, y, y)[0] - x)
     with pytest.raises(ValueError, match="key and value are different tensors"):
         ours(x, y, y.clone())
+    with pytest.raises(ValueError, match="is_causal is for self-attention"):
+        ours(x, y, y, is_causal=True)
 
 
 def test_more_steps_are_the_flow(multihead: nn.MultiheadAttention, generator: torch.Generator) -> None:

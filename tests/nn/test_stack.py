@@ -151,3 +151,5 @@ def test_errors() -> None:
         make()(ids(2, 5) + 7)
     with pytest.raises(ValueError, match="real vectors"):
         make(points=True)(ids(2, 5))
+    with pytest.raises(ValueError, match=r"inputs has dtype torch.float32 and the layer torch.float64"):
+        make(points=True)(torch.randn(2, 5, 7))
