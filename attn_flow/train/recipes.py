@@ -65,6 +65,9 @@ class Recipe:
     def __post_init__(self) -> None:
         checks.require_choice("task", self.task, (*TASKS, "own"))
         checks.require_choice("symmetric", self.symmetric, SYMMETRIC)
+        step = str(self.step)  # the name of the method, as in a checkpoint
+        checks.require_choice("step", step, ("euler", "rk4", "dopri5"))
+        object.__setattr__(self, "step", step)
         checks.require_count(updates=self.updates, batch=self.batch)
         checks.require_positive(lr=self.lr, clip=self.clip)
         checks.require_nonnegative(warmup=self.warmup, seed=self.seed, weight_decay=self.weight_decay)

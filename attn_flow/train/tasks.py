@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attn_flow.base import checks
 from attn_flow.base.files import digest
 from attn_flow.geometry import Sphere
 
@@ -82,7 +83,7 @@ def tensor_task(
         x: (examples, n) ids below `inputs`, or (examples, n, inputs) real vectors.
         y: (examples,) classes below `outputs`, or (examples, n) with -100 for tokens that are not asked.
         inputs, outputs: see `DeepStack`.
-        mask: (examples, n), True for tokens.
+        mask: (examples, n), True or 1 for tokens.
         held_out: the share of the examples, the last ones, that is never trained on.
 
     Returns:
@@ -93,17 +94,25 @@ def tensor_task(
         >>> tensor_task(x, (x == 0).any(-1).long(), inputs=5, outputs=2).chance <= 1
         True
     """
+    data = {"x": x, "y": y} | ({} if mask is None else {"mask": mask})
+    for name, z in data.items():
+        checks.require_same_device(name, z, "x", x)
+    if y.is_floating_point():
+        raise TypeError(f"y has dtype {y.dtype}, expected integers, the numbers of classes; use y.long().")
     points, examples, count = x.is_floating_point(), x.shape[0], round(held_out * x.shape[0])
-    if x.ndim not in ((3,) if points else (2, 3)) or y.shape not in ((examples,), tuple(x.shape[:2])):
-        shapes = f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}"
-        raise ValueError(f"{shapes}, expected (examples, n) ids or (examples, n, inputs) vectors, and their answers.")
+    has_shapes = x.ndim in ((3,) if points else (2, 3)) and y.shape in ((examples,), x.shape[:2])
+    if not has_shapes or (mask is not None and mask.shape != x.shape[:2]):
+        shapes = ", ".join(f"{name} {tuple(z.shape)}" for name, z in data.items())
+        expected = "(examples, n) ids or (examples, n, inputs) vectors, and their answers; a mask is (examples, n)"
+        raise ValueError(f"the shapes are {shapes}, expected {expected}.")
     if not 0 < count < examples:
         raise ValueError(f"held_out = {held_out} of {examples} examples, expected some on each side.")
+    y = y.long()
     classes = y[y != IGNORE]
     for name, ids, size in (("x", x, inputs), ("y", classes, outputs)):
         if not ids.is_floating_point() and (ids.numel() == 0 or not 0 <= int(ids.min()) <= int(ids.max()) < size):
             raise ValueError(f"{name} has values outside of 0 to {size - 1}, or none.")
-    whole = Batch(x, y, mask)
+    whole = Batch(x, y, None if mask is None else mask > 0)
 
     def draw(size: int, generator: torch.Generator) -> Batch:  # with replacement
         rows = torch.randint(examples - count, (size,), generator=generator)
@@ -114,7 +123,6 @@ def tensor_task(
 
     options: dict[str, Any] = {"inputs": inputs, "outputs": outputs, "readout": "mean" if y.ndim == 1 else "token"}
     options |= {"points": points, "length": None if points else x.shape[1]}
-    data = {"x": x, "y": y} | ({} if mask is None else {"mask": mask})
     return Task("own", draw, last, float(classes.bincount().max() / classes.numel()), options, digest(data)[:16])
 
 

@@ -27,7 +27,7 @@ def test_numbers_and_sentences(tmp_path: Path) -> None:
 
 def test_vectors_padded_with_zeros() -> None:
     x = torch.randn(10, 5, 2, generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(5) < torch.arange(10)[:, None] % 3 + 2
+    mask = (torch.arange(5) < torch.arange(10)[:, None] % 3 + 2).long()  # as tokenizers make it
     task = tensor_task(x * mask[..., None], torch.arange(10) % 2, inputs=2, outputs=2, mask=mask)
     trained = train_stack(Recipe("own", dim=2, batch=4, updates=2), task=task)
     (layer,) = what_was_learned(trained.stack, task).layers

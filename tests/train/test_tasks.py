@@ -50,8 +50,9 @@ def test_side() -> None:
 
 def test_tensor_task() -> None:
     x = torch.randint(5, (50, 6), generator=torch.Generator().manual_seed(0))
-    y = (x == 0).any(-1).long()
+    y = (x == 0).any(-1)
     task = tensor_task(x, y, inputs=5, outputs=2)
+    assert task.held_out(1, torch.Generator()).y.dtype == torch.int64  # which cross-entropy takes
     assert torch.equal(task.held_out(100, torch.Generator()).x, x[40:])
     rows = {tuple(row) for row in task.draw(300, torch.Generator()).x.tolist()}
     assert rows <= {tuple(row) for row in x[:40].tolist()}
@@ -59,9 +60,12 @@ def test_tensor_task() -> None:
         ((x, y, 4, 2), "x has values outside of 0 to 3"),
         ((x, y + 1, 5, 2), "y has values outside of 0 to 1"),
         ((x, y[:9], 5, 2), "expected .* ids or .* vectors, and their answers"),
+        ((x, y, 5, 2, torch.ones(9, 6)), r"mask \(9, 6\), expected"),
+        ((x, y.float(), 5, 2), "y has dtype torch.float32, expected integers"),
+        ((x.numpy(), y, 5, 2), "x is a ndarray, expected a torch.Tensor"),
     ):
-        with pytest.raises(ValueError, match=message):
-            tensor_task(arguments[0], arguments[1], inputs=arguments[2], outputs=arguments[3])
+        with pytest.raises((ValueError, TypeError), match=message):
+            tensor_task(*arguments[:2], **dict(zip(("inputs", "outputs", "mask"), arguments[2:])))
 
 
 def test_recipes() -> None:
