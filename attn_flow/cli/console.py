@@ -44,6 +44,8 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
                 is_kept = function.__name__ in RESUMED or bool(kwargs.get("sweep"))
                 complain("Stopped." + " What is finished is kept; the same command continues." * is_kept, "yellow")
                 raise
+            except BrokenPipeError:  # the reader, such as `head`, has seen enough: typer ends quietly
+                raise
             except FloatingPointError as error:
                 complain(f"numerical failure: {error}")
                 raise typer.Exit(3) from None

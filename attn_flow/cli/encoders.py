@@ -36,6 +36,7 @@ def inspect(
 
     Example: attn-flow inspect minilm
     """
+    from attn_flow.hooks.inputs import batches
     from attn_flow.hooks.self_check import self_check
     from attn_flow.hooks.weights import encoder_facts
 
@@ -44,7 +45,8 @@ def inspect(
         raise ValueError(f"{model!r}: @beta_factor changes how a model runs, not its weights; leave it out here.")
     facts, checks = encoder_facts(loaded), []
     if tokenizer is not None:
-        inputs = tokenizer(["Tokens move like particles on a sphere.", "They meet."], return_tensors="pt", padding=True)
+        texts = ["Tokens move like particles on a sphere.", "They meet."]
+        inputs = next(batches(loaded, tokenizer, texts, size=2)).inputs
         where = next(loaded.parameters()).device
         checks = self_check(loaded, {name: value.to(where) for name, value in inputs.items()})
     if as_json:
@@ -123,7 +125,7 @@ def open_model(
     from attn_flow.hooks.safe_loading import load_tokenizer, without_bars
     from attn_flow.probe.untrained import untrained_copy
 
-    path, variant = (name, "") if "@" not in name or Path(name).is_dir() else name.rsplit("@", 1)
+    path, *variant = [name] if Path(name).is_dir() else name.rsplit("@", 1)
     kinds = {"float32": torch.float32, "float64": torch.float64}
     if dtype not in kinds:
         raise ValueError(f"dtype = {dtype!r}, expected float32 or float64: half precision is too coarse to compare.")
@@ -132,12 +134,13 @@ def open_model(
         model, reader = load_encoder(path, pickle=pickle)
         reader = reader if tokenizer is None else load_tokenizer(tokenizer)
     beta_factor = 1.0
-    if variant == "random":
+    if variant == ["random"]:
         model = untrained_copy(model, seed)
     elif variant:
+        key, _, factor = variant[0].partition("=")
         try:
-            beta_factor = float(variant.removeprefix("beta_factor="))
-        except ValueError:
+            beta_factor = {"beta_factor": float(factor)}[key]
+        except (ValueError, KeyError):
             raise ValueError(f"{name!r}: expected @random or @beta_factor=FACTOR after the model.") from None
     return model.to(device, kinds[dtype]).eval(), reader, beta_factor
 

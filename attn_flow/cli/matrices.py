@@ -48,10 +48,10 @@ def parse_matrix(text: str, name: str) -> Tensor:
 
 
 def parse_square(text: str, name: str) -> Tensor:
-    """A square matrix."""
+    """A square matrix of at least two rows: in one dimension a token has nowhere to go."""
     matrix = parse_matrix(text, name)
-    if matrix.shape[0] != matrix.shape[1]:
-        raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected a square matrix (d, d).")
+    if matrix.shape[0] != matrix.shape[1] or len(matrix) < 2:
+        raise ValueError(f"{name} has shape {tuple(matrix.shape)}, expected a square matrix (d, d), d at least 2.")
     return matrix
 
 

@@ -62,7 +62,7 @@ def simulate(
     G: Heads = None,
     V: Heads = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Random heads, without --G and --V.")] = None,
-    dim: Annotated[int | None, typer.Option(min=1, help="Dimension of the tokens of random heads.")] = None,
+    dim: Annotated[int | None, typer.Option(min=2, help="Dimension of the tokens of random heads.")] = None,
     beta: console.Beta = "10,100",
     tokens: Annotated[int, typer.Option(help="Tokens, or nodes of the quadrature.")] = 1000,
     kind: Annotated[str, typer.Option(help="softmax, unnormalised or sinkhorn.")] = "softmax",
@@ -107,7 +107,7 @@ def simulate(
     console.require_writable(out)
     betas, times, progress = parse_numbers(beta, "beta"), parse_numbers(t, "t"), not (quiet or as_json)
     if sweep is not None:
-        console.refuse_options(context, "--sweep names the values", "beta", "noise")
+        console.refuse_options(context, "--sweep names the values", "beta", "noise", *["tokens"] * ("n=" in sweep))
         console.refuse_options(context, "a sweep starts from drawn tokens and takes the default step", "x0", "step")
         axes = parse_axes(sweep, betas=betas, n=[tokens], noise=[noise], seeds=[seed])
         clouds = lambda n, seed: starting_cloud(attention.dim, n, seed, random=random)

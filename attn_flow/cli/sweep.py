@@ -17,10 +17,12 @@ COLUMNS = ("beta", "tokens", "noise", "seed", "least W2", "at time", "predicted"
 
 def parse_axes(grid: str, **axes: list[Any]) -> dict[str, list[Any]]:
     """The axes of a grid such as "beta=10,100 seed=0,1"; those that it does not name are as given."""
-    for part in grid.replace(";", " ").split():
-        name, _, values = part.partition("=")
-        if name not in OPTION_AXES or not values:
-            raise ValueError(f'--sweep {grid!r}: expected {", ".join(OPTION_AXES)}, such as "beta=10,100 seed=0,1".')
+    parts = [part.partition("=") for part in grid.replace(";", " ").split()]
+    names = [name for name, _, _ in parts]
+    for name, _, values in parts:
+        if name not in OPTION_AXES or not values or names.count(name) > 1:
+            expected = f'{", ".join(OPTION_AXES)}, each at most once, such as "beta=10,100 seed=0,1"'
+            raise ValueError(f"--sweep {grid!r}: expected {expected}.")
         axes[OPTION_AXES[name]] = parse_numbers(values, name)
     for name, least in (("n", 1), ("seeds", 0)):
         if not all(float(number).is_integer() and number >= least for number in axes[name]):

@@ -33,6 +33,7 @@ def tiny(tmp_path_factory) -> str:
         (["probe", "minilm", "--texts", "nowhere.txt"], "no file nowhere.txt"),
         (["probe", "minilm", "minilm", "--demo"], "named twice"),
         (["probe", "minilm@hot", "--demo"], "expected @random or @beta_factor=FACTOR"),
+        (["probe", "minilm@4", "--demo"], "expected @random or @beta_factor=FACTOR"),
         (["probe", "minilm", "--demo", "--device", "cuda"], "no CUDA device"),
         (["probe", "minilm", "--demo", "--dtype", "float16"], "half precision is too coarse"),
         (["inspect", "minlm"], "did you mean minilm?"),
@@ -53,6 +54,17 @@ def test_inspect_minilm() -> None:
     words = " ".join(run("inspect", "minilm").stdout.split())
     assert "beta 0.1768 in every layer" in words
     assert words.split("Self-check")[1].count(" exact") == 6
+
+
+def test_inspect_needs_no_padding_token_and_few_positions(tmp_path) -> None:
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    LlamaModel(LlamaConfig(**sizes, vocab_size=20, max_position_embeddings=6)).save_pretrained(tmp_path)
+    tokenizer = tiny_bert()[1]
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert len(json.loads(run("inspect", str(tmp_path), "--json").stdout)["check"]) == 2
 
 
 def test_probe_compares_models_and_does_not_repeat_itself(tiny, tmp_path) -> None:

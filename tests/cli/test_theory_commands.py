@@ -3,6 +3,8 @@
 import json
 import math
 import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from attn_flow import Trajectory
 from attn_flow.cli.app import app
 
 SYMMETRIC = ["--G", "4,0;0,1", "--V", "1,0;0,2"]
+SIMULATE = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2"]
 
 
 def run(*words: str, code: int = 0) -> str:
@@ -59,7 +62,7 @@ def test_matrices_from_files(tmp_path) -> None:
 
 
 def test_simulate_writes_what_it_says(tmp_path) -> None:
-    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--tokens", "60", "--t", "6", "--h", ".2", "--seed", "1"]
+    words = [*SIMULATE, "--tokens", "60", "--t", "6", "--h", ".2", "--seed", "1"]
     numbers = json.loads(run(*words, "--beta", "10,inf", "--out", str(tmp_path), "--json"))
     assert [r["beta"] for r in numbers["runs"]] == [10.0, "inf"]
     for r in numbers["runs"]:
@@ -75,7 +78,7 @@ def test_simulate_writes_what_it_says(tmp_path) -> None:
 
 
 def test_simulate_repeats_itself_and_takes_own_tokens(tmp_path) -> None:
-    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--beta", "5", "--t", "1", "--h", ".2", "--json"]
+    words = [*SIMULATE, "--beta", "5", "--t", "1", "--h", ".2", "--json"]
     first, second = (run(*words, "--tokens", "20", "--seed", "3") for _ in range(2))
     assert first == second
     np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(7, 2)))
@@ -85,7 +88,7 @@ def test_simulate_repeats_itself_and_takes_own_tokens(tmp_path) -> None:
 
 
 def test_the_default_simulation_meets_the_assumptions_and_colder_is_nearer() -> None:
-    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--tokens", "300", "--t", "9", "--h", ".2"]
+    words = [*SIMULATE, "--tokens", "300", "--t", "9", "--h", ".2"]
     runs = json.loads(run(*words, "--json"))["runs"]
     assert [r["beta"] for r in runs] == [10, 100]
     assert not any(r["doubts"] for r in runs)
@@ -108,21 +111,8 @@ def test_simulate_says_why_no_time_is_predicted() -> None:
 
 @pytest.mark.parametrize("kind", ["unnormalised", "sinkhorn"])
 def test_kinds_without_a_limit_are_simulated(kind, tmp_path) -> None:
-    words = [
-        "simulate",
-        "--G",
-        "1,0;0,1",
-        "--V",
-        "1,0;0,1",
-        "--beta",
-        "1",
-        "--tokens",
-        "30",
-        "--t",
-        "3",
-        "--kind",
-        kind,
-    ]
+    eye = "1,0;0,1"
+    words = ["simulate", "--G", eye, "--V", eye, "--beta", "1", "--tokens", "30", "--t", "3", "--kind", kind]
     numbers = json.loads(run(*words, "--json", "--out", str(tmp_path)))
     assert numbers["limit"] is None
     assert numbers["runs"][0]["mean_length"][-1] > numbers["runs"][0]["mean_length"][0]  # towards one cluster
@@ -143,7 +133,7 @@ def test_heads_and_noise() -> None:
 
 
 def test_a_figure_for_papers(tmp_path) -> None:
-    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", "--tokens", "30", "--t", "2", "--quiet"]
+    words = [*SIMULATE, "--tokens", "30", "--t", "2", "--quiet"]
     for name in ("w2.svg", "w2.pdf"):
         run(*words, "--figure", str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 1000
@@ -152,14 +142,13 @@ def test_a_figure_for_papers(tmp_path) -> None:
 
 def test_a_sweep_writes_its_table_and_continues(tmp_path) -> None:
     grid = ["--sweep", "beta=10,100 seed=0,1", "--random", "--tokens", "60", "--t", "4", "--out", str(tmp_path)]
-    words = ["simulate", "--G", "3,0;0,1", "--V", "1,0;0,2", *grid]
+    words = [*SIMULATE, *grid]
     rows = json.loads(run(*words, "--json"))["rows"]
     assert [(row["beta"], row["seed"]) for row in rows] == [(10, 0), (10, 1), (100, 0), (100, 1)]
     assert rows[0]["w2_min"] != rows[1]["w2_min"]
     assert {"sweep.json", "sweep.csv", "sweep.png"} <= {file.name for file in tmp_path.iterdir()}
     assert "4 runs up to t = 4" in run(*words, "--quiet")
     assert "leave out --beta" in run(*words, "--beta", "3", code=2)
-    assert "expected beta, n, noise, seed" in run("simulate", *SYMMETRIC, "--sweep", "colour=1", code=2)
 
 
 def test_density_goes_to_the_limit(tmp_path) -> None:
@@ -210,6 +199,22 @@ def test_a_claim_that_does_not_hold_is_no_error_unless_strict(options, code, mon
     assert json.loads((tmp_path / "long_context.json").read_text())["claims"] == [refuted]
 
 
+def test_an_experiment_whose_package_is_missing_does_not_stop_the_others(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("attn_flow.experiments.NAMES", ("histograms", "hardmax"))
+    monkeypatch.setitem(sys.modules, "rxnmapper", None)
+    run("reproduce", "histograms", "--out", str(tmp_path), code=2)
+    done = CliRunner().invoke(app, ["reproduce", "all", "--quick", "--out", str(tmp_path)])
+    assert "histograms is left out: " in done.stderr
+    assert "hardmax.png" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    code = "from attn_flow.__main__ import main; main()"
+    listing = subprocess.Popen([sys.executable, "-c", code, "reproduce", "--list"], stdout=-1, stderr=-1, text=True)
+    listing.stdout.close()
+    assert listing.communicate()[1] == ""
+
+
 @pytest.mark.parametrize("command", ["limit", "density"])
 def test_the_example_of_the_help_runs(command) -> None:
     example = " ".join(run(command, "--help").split("Example:")[1].split("Options:")[0].split())
@@ -226,6 +231,8 @@ def test_the_example_of_the_help_runs(command) -> None:
         (["simulate", "--G", "1,0;0,1|1,0;0,1", "--V", "1,0;0,1"], "heads of G and V differ"),
         (["density", *SYMMETRIC, "--t", "0"], "t = 0.0, expected a positive, finite number"),
         (["simulate"], "give --G and --V, or --heads and --dim"),
+        (["simulate", "--G", "1|2", "--V", "1|1"], "d at least 2"),
+        (["simulate", "--heads", "2", "--dim", "1"], "Invalid value for '--dim'"),
         (["simulate", "--G", "1,0;0,1"], "--G alone: expected --G and --V together"),
         (["simulate", *SYMMETRIC, "--heads", "2"], "--G and --V give the heads; leave out --heads"),
         (["simulate", *SYMMETRIC, "--beta", "x"], "expected numbers separated by commas"),
@@ -233,6 +240,9 @@ def test_the_example_of_the_help_runs(command) -> None:
         (["simulate", *SYMMETRIC, "--noise", "-1"], "noise = -1.0, expected a nonnegative"),
         (["simulate", *SYMMETRIC, "--kind", "hardmax", "--beta", "3"], "kind = 'hardmax', expected one of 'softmax'"),
         (["simulate", *SYMMETRIC, "--sweep", "n=9", "--step", "rk4"], "takes the default step; leave out --step"),
+        (["simulate", *SYMMETRIC, "--sweep", "colour=1"], "expected beta, n, noise, seed"),
+        (["simulate", *SYMMETRIC, "--sweep", "beta=1 beta=2"], "each at most once"),
+        (["simulate", *SYMMETRIC, "--sweep", "n=9", "--tokens", "5"], "leave out --tokens"),
         (["simulate", *SYMMETRIC, "--sweep", "n=0"], "expected integers of at least 1 for n"),
         (["simulate", *SYMMETRIC, "--sweep", "seed=1.5"], "expected integers of at least 0"),
         (["simulate", *SYMMETRIC, "--t", "1,2"], "at least three times"),
