@@ -140,11 +140,11 @@ def run(path: Trajectory, b: int, beta: float, target: LimitMap, curve: Tensor) 
     return result.as_dict() | {"beta": beta, "t_min": t_min, "min_w2": min_w2, "approach": final_approach(one)}
 
 
-def final_approach(path: Trajectory) -> float | None:
-    """The rate at which the mean tangent x_1/x_2 of the tokens decays near e_2; None if they are not there."""
+def final_approach(path: Trajectory) -> float:
+    """The rate at which the mean tangent x_1/x_2 of the tokens decays near e_2; NaN if they are not there."""
     offset = (path.x[..., 0] / path.x[..., 1] @ path.cloud(0).probabilities).abs().numpy()
     near = (np.arange(len(offset)) > np.flatnonzero(offset > 0.1).max(initial=-1)) & (offset > 1e-12)
-    return float(-np.polyfit(path.t.numpy()[near], np.log(offset[near]), 1)[0]) if near.sum() > 3 else None
+    return float(-np.polyfit(path.t.numpy()[near], np.log(offset[near]), 1)[0]) if near.sum() > 3 else math.nan
 
 
 def vertex(t: np.ndarray, w: np.ndarray) -> tuple[float, float]:
@@ -251,7 +251,8 @@ def stay(g: tuple[float, float], v: tuple[float, float]) -> dict[str, Any]:
     offset = (path.x[..., 1] @ right).abs()
     width = (path.x[..., 1].square() @ right).sqrt()
     grows = (offset > 1e-3) & (offset < 0.02) & (t > 2.0)
-    rate = float(np.polyfit(t[grows].numpy(), offset[grows].log().numpy(), 1)[0]) if int(grows.sum()) > 3 else None
+    is_seen = int(grows.sum()) > 3
+    rate = float(np.polyfit(t[grows].numpy(), offset[grows].log().numpy(), 1)[0]) if is_seen else math.nan
     ends = {"offset": float(offset[-1]), "width": float(width[-1])}
     return {**ends, "measured_exit": rate, "predicted_width": target.width(beta)}
 

@@ -96,7 +96,7 @@ def case(name: str, v: float, G: np.ndarray, n: int, generator: torch.Generator)
         else np.inf
     )
     far_t = 2000.0
-    far = np.linalg.inv(np.linalg.inv(S0) - BETA * v * far_t * (G + G.T)) if v < 0 else np.zeros((2, 2))
+    far = theory.solve([0.0, far_t], M0, S0, v * np.eye(2), G, BETA)[2][-1] if v < 0 else np.zeros((2, 2))
     return {
         "case": name,
         "t": t.tolist(),

@@ -100,7 +100,7 @@ def leaders_and_cells(path: np.ndarray) -> dict[str, Any]:
         i for i in range(path.shape[1]) if i not in heads and target[i].sum() == 1 and target[i].argmax() in heads
     ]
     leader = np.array([target[i].argmax() for i in follows])
-    changed = sum(int((theory.argmax_matrix(x)[follows] != target[follows]).any()) for x in path[:30])
+    changed = int(np.any([theory.argmax_matrix(x)[follows] != target[follows] for x in path[:30]], axis=(0, 2)).sum())
     distance = np.linalg.norm(path[:, follows] - path[0][leader], axis=-1)  # (steps + 1, followers)
     expected = distance[0] * (1 + ALPHA) ** -np.arange(float(len(path)))[:, None]
     vertices = ConvexHull(path[0]).vertices
