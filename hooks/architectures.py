@@ -46,7 +46,7 @@ class Architecture:
         angles, score_table: functions of the Block and n: cos and sin (n, r) of rotary positions; a bias (heads, n, n).
         score_terms: function of the Block, queries and keys (heads, n, k) that gives terms of both.
         causal: whether a token attends only to itself and earlier ones.
-        refuse: submodules that make a model another architecture.
+        refuse: submodules or attributes that make a model another architecture.
 
     Example:
         >>> Architecture(
@@ -134,7 +134,7 @@ def _rotary_angles(block: Any, n: int) -> tuple[Tensor, Tensor]:
     rotary = block.root.rotary_emb if hasattr(block.root, "rotary_emb") else block.core.rotary_emb
     like = next(p for p in block.module.parameters() if p.is_floating_point())
     has_types = "layer_type" in inspect.signature(rotary.forward).parameters
-    options = {"layer_type": block.module.attention_type} if has_types else {}
+    options = {"layer_type": block.root.config.layer_types[block.index]} if has_types else {}
     cos, sin = rotary(like.new_zeros(1, n, 1), position_ids=torch.arange(n, device=like.device)[None], **options)
     return cos[0], sin[0]
 
@@ -154,18 +154,34 @@ def _mpnet_table(block: Any, n: int) -> Tensor:
     return block.root.encoder.compute_position_bias(next(block.root.parameters()).new_zeros(1, n, 1))[0]
 
 
+def _deberta_positions(block: Any) -> str:
+    return "disentangled relative positions" if block.core.relative_attention else ""
+
+
 def _t5_table(block: Any, n: int) -> Tensor:
-    first = next(m for m in block.root.modules() if getattr(m, "has_relative_attention_bias", False))
-    return first.compute_bias(n, n)[0]
+    """The bias of the block itself (UMT5) or of the first one (T5)."""
+    owners = (m for m in (block.core, *block.root.modules()) if getattr(m, "has_relative_attention_bias", False))
+    return next(owners).compute_bias(n, n)[0]
 
 
 def _is_causal(block: Any) -> bool:
-    """Some encoders have the layout of a decoder, such as EuroBERT that of Llama."""
-    return getattr(block.core, "is_causal", True)
+    """Some encoders have the layout of a decoder, such as EuroBERT that of Llama, and any config may say so."""
+    return getattr(block.core, "is_causal", True) and getattr(getattr(block.root, "config", None), "is_causal", True)
+
+
+def _is_decoder(block: Any) -> bool:
+    return getattr(getattr(block.root, "config", None), "is_decoder", False)
 
 
 def _is_clip_text(block: Any) -> bool:
-    return "text" in getattr(getattr(block.attn, "config", None), "model_type", "")
+    """The texts of CLIP, not those of SigLIP, whose file uses no causal mask."""
+    is_text = "text" in getattr(getattr(block.attn, "config", None), "model_type", "")
+    return is_text and any("causal" in name for name in vars(sys.modules[type(block.core).__module__]))
+
+
+def _gpt2_placement(block: Any) -> str:
+    """The first GPT is post-norm, and so has no norm after its last block."""
+    return "pre" if hasattr(block.root, "ln_f") else "post"
 
 
 def _norm_placement(block: Any) -> str:
@@ -187,6 +203,7 @@ _BERT = Architecture(
     norm_placement="post",
     embed_norm="embeddings.LayerNorm",
     unless="embeddings_project",
+    causal=_is_decoder,
 )
 _VIT = Architecture(
     name="ViT",
@@ -239,7 +256,7 @@ _T5 = Architecture(
     norm2="layer.1.layer_norm",
     ffn="layer.1.DenseReluDense",
     beta=1.0,
-    positions="relative position bias, shared by all layers and not scaled by beta",
+    positions="relative position bias, not scaled by beta",
     score_table=_t5_table,
 )
 
@@ -278,7 +295,7 @@ ARCHITECTURES: list[Architecture] = [
         v_bias="attention.self.v_bias",
         also_query=("attention.self.pos_q_proj",),
         beta=_deberta_beta,
-        positions="disentangled relative positions",
+        positions=_deberta_positions,
         score_terms=_deberta_terms,
         refuse=("attention.self.head_logits_proj",),
     ),
@@ -288,7 +305,7 @@ ARCHITECTURES: list[Architecture] = [
         qkv="attention.self.{query_proj,key_proj,value_proj}",
         also_query=("attention.self.pos_query_proj",),
         beta=_deberta_beta,
-        positions="disentangled relative positions",
+        positions=_deberta_positions,
         score_terms=_deberta_v2_terms,
         after_norm="encoder.conv.LayerNorm",
     ),
@@ -300,7 +317,7 @@ ARCHITECTURES: list[Architecture] = [
         o="attention.attn.o",
         emit="",
         norm1="attention.LayerNorm",
-        positions="relative position bias, shared by all layers and not scaled by beta",
+        positions="relative position bias, not scaled by beta",
         score_table=_mpnet_table,
     ),
     Architecture(
@@ -339,7 +356,9 @@ ARCHITECTURES: list[Architecture] = [
         fused="(c h k)",
         norm1="ln_1",
         norm2="ln_2",
+        norm_placement=_gpt2_placement,
         causal=_is_causal,
+        refuse=("attn.multi_query",),
     ),
     _NEOX,
     replace(
@@ -350,7 +369,7 @@ ARCHITECTURES: list[Architecture] = [
         o="self_attn.o_proj",
         fused="",
         norm_placement="pre",
-        refuse=("self_attn.q_norm", "pre_feedforward_layernorm"),
+        refuse=("self_attn.q_norm", "self_attn.query_layernorm", "pre_feedforward_layernorm"),
     ),
     _T5,
     replace(_T5, blocks="block"),  # the encoder inside a T5 model with a decoder

@@ -114,7 +114,8 @@ class Block:
         if width is not None:  # of all models that may be quantised, where weights have another shape
             return width
         query: Any = self[self.architecture.q]
-        return query.weight.shape[0] // (3 * self.heads if self.architecture.fused else self.heads)
+        rows = query.nf if hasattr(query, "nf") else query.weight.shape[0]  # a Conv1D has its weight transposed
+        return rows // (3 * self.heads if self.architecture.fused else self.heads)
 
     @property
     def beta(self) -> float:
@@ -299,13 +300,14 @@ def _layers(root: nn.Module, arch: Architecture) -> list[tuple[str, nn.Module]]:
 
 
 def _fits(root: nn.Module, arch: Architecture) -> bool:
-    """Whether a module is an encoder of a layout: its blocks have the submodules of the layout."""
+    """Whether a module is an encoder of a layout: all its blocks have the submodules of the layout."""
     layers = _layers(root, arch)
-    if not layers:
-        return False
     paths = {arch.attn, arch.q, arch.k, arch.v, arch.o, arch.norm1, arch.norm2, arch.ffn, arch.emit, arch.layer_scale}
-    has = lambda path: at(layers[0][1], path) is not None
-    return all(map(has, paths)) and not any(map(has, arch.refuse))
+    has = lambda block, path: getattr(at(block, path.rpartition(".")[0]), path.rpartition(".")[2], None) is not None
+    return bool(layers) and all(
+        all(at(block, path) is not None for path in paths) and not any(has(block, path) for path in arch.refuse)
+        for _, block in layers
+    )
 
 
 def _matches(model: nn.Module) -> list[tuple[str, nn.Module, Architecture]]:

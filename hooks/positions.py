@@ -57,7 +57,7 @@ def read_linear(block: Block, path: str) -> tuple[Tensor, Tensor | None]:
             raise ValueError("MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn is not self-attention.")
         return as_float(module.in_proj_weight), None if module.in_proj_bias is None else as_float(module.in_proj_bias)
     base = getattr(module, "base_layer", module)  # inside an adapter
-    weight = as_float(base.weight)
+    weight = as_float(getattr(base, "weight", None))  # quantised modules may have none
     if type(module).forward is nn.Linear.forward:
         return weight, None if module.bias is None else as_float(module.bias)
     inputs = base.nx if hasattr(base, "nx") else weight.shape[1]  # the weight of a Conv1D is transposed
@@ -83,8 +83,15 @@ def relative_rounding(x: Tensor) -> float:
     return 2.0**-10 if is_tf32 else torch.finfo(x.dtype).eps
 
 
+def require_tokens_only(block: Block) -> None:
+    """ValueError for attention that shares its weights out among tokens and a learned sink, as GPT-OSS."""
+    if hasattr(block.core, "sinks"):
+        raise ValueError(f"{block.path}: its softmax has sinks besides the tokens, which Attention has not.")
+
+
 def projections(block: Block) -> Projections:
     """The weights and biases of queries, keys and values; grouped keys are repeated for their queries."""
+    require_tokens_only(block)
     arch, heads = block.architecture, block.heads
 
     def by_head(x: Tensor, name: str) -> Tensor:
@@ -161,8 +168,8 @@ class Positions:
 def read_positions(layers: Sequence[Block], n: int, keys: Tensor | None = None) -> list[Positions | None]:
     """The positions of n tokens, layer by layer; None where they do not enter the scores or it is not known how.
 
-    Layers that add a table share it, as in the models themselves. If `keys` with their bias are given, they set the
-    dtype and no weights are read, so that they may be quantised.
+    Layers that add the same table share it. If `keys` with their bias are given, they set the dtype and no weights are
+    read, so that they may be quantised.
     """
     positions: list[Positions | None] = []
     table: Tensor | None = None
@@ -177,7 +184,8 @@ def read_positions(layers: Sequence[Block], n: int, keys: Tensor | None = None) 
                 cos, sin = (angle.to(weight) for angle in arch.angles(block, n))
                 positions.append(Positions(n, (cos, sin), bias))
             elif arch.score_table is not None:
-                table = arch.score_table(block, n).to(weight) if table is None else table
+                own = arch.score_table(block, n).to(weight)
+                table = own if table is None or not torch.equal(own, table) else table
                 positions.append(Positions(n, table=table))
             else:
                 positions.append(Positions(n, key_bias=bias, terms=partial(_score_terms, block)))
@@ -222,6 +230,7 @@ def attention_scores(block: Block, q: Tensor, k: Tensor, mask: Tensor, beta_fact
     n, heads = q.shape[1], block.heads
     if block.positions and not block.knows_positions:
         raise ValueError(f"{block.path}: its scores have {block.positions}, which are not known here.")
+    require_tokens_only(block)
     q, k = (z.transpose(1, 2) for z in (q, k.repeat_interleave(heads // k.shape[2], 2)))  # (batch, heads, n, k)
     beta = torch.full((heads, 1), block.beta, dtype=q.dtype, device=q.device)
     beta = beta if beta_factor is None else beta * beta_factor.to(q)[:, None]

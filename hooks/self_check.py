@@ -17,6 +17,7 @@ from attn_flow.hooks.weights import read_attention
 from attn_flow.measures.cloud import Cloud
 
 COMPARED = ("attn.hook_in", "attn.hook_out", "attn.q.hook_out", "attn.k.hook_out")
+SCORES = "attn.hook_attn_scores"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def self_check(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Check]:
         One Check per layer: its relative error (Frobenius norm over tokens), and a tolerance of 16 rounding errors
         times one plus a bound on its logits. Where positions enter the scores, a layer is wrapped or scaled, or its
         weights are quantised, the two cannot agree and the Check says why. Any other layer that does not agree is a
-        ValueError.
+        ValueError, and so is one that does not agree with its positions, where these can be read.
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
@@ -66,7 +67,7 @@ def self_check(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Check]:
         True
     """
     model = encoder_inside(model)
-    with recording(model, COMPARED) as cache, evaluation_mode(model):
+    with recording(model, (*COMPARED, SCORES)) as cache, evaluation_mode(model):
         run_batch(model, cache, TokenBatch(dict(inputs)))
         checks = [_check_layer(block, cache) for block in cache.blocks]
     wrong = [check for check in checks if not check.exact and not check.omits]
@@ -89,12 +90,29 @@ def _check_layer(block: Block, cache: ActivationCache) -> Check:
     except UnreadableWeightsError as reason:
         return Check(block.index, float("nan"), 0.0, str(reason))
     z, output, q, k = (cache[f"blocks.{block.index}.{point}"] for point in COMPARED)
-    difference = attention.drift(Cloud(as_float(z), mask=cache.mask)) - output
-    error = float(difference[cache.mask].norm() / output[cache.mask].norm())
+    z, rounding = as_float(z), max(relative_rounding(z), relative_rounding(output))
+    relative = lambda y: float((y - output)[cache.mask].norm() / output[cache.mask].norm())
     # The rounding error of a logit is the relative one of its exponential.
     largest_logit = block.beta * float(q[cache.mask].norm(dim=-1).amax() * k[cache.mask].norm(dim=-1).amax())
-    rounding = max(relative_rounding(z), relative_rounding(output))
-    return Check(block.index, error, 16 * rounding * (1 + largest_logit), block.positions)
+    check = Check(
+        block.index,
+        relative(attention.drift(Cloud(z, mask=cache.mask))),
+        16 * rounding * (1 + largest_logit),
+        block.positions,
+    )
+    if check.exact or not block.knows_positions:
+        return check
+    try:
+        scores = as_float(cache[f"blocks.{block.index}.{SCORES}"])
+    except ValueError:  # positions that cannot be read, or others than 0, 1, ...
+        return check
+    added = torch.einsum("bhij,bjd,hkd,hek->bie", scores.softmax(-1), z, attention.V, attention.O)
+    assert attention.value_bias is not None  # `read_attention` gives one
+    error = relative(added + attention.value_bias)
+    # Models may take angles, tables and norms of positions in float32.
+    largest_score = float(scores.where(scores.isfinite(), 0).abs().max())
+    tolerance = 16 * max(rounding, torch.finfo(torch.float32).eps) * (1 + max(largest_logit, largest_score))
+    return check if error <= tolerance else Check(block.index, error, tolerance, "")
 
 
 def first_tokens(inputs: Mapping[str, Tensor], count: int = 16) -> dict[str, Tensor]:

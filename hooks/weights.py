@@ -25,6 +25,12 @@ def read_attention(block: Block) -> Attention:
     """The Attention of one block; see `attentions`."""
     (Q, b), (K, _), (V, c) = projections(block).values()
     W, o = read_linear(block, block.architecture.o)
+    if W.shape[1] != V.shape[:2].numel() or Q.shape[2] != V.shape[2]:
+        raise ValueError(
+            f"{block.path}: values (heads, k, d) are {tuple(V.shape)}, queries {tuple(Q.shape)}, and the output "
+            f"projection takes {W.shape[1]} numbers; the architecture {block.architecture.name!r} does not fit this "
+            "model. Register one of its own."
+        )
     O = rearrange(W, "d (h v) -> h d v", h=block.heads)
     value_bias = torch.zeros_like(W[:, 0]) if o is None else o
     if c is not None:

@@ -23,7 +23,9 @@ from encoder_zoo import (
 )
 from torch import Tensor, nn
 
-from attn_flow.hooks import attentions, blocks, record, recording, scale_beta, wrap
+from attn_flow.hooks import attentions, blocks, record, recording, scale_beta, self_check, wrap
+
+V4 = transformers.__version__.startswith("4.")
 
 FINAL = {
     "ModernBERT": "final_norm",
@@ -125,16 +127,6 @@ def test_patterns_of_sliding_windows_and_other_temperatures() -> None:
     local = cache["blocks.1.attn.hook_pattern"]
     assert float(local[0, 0, 0, 5:].sum()) == 0 < float(cache["blocks.0.attn.hook_pattern"][0, 0, 0, 5:].sum())
     torch.testing.assert_close(local, eager_weights(model, x)[1], rtol=0, atol=1e-5)
-    # EuroBERT is an encoder in Llama's layout.
-    for name, options in (("Mistral", {"sliding_window": 4}), ("Qwen2Moe", {"num_experts": 4}), ("EuroBert", {})):
-        if not hasattr(transformers, f"{name}Model"):
-            continue  # in an older version
-        config = getattr(transformers, f"{name}Config")(**TEXT, num_key_value_heads=2, **options)
-        model = getattr(transformers, f"{name}Model")(config).eval()
-        with recording(model, "blocks.1.attn.hook_pattern") as cache, torch.no_grad():
-            model(**x)
-        torch.testing.assert_close(cache["blocks.1.attn.hook_pattern"], eager_weights(model, x)[1], rtol=0, atol=1e-5)
-        assert attentions(model)[1].causal == (name != "EuroBert")
     helium = transformers.HeliumModel(transformers.HeliumConfig(**TEXT, num_key_value_heads=2, head_dim=8)).eval()
     with recording(helium, "blocks.0.attn.hook_pattern") as cache, torch.no_grad():
         helium(**x)
@@ -151,6 +143,64 @@ def test_patterns_of_sliding_windows_and_other_temperatures() -> None:
         with scale_beta(bert, 2.0), wrap(bert, [0], beta_factor=1.5, steps=2):
             bert(**x)
         torch.testing.assert_close(cache["blocks.0.attn.hook_attn_scores"], 3 * plain)
+
+
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
+GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+OTHERS: dict[str, tuple[dict[str, Any], bool]] = {  # options, and whether they are causal
+    "Mistral": ({"sliding_window": 4}, True),
+    "Qwen2Moe": ({"num_experts": 4}, True),
+    "EuroBert": ({}, False),  # encoders in Llama's layout
+    "Ultrabert": ({}, False),
+    "Llama": ({"is_causal": False}, False),
+    "Bert": ({"is_decoder": True}, True),
+    "Deberta": ({"relative_attention": False}, False),
+    "CLIPText": ({"eos_token_id": 2}, True),
+    "SiglipText": ({}, False),
+    "OpenAIGPT": (GPT, True),
+    "UMT5Encoder": (T5, False),  # every layer has a table of its own
+}
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_patterns_of_other_models(name: str) -> None:
+    options, causal = OTHERS[name]
+    if not hasattr(transformers, f"{name}Model") or ("is_causal" in options and V4):
+        pytest.skip(f"transformers {transformers.__version__} has no such {name}")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name.removesuffix('Encoder')}Config")
+    model = getattr(transformers, f"{name}Model")(config(**{**TEXT, "num_key_value_heads": 2, **options})).eval()
+    for p in model.parameters():
+        if p.ndim == 2:
+            p.data.normal_(0, 0.4)
+    x = {"input_ids": torch.randint(3, 60, (1, 12))}
+    with recording(model, "attn.hook_pattern") as cache, torch.no_grad():
+        model(**x)
+    for i, weights in enumerate(eager_weights(model, x)):
+        torch.testing.assert_close(cache[f"blocks.{i}.attn.hook_pattern"], weights, rtol=0, atol=1e-5)
+    assert attentions(model)[1].causal == causal
+    assert all(check.exact or "position" in check.omits for check in self_check(model, x))
+    with wrap(model, [1]), torch.no_grad():
+        wrapped = model(**x).last_hidden_state
+    torch.testing.assert_close(wrapped, model(**x).last_hidden_state, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("GPTBigCode", GPT, "of no known architecture"),
+        ("HunYuanDenseV1", {"head_dim": 8}, "of no known architecture"),
+        ("GptOss", {"num_local_experts": 4, "head_dim": 8}, "its softmax has sinks besides the tokens"),
+        ("DiffLlama", {}, "its attention differs from the weights read"),
+        ("ConvBert", {"embedding_size": 32}, r"queries \(2, 8, 32\), and the output projection takes 32 numbers"),
+    ],
+)
+def test_models_that_compute_something_else(name: str, options: dict[str, Any], message: str) -> None:
+    if not hasattr(transformers, f"{name}Model"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    config = getattr(transformers, f"{name}Config")(**{**TEXT, "num_key_value_heads": 4, **options})
+    with pytest.raises(ValueError, match=message):
+        self_check(getattr(transformers, f"{name}Model")(config).eval(), {"input_ids": torch.randint(3, 60, (1, 12))})
 
 
 @pytest.mark.parametrize("name", ["torch", "torch pre-norm"])
