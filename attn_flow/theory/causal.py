@@ -60,11 +60,10 @@ def retrieval(t: ArrayLike, s: ArrayLike, a: ArrayLike, lam: float) -> Array:
     >>> retrieval(1.0, [0.01, 0.5, 1.0], 1.0, 1.0).round(3)
     array([4.119, 1.509, 1.582])
     """
-    t, a, s = reals("t", t, 0), reals("a", a, 0), reals("s", s, 1e-300, 1)
-    lam = float(reals("lam", lam, 0))
-    is_flat = lam <= 1e-300
-    Y = -np.log(s) if is_flat else np.log(np.expm1(lam) / np.expm1(lam * s))
-    kernel = np.ones_like(s) if is_flat else lam * np.exp(-lam * (1 - s)) / -np.expm1(-lam)
+    t, a, s = reals("t", t, 0), reals("a", a, 0), reals("s", s, 1e-100, 1)
+    lam = max(float(reals("lam", lam, 0)), 1e-200)  # so that both quotients have their limits at lambda = 0
+    Y = lam * (1 - s) + np.log(np.expm1(-lam) / np.expm1(-lam * s))
+    kernel = lam * np.exp(-lam * (1 - s)) / -np.expm1(-lam)
     x = a * t * Y
     # sqrt(at/Y) I_1(2 sqrt(atY)) = at I_1(z)/(z/2) with z = 2 sqrt(x); the quotient is 1 at x = 0.
     z = 2 * np.sqrt(np.where(x > 0, x, 1.0))
@@ -79,7 +78,7 @@ def retrieval_score(t: ArrayLike, s: ArrayLike, beta: float, lam: float, M: floa
     >>> retrieval_score(1.0, [0.01, 0.5, 1.0], 1.0, 1.0, 8).round(3)  # both ends are remembered best
     array([1.89 , 1.266, 1.638])
     """
-    t, s = np.broadcast_arrays(reals("t", t, 0), reals("s", s, 1e-300, 1))
+    t, s = np.broadcast_arrays(np.asarray(t, dtype=np.float64), np.asarray(s, dtype=np.float64))
     a, w = mode_rates(beta, modes), mode_weights(M, modes)
     is_relevant = (a > 0) & (w > 0)
     return (w[is_relevant] * retrieval(t[..., None], s[..., None], a[is_relevant], lam)).sum(-1)

@@ -23,6 +23,18 @@ def reals(name: str, value: ArrayLike, low: float = -np.inf, high: float = np.in
     return x
 
 
+def cosines(rho: ArrayLike, n: Array) -> Array:
+    """rho as a float64 array; ValueError unless n tokens can have these pairwise cosines.
+
+    >>> cosines([-0.5, 1.0], integers("n", 3, 2))
+    array([-0.5,  1. ])
+    """
+    rho = reals("rho", rho, -1, 1)
+    if np.any(rho < -1 / (n - 1) - 1e-12):
+        raise ValueError(f"rho = {np.min(rho):g}, expected at least -1/(n-1): no n tokens have smaller cosines.")
+    return rho
+
+
 def integers(name: str, value: ArrayLike, low: int) -> Array:
     """The value as a float64 array; ValueError unless all entries are integers of at least `low`."""
     x = reals(name, value)

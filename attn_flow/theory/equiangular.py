@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.integrate import quad
 
-from attn_flow.theory.domain import Array, integers, reals
+from attn_flow.theory.domain import Array, cosines, integers, reals
 
 MAX_EXPONENT = 700.0  # e^709 is the largest float64
 
@@ -24,7 +24,8 @@ def velocity(rho: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
     >>> float(velocity(0.0, 0.0, 4))  # without temperature: 2 (1-rho) ((n-1) rho + 1) / n
     0.5
     """
-    w, beta, n = 1 - reals("rho", rho, -1, 1), reals("beta", beta), integers("n", n, 2)
+    beta, n = reals("beta", beta), integers("n", n, 2)
+    w = 1 - cosines(rho, n)
     return 2 * w * (n - (n - 1) * w) / (np.exp(beta * w) + n - 1)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.integrate import solve_ivp
-from scipy.linalg import eigh
 
 from attn_flow.theory.domain import Array, reals
 
 
 def _covariance(S: ArrayLike) -> Array:
     S = reals("covariance", S)
+    if S.ndim != 2 or S.shape[0] != S.shape[1]:
+        raise ValueError(f"covariance has shape {S.shape}, expected (d, d).")
     if not np.allclose(S, S.T) or np.linalg.eigvalsh(S).min() < -1e-12 * np.abs(S).max():
         raise ValueError("covariance is not symmetric or not nonnegative; expected a covariance matrix.")
     return S
@@ -61,11 +62,12 @@ def solve(
 def blow_up_time(S0: ArrayLike, v: float, G: ArrayLike, beta: float) -> float:
     """Time at which the covariance becomes infinite for V = v I and any G; infinity if it stays bounded.
 
-    (S^{-1})' = -beta v (G + G^T), so S(t) = (S0^{-1} - beta v t (G + G^T))^{-1}. In one dimension the time is
-    1 / (2 beta v G S0). If G is symmetric, the mean is e^{vt} (I - 2 beta v t S0 G)^{-1/2} m0. arXiv 2501.18322.
+    (S^{-1})' = -beta v (G + G^T), so S(t) = R (I - beta v t R^T (G + G^T) R)^{-1} R^T with S0 = R R^T; in one dimension
+    the time is 1 / (2 beta v G S0). If G is symmetric, the mean is e^{vt} (I - 2 beta v t S0 G)^{-1/2} m0.
+    arXiv 2501.18322.
 
     Args:
-        S0: covariance (d, d) at time 0, positive definite.
+        S0: covariance (d, d) at time 0.
         v: the value matrix is v I.
         G: scores (d, d).
 
@@ -73,7 +75,8 @@ def blow_up_time(S0: ArrayLike, v: float, G: ArrayLike, beta: float) -> float:
     0.5
     """
     S0, G = _covariance(S0), reals("G", G)
-    A = beta * v * (G + G.T)
-    top = float(eigh(A, np.linalg.inv(S0), eigvals_only=True)[-1])
+    variances, axes = np.linalg.eigh(S0)
+    root, A = axes * np.sqrt(variances.clip(min=0)), beta * v * (G + G.T)
+    top = float(np.linalg.eigvalsh(root.T @ A @ root)[-1])
     # Rounding must not turn a bounded covariance (top = 0) into a blow-up at a time near 1e16.
     return 1 / top if top > 1e-13 * float(np.abs(A).max() * np.abs(S0).max()) else float("inf")

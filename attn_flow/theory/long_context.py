@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.special import gammaln
 
-from attn_flow.theory.domain import Array, integers, reals
+from attn_flow.theory.domain import Array, cosines, integers, reals
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(400)
 # Quadrature for int_0^inf ds with s = e^x, x in [-60, 4]: both e^{-s} and neighbour weights up to e^25 are resolved.
@@ -31,9 +31,8 @@ def output_correlation(rho: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
     >>> float(output_correlation(0.5, 2 * np.log(1e12), 1e12).round(4))  # at gamma = 1/(1-rho)
     0.8
     """
-    rho, beta, n = reals("rho", rho, -1, 1), reals("beta", beta, 0), reals("n", n, 2)
-    if np.any(rho < -1 / (n - 1)):
-        raise ValueError(f"rho = {np.min(rho):g}, expected at least -1/(n-1): no n tokens have smaller cosines.")
+    beta, n = reals("beta", beta, 0), reals("n", n, 2)
+    rho = cosines(rho, n)
     x = np.exp(-beta * (1 - rho))  # everything is divided by e^beta, which may overflow
     q, S = x / (1 + (n - 1) * x), 1 + (n - 1) * rho
     p = 1 - (n - 1) * q
@@ -62,7 +61,7 @@ def self_weight(b: float, d: int) -> float:
     >>> round(self_weight(0.4, 3), 3)
     0.501
     """
-    return float((S_WEIGHTS * np.exp(-S_NODES) * _laplace_transform(b, d)).sum())
+    return float((S_WEIGHTS * np.exp(-S_NODES - _neighbours(b, d, 0))).sum())
 
 
 def participation(b: float, d: int) -> float:
@@ -74,8 +73,8 @@ def participation(b: float, d: int) -> float:
     >>> round(participation(0.4, 3), 3)
     0.374
     """
-    second = 1 + _mean_neighbour_weight(b, d) * _shot_noise(d, 2)
-    return float((S_WEIGHTS * S_NODES * np.exp(-S_NODES) * _laplace_transform(b, d) * second).sum())
+    second = 1 + _neighbours(b, d, 2)
+    return float((S_WEIGHTS * S_NODES * np.exp(-S_NODES - _neighbours(b, d, 0)) * second).sum())
 
 
 def critical_constant(d: int) -> float:
@@ -87,25 +86,18 @@ def critical_constant(d: int) -> float:
     return float(np.exp(brentq(lambda log_b: self_weight(float(np.exp(log_b)), d) - 0.5, -20.0, 20.0, xtol=1e-13)))
 
 
-def _mean_neighbour_weight(b: float, d: int) -> float:
-    """nu = (2 pi/b)^{(d-1)/2} / |S^{d-1}|."""
-    b, d = float(reals("b", b, 0, is_open=True)), int(integers("d", d, 2))
-    log_sphere = np.log(2) + d / 2 * np.log(np.pi) - gammaln(d / 2)
-    return float(np.exp((d - 1) / 2 * np.log(2 * np.pi / b) - log_sphere))
+def _neighbours(b: float, d: int, order: int) -> Array:
+    """nu/Gamma(D/2) int_0^inf x^{D/2-1} f(e^{-x}) dx at the nodes s, with D = d - 1.
 
-
-def _laplace_transform(b: float, d: int) -> Array:
-    """E e^{-s Sigma} at the nodes s."""
-    return np.exp(-_mean_neighbour_weight(b, d) * _shot_noise(d, 0))
-
-
-def _shot_noise(d: int, order: int) -> Array:
-    """(1/Gamma(D/2)) int_0^inf x^{D/2-1} f(e^{-x}) dx at the nodes s, with D = d - 1.
-
-    f(v) = 1 - e^{-sv} for order 0, and v^order e^{-sv} otherwise.
+    f(v) = 1 - e^{-sv} for order 0, which gives -log of the mean of e^{-s Sigma}; otherwise f(v) = v^order e^{-sv}.
     """
-    top = np.sqrt(np.log1p(S_NODES) + 45.0)[:, None]  # x = y^2 removes the root singularity at x = 0 for d = 2
+    b, d = float(reals("b", b, 0, is_open=True)), int(integers("d", d, 2))
+    # x = y^2 removes the root singularity at x = 0 for d = 2; the integrand ends where x^{D/2-1} e^{-x} does.
+    top = np.sqrt(np.log1p(S_NODES) + 45.0 + 2 * d)[:, None]
     y = top * (NODES + 1) / 2
     sv = S_NODES[:, None] * np.exp(-(y**2))
     f = -np.expm1(-sv) if order == 0 else np.exp(-order * y**2 - sv)
-    return (WEIGHTS * top * y ** (d - 2) * f).sum(-1) / np.exp(gammaln((d - 1) / 2))
+    log_sphere = np.log(2) + d / 2 * np.log(np.pi) - gammaln(d / 2)
+    log_nu = (d - 1) / 2 * np.log(2 * np.pi / b) - log_sphere
+    log_factor = log_nu - gammaln((d - 1) / 2) + (d - 2) * np.log(y)
+    return (WEIGHTS * top * np.exp(np.minimum(log_factor, 600.0)) * f).sum(-1)  # it overflows where b is nearly 0

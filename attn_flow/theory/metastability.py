@@ -15,6 +15,7 @@ from scipy.optimize import brentq
 from attn_flow.base import checks
 from attn_flow.kernels import bessel
 from attn_flow.theory.domain import Array, integers, reals
+from attn_flow.theory.equiangular import MAX_EXPONENT
 from attn_flow.theory.synchronisation import KINDS
 
 
@@ -94,11 +95,11 @@ def merge_time(beta: ArrayLike, phi: ArrayLike, phi_end: ArrayLike = 0.1, mass: 
     """Time (...) in which two clusters of masses p and 1-p at the angle phi approach to phi_end, softmax attention.
 
     With w = 1 - cos phi, phi' = -sin(phi) [(1-p)/(p e^{beta w} + 1-p) + p/((1-p) e^{beta w} + p)], integrated by
-    quadrature. arXiv 2509.25040. For equal masses it is `equiangular.time_between` with n = 2, which tends to
-    e^{beta (1 - cos phi)} / (2 beta sin^2 phi) for beta (1 - cos phi) >> 1.
+    quadrature; infinite where e^{beta w} overflows. arXiv 2509.25040. For equal masses it is
+    `equiangular.time_between` with n = 2, which tends to e^{beta w} / (2 beta sin^2 phi) for beta w >> 1.
 
     Args:
-        phi, phi_end: angles at the start and at the end (...), 0 < phi_end, phi < pi.
+        phi, phi_end: angles at the start and at the end (...), 0 < phi_end <= phi < pi.
         mass: p, the mass of one cluster (...), 0 < p < 1.
 
     >>> float(merge_time(4.0, np.pi / 2).round(2))
@@ -106,8 +107,13 @@ def merge_time(beta: ArrayLike, phi: ArrayLike, phi_end: ArrayLike = 0.1, mass: 
     """
     beta, p = reals("beta", beta, 0), reals("mass", mass, 0, 1, is_open=True)
     phi, phi_end = reals("phi", phi, 0, np.pi, is_open=True), reals("phi_end", phi_end, 0, np.pi, is_open=True)
+    if np.any(phi_end > phi):
+        raise ValueError(f"phi = {phi}, phi_end = {phi_end}, expected phi_end <= phi: the clusters only approach.")
 
     def time(beta: float, phi: float, phi_end: float, p: float) -> float:
+        if beta * (1 - np.cos(phi)) > MAX_EXPONENT:
+            return np.inf
+
         def slowness(log_angle: float) -> float:  # dt / d log(angle)
             a = np.exp(log_angle)
             e = np.exp(2 * beta * np.sin(a / 2) ** 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from attn_flow.theory.domain import Array, integers, reals
+from attn_flow.theory.domain import Array, cosines, integers, reals
 
 
 def velocity(rho: ArrayLike, m: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Array:
@@ -19,8 +19,8 @@ def velocity(rho: ArrayLike, m: ArrayLike, beta: ArrayLike, n: ArrayLike) -> Arr
     >>> float(velocity(0.0, [1.0, 2.0], 1.0, 4))
     1.5
     """
-    rho, n, beta = reals("rho", rho, -1, 1), integers("n", n, 2), reals("beta", beta, 0)
-    m = np.atleast_1d(reals("m", m))
+    n, beta = integers("n", n, 2), reals("beta", beta, 0)
+    rho, m = cosines(rho, n), np.atleast_1d(reals("m", m))
     force = (m * np.exp((beta * rho)[..., None] * m)).sum(-1)
     return 2 / n * (1 - rho) * ((n - 1) * rho + 1) * force
 

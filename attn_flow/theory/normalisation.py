@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from scipy.integrate import solve_ivp
 
 from attn_flow.base import checks
-from attn_flow.theory.domain import Array, integers, reals
+from attn_flow.theory.domain import Array, cosines, integers, reals
 
 SCHEMES = ("post", "pre", "peri", "ngpt", "ln_scaling")
 
@@ -49,7 +49,7 @@ def solve(
     checks.require_choice("scheme", scheme, SCHEMES)
     t = np.atleast_1d(reals("t", t, 0))
     n_, beta_ = float(integers("n", n, 2)), float(reals("beta", beta, 0))
-    rho0 = float(reals("rho0", rho0, -1, 1, is_open=True))
+    rho0 = float(cosines(reals("rho0", rho0, -1, 1, is_open=True), integers("n", n, 2)))
     r0, alpha = float(reals("r0", r0, 0, is_open=True)), float(reals("alpha", alpha, 0, is_open=True))
 
     def velocity(time: float, state: Array) -> Array:

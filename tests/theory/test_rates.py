@@ -208,7 +208,8 @@ def test_merge_time_of_equal_clusters():
     phi = np.array([0.7, np.pi / 2])
     times = equiangular.time_between(1 - np.cos(phi), 1 - np.cos(0.1), 4.0, 2)
     np.testing.assert_allclose(metastability.merge_time(4.0, phi), times, rtol=1e-9)
-    assert times[1] == pytest.approx(10.02, abs=5e-3)
+    with np.errstate(over="raise"):
+        assert np.isinf(metastability.merge_time(1000.0, np.pi / 2))
 
 
 # --- equiangular -----------------------------------------------------------------------------------------------------
@@ -229,9 +230,7 @@ def test_time_between_is_its_quadrature(beta, gap, gap_end):
     assert equiangular.time_between(gap, gap_end, beta, 7) == pytest.approx(exact, rel=1e-6)
 
 
-def test_times_of_the_phase_diagram():
-    times = equiangular.time_between(1.0, 0.001, [1.0, 4.0, 6.0, 9.0], 32)
-    np.testing.assert_allclose(times, [5.270, 6.954, 15.995, 178.731], atol=5.1e-4)
+def test_times_at_large_beta():
     # Near rho = 1 the time is a logarithm at any beta; from rho = 0 it exceeds float64.
     assert equiangular.time_between(1e-6, 1e-7, 1e4, 32) == pytest.approx(np.log(10) / 2, rel=1e-2)
     assert np.isinf(equiangular.time_between(1.0, 0.001, 1e4, 32))
@@ -261,6 +260,8 @@ def test_high_dimensional_tokens_follow_the_equiangular_ode():
         (lambda: equiangular.time_between(0.1, 0.2, 1.0, 4), "rho only increases"),
         (lambda: metastability.growth_rate(1, np.nan), "beta = nan, expected finite numbers"),
         (lambda: metastability.merge_time(1.0, [1.0, 4.0]), "phi = 4, expected"),
+        (lambda: metastability.merge_time(1.0, 0.5, 0.6), "the clusters only approach"),
+        (lambda: equiangular.velocity(-0.9, 1.0, 4), "no n tokens have smaller cosines"),
     ],
 )
 def test_arguments_outside_the_domain(call, message):
