@@ -99,7 +99,7 @@ def clusters(cloud: Tensor | Cloud, tol: float = 1e-3) -> Clusters:
     """
     checks.require_positive(tol=tol)
     x, p, is_token = _expand(as_cloud(cloud))
-    n = x.shape[-2]
+    x, n = x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-2]  # torch.cdist knows no half precision
     index = torch.arange(n, device=x.device)
 
     def linked(rows: slice) -> Tensor:
@@ -174,12 +174,12 @@ def close_pairs(cloud: Tensor | Cloud, cosine: float = 0.999) -> Tensor:
 def _sum_over_pairs(cloud: Tensor | Cloud, statistic: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Sum over blocks of statistic(cosines, masses) (..., k), for masses w_i w_j without i = j that sum to one."""
     x, p, _ = _expand(as_cloud(cloud))
-    u, index = _directions(x), torch.arange(x.shape[-2], device=x.device)
-    total = torch.zeros((), dtype=x.dtype, device=x.device)
+    u, p, index = _directions(x), p.double(), torch.arange(x.shape[-2], device=x.device)  # sums of n^2 small masses
+    total = torch.zeros((), dtype=p.dtype, device=x.device)
     for rows in _row_blocks(x):
         mass = torch.where(index[rows, None] == index, 0.0, p[..., rows, None] * p[..., None, :])
         total = total + statistic(u[..., rows, :] @ u.mT, mass)
-    return total / (1 - p.square().sum(-1, keepdim=True))
+    return (total / (1 - p.square().sum(-1, keepdim=True))).to(x.dtype)
 
 
 def _directions(x: Tensor) -> Tensor:
@@ -204,5 +204,6 @@ def effective_rank(cloud: Tensor | Cloud, centred: bool = False) -> Tensor:
     """
     cloud = as_cloud(cloud)
     x = cloud.x - cloud.mean[..., None, :] if centred else cloud.x
-    sigma = torch.linalg.svdvals(cloud.probabilities.sqrt()[..., None] * x)
-    return torch.special.entr(sigma / sigma.sum(-1, keepdim=True)).sum(-1).exp()
+    rows = cloud.probabilities.sqrt()[..., None] * x
+    sigma = torch.linalg.svdvals(rows.to(torch.promote_types(x.dtype, torch.float32)))
+    return torch.special.entr(sigma / sigma.sum(-1, keepdim=True)).sum(-1).exp().to(x.dtype)

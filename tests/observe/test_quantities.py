@@ -157,6 +157,14 @@ def test_pairs_in_blocks_of_rows() -> None:
     histogram, edges = pairwise_cosines(x, 20)
     expected = torch.histogram(cosines.clamp(-1, 1), edges).hist / len(cosines)
     torch.testing.assert_close(histogram, expected, atol=1e-6, rtol=0)
+    assert float(pairwise_cosines(x.float(), 2)[0].sum()) == pytest.approx(1.0, rel=1e-6)  # in any precision
+
+
+def test_half_precision() -> None:
+    x = torch.eye(4).repeat(2, 1)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert clusters(x.to(dtype), 0.5).labels.tolist() == [0, 1, 2, 3] * 2
+        assert float(effective_rank(x.to(dtype))) == pytest.approx(4.0, rel=0.01)
 
 
 # --- rank -------------------------------------------------------------------------------------------------------------
