@@ -157,7 +157,7 @@ METHODS: dict[str, RungeKutta] = {method.name: method for method in (euler, rk4,
 
 def as_method(step: str | RungeKutta | Adaptive) -> RungeKutta | Adaptive:
     """The method of this name ("euler", "rk4", "dopri5", "adaptive"); a method is returned as it is."""
-    if not isinstance(step, str):
+    if isinstance(step, (RungeKutta, Adaptive)):
         return step
     checks.require_choice("step", step, (*METHODS, "adaptive"))
     return Adaptive() if step == "adaptive" else METHODS[step]

@@ -58,6 +58,7 @@ class Trajectory:
             )
         for name in ("weights", "mask"):
             if getattr(self, name) is not None:
+                checks.require_tensor(name, getattr(self, name))
                 checks.require_shape(name, getattr(self, name), self.x.shape[-2:-1])
 
     def __repr__(self) -> str:
