@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 
 import torch
@@ -78,7 +79,7 @@ def fibonacci(
 
 
 def _require_nodes(n: int) -> None:
-    if n < 2:
+    if operator.index(n) < 2:
         raise ValueError(f"n = {n}, expected at least 2 nodes.")
 
 

@@ -200,6 +200,7 @@ ONE = torch.ones(1, 2)
         (lambda: Cloud(ONE).log_partition(ONE.double(), 1.0), ValueError, "use measure.to"),
         (lambda: VonMisesFisher(ONE[0] / 2**0.5, 1.0).tilted_mean(torch.ones(1, 3), 1.0), ValueError, "m, 2"),
         (lambda: quadrature.circle(1), ValueError, "at least 2"),
+        (lambda: quadrature.circle(2.5), TypeError, "integer"),
         (lambda: quadrature.circle(8, lambda theta: 1.0), TypeError, r"density\(x\) is a float"),
         (lambda: quadrature.fibonacci(8, lambda x: -x[:, 0]), ValueError, r"density\(x\) has values from"),
     ],
