@@ -101,6 +101,8 @@ class LimitMap:
     @property
     def requires(self) -> tuple[Requirement, ...]:
         """What the prediction assumes, and whether this attention meets it; `examine` also looks at a cloud."""
+        if self.elements:
+            return (Requirement("one attention", "predictions are made for each of the `elements` of a batch", False),)
         return requirements(self.spectrum, self.rates, self.terminal)
 
     def examine(self, x: Tensor | Cloud, beta: float | None = None) -> tuple[Requirement, ...]:
@@ -125,6 +127,7 @@ class LimitMap:
 
     def width(self, beta: float) -> float | None:
         """W_2 of clusters to their centres at beta if their tokens repel each other; None if they keep no width."""
+        checks.require_positive(beta=beta)
         width = None if self.terminal is None else self.terminal.width
         return None if width is None else math.sqrt(width / beta)
 
@@ -151,7 +154,8 @@ class LimitMap:
     def _push_forward(self, x: Tensor, times: list[float] | None) -> Tensor:
         """The push-forward (..., n, d), or (T, ..., n, d) at given times, of tokens (..., n, d)."""
         if self.elements:
-            x = x.expand(*torch.broadcast_shapes(x.shape[:-2], self.shape), *x.shape[-2:])
+            batch = checks.broadcast_axes({"x": x.shape[:-2], "the limits": torch.Size(self.shape)})
+            x = x.expand(*batch, *x.shape[-2:])
             parts = x.flatten(-2 - len(self.shape), -3).unbind(-3)
             images = [each._push_forward(part, times) for each, part in zip(self.elements, parts)]
             return torch.stack(images, dim=-3).unflatten(-3, self.shape)
@@ -211,9 +215,6 @@ def limit(attention: Attention, tol: float = 1e-6) -> LimitMap:
         >>> target.case, round(target.rates.g, 4), round(target.t_min(1000.0), 2)
         ('fixed', 0.3333, 10.36)
     """
-    if attention.kind != "softmax" or attention.causal:
-        words = f"attention of kind {attention.kind!r}, causal={attention.causal}"
-        raise ValueError(f"{words}: the limit map is known for softmax attention without a causal mask.")
     if not 0 < tol < 1:
         raise ValueError(f"tol = {tol}, expected a relative tolerance between 0 and 1.")
     plain = attention.with_beta(1.0)
@@ -223,7 +224,9 @@ def limit(attention: Attention, tol: float = 1e-6) -> LimitMap:
     expand = lambda name, z: z.expand(*shape, *z.shape[-AXES[name] :]).flatten(0, len(shape) - 1)
     weights = {name: expand(name, z) for name, z in plain.tensors.items()}
     each = tuple(_limit(plain.copy_with(**dict(zip(weights, one))), tol) for one in zip(*weights.values()))
-    return LimitMap("batch", f"{len(each)} limits", plain, elements=each, shape=tuple(shape))
+    return LimitMap(
+        "batch", f"a batch of {len(each)} limits, which are in `elements`", plain, elements=each, shape=tuple(shape)
+    )
 
 
 def _limit(attention: Attention, tol: float) -> LimitMap:

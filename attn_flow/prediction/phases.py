@@ -12,6 +12,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from attn_flow.base import checks
 from attn_flow.drawing import distance_figure, html_text
 from attn_flow.dynamics.trajectory import Trajectory
 from attn_flow.measures.cloud import Cloud
@@ -107,8 +108,8 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
         tensor([0.6325, 0.0000])
     """
     if limit.elements:
-        each = [w2_curve(*element) for element in _elements(path, limit)]
-        return torch.stack(each, dim=-1).unflatten(-1, path.x.shape[1:-2])
+        curves = [w2_curve(*element) for element in _elements(path, limit)]
+        return torch.stack(curves, dim=-1).unflatten(-1, path.x.shape[1:-2])
     start = Cloud(path.cloud(0).filled(), path.weights, path.mask)
     target = limit.push_forward(start, path.t - path.t[0] if limit.rotates else None)
     return wasserstein(Cloud(path.x, path.weights, path.mask), target)
@@ -116,6 +117,7 @@ def w2_curve(path: Trajectory, limit: LimitMap) -> Tensor:
 
 def _elements(path: Trajectory, limit: LimitMap) -> Iterator[tuple[Trajectory, LimitMap]]:
     """The paths of a batch, one by one, each with its own beta and limit."""
+    checks.require_shape("a cloud of the path", path.x[0], (*limit.shape, *path.x.shape[-2:]))
     batch, limits = path.x.shape[1:-2], limit.elements or (limit,)
     beta = np.asarray(path.about.get("field", {}).get("beta", math.nan), dtype=np.float64)  # "inf" is infinite
     betas = np.broadcast_to(beta[..., 0] if beta.ndim else beta, batch)  # the last axis are heads
@@ -126,6 +128,7 @@ def _elements(path: Trajectory, limit: LimitMap) -> Iterator[tuple[Trajectory, L
         yield one, limits[i % len(limits)]
 
 
+@torch.no_grad()
 def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None = None) -> Phases:
     """Split a path into concentration, rest and exit, with rates fitted and predicted.
 
@@ -147,8 +150,7 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
         >>> [phase.name for phase in phases(path, limit(attention)).intervals]
         ['concentrating', 'metastable', 'terminal']
     """
-    curve = w2_curve(path, limit) if w2 is None else torch.as_tensor(np.asarray(w2))
-    curve = curve.detach().cpu().double()
+    curve = (w2_curve(path, limit) if w2 is None else torch.as_tensor(w2, dtype=torch.float64)).detach().cpu().double()
     if curve.shape != path.x.shape[:-2] or len(path) < 3:
         raise ValueError(f"w2 has shape {tuple(curve.shape)}, expected {tuple(path.x.shape[:-2])} and 3 or more times.")
     if not bool((curve.isfinite() & (curve >= 0)).all()):
@@ -162,7 +164,7 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
 
 
 def _phases_of_path(path: Trajectory, limit: LimitMap, curve: Tensor) -> Phases:
-    t, w, m = path.t.detach().cpu().double().numpy(), curve.numpy(), int(curve.argmin())
+    t, w, m = path.t.cpu().double().numpy(), curve.numpy(), int(curve.argmin())
     beta = path.about["field"]["beta"]
     beta = beta if 0 < beta < math.inf else None
     needs = limit.examine(path.cloud(0), beta=beta)
@@ -246,7 +248,7 @@ def _offset(path: Trajectory, e: Tensor, m: int) -> Array:
 
     The centre of the cluster is the median of its tokens, which ignores those that linger elsewhere.
     """
-    x, p, e = path.x.detach(), path.cloud(0).probabilities.detach(), e.to(path.x)
+    x, p, e = path.x, path.cloud(0).probabilities, e.to(path.x)
     side = (x[m] @ e).sign()
     chosen = (side == (1 if float((p * side).sum()) >= 0 else -1)) & (p > 0)
     x, p = x[:, chosen], p[chosen] / p[chosen].sum()

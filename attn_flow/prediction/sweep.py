@@ -150,9 +150,13 @@ def sweep(
     """
     fields = {"0": attentions} if isinstance(attentions, Attention) else attentions
     times = torch.tensor(checks.time_grid(t), dtype=torch.float64)
+    for name, each in fields.items():
+        if each.with_beta(1.0).batch_shape or (betas is None and torch.as_tensor(each.beta).numel() > 1):
+            raise ValueError(f"attention {name!r} has several weights or betas; pass them one by one, or use betas=.")
     batches: list[list[dict[str, Any]]] = []
     for name, sigma, count in itertools.product(fields, noise, n):
         checks.require_nonnegative(noise=sigma)
+        checks.require_count(n=count)
         settings: dict[str, Any] = {"attention": name, "noise": float(sigma), "n": int(count)}
         own = [fields[name].beta] if betas is None else betas
         runs = [settings | {"beta": float(beta), "seed": int(seed)} for beta in own for seed in seeds]
@@ -177,7 +181,10 @@ def sweep(
             weights = None if all(each.weights is None for each in starts) else p
             cloud = Cloud(x, weights, None if all(each.mask is None for each in starts) else p > 0)
             tensors = {"x": x, "p": p, "t": times, **attention.tensors}
-            key = digest(tensors, {"runs": f"{batch} {attention.summary()} {h}", "source": source_digest()})
+            if attention.context is not None:  # it may be any measure, and shows in the velocity
+                tensors["drift"] = attention.to(x.dtype).drift(cloud)
+            about = f"{batch} {attention.summary()} {h} {weights is None}"
+            key = digest(tensors, {"runs": about, "source": source_digest()})
             if key not in finished:
                 finished[key] = _run(batch, attention, cloud, times, h)
                 if file is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ PHASES = {
 def limit_sentences(limit: Mapping[str, Any]) -> list[str]:
     """What is predicted for large beta, from `LimitMap.as_dict()`: where tokens gather, how fast, and what follows."""
     case = limit["case"]
-    if case in ("undefined", "nonlinear", "batch"):
+    if case == "batch":
+        return [f"This is {limit['reason']}."]
+    if case in ("undefined", "nonlinear"):
         return [f"No formula for the limit: {limit['reason']}."]
     basis, d, k = limit["limit_basis"], len(limit["limit_basis"]), len(limit["limit_basis"][0])
     if case == "stationary":
@@ -57,9 +60,9 @@ def phase_words(phases: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _ends(basis: Sequence[Sequence[float]]) -> str:
-    """The two ends of a basis of one vector, if it is short; its largest entry is made positive."""
-    entries = [row[0] for row in basis]
+    """The two ends of a basis of one vector, if it is short; the first of its largest entries is made positive."""
+    entries = [round(row[0], 12) for row in basis]
     if len(entries) > 4:
         return ""
-    sign = -1 if max(entries) < -min(entries) else 1
-    return f", +-({', '.join(f'{round(sign * entry, 12) + 0.0:.3g}' for entry in entries)})"
+    sign = math.copysign(1.0, max(entries, key=abs))
+    return f", +-({', '.join(f'{sign * entry + 0.0:.3g}' for entry in entries)})"

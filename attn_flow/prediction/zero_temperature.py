@@ -91,6 +91,9 @@ def cold_field(attention: Attention, x: Tensor) -> tuple[Attention, Sphere]:
 
 def linear_part(attention: Attention, tol: float = 1e-6) -> tuple[Tensor, Tensor] | None:
     """(W, N) in float64 with drift W N x / |N x| at beta = infinity; None if heads, biases or the context forbid it."""
+    if attention.kind != "softmax" or attention.causal:
+        words = f"attention of kind {attention.kind!r}, causal={attention.causal}"
+        raise ValueError(f"{words}: the limit is known for softmax attention without a causal mask.")
     biases = [bias for bias in (attention.G_bias, attention.value_bias) if bias is not None]
     if attention.heads > 1 or any(bool((bias.detach() != 0).any()) for bias in biases):
         return None

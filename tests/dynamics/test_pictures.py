@@ -40,4 +40,6 @@ def test_notebooks_show_sentences_and_pictures() -> None:
     target = limit(ATTENTION)
     assert "data:image/png" in PATH._repr_html_()
     assert "two opposite points" in target._repr_html_()
+    tie = Attention.from_matrices(torch.eye(2), torch.tensor([[1.0, -0.3], [-0.3, 1.0]]))  # the first entry is positive
+    assert "+-(0.707, -0.707)" in limit(tie)._repr_html_()
     assert "data:image/png" in phases(PATH, target)._repr_html_()

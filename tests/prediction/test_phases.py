@@ -100,6 +100,7 @@ def test_phases_of_the_mean_field_flow() -> None:
     assert (end.name, end.rate, end.predicted) == ("terminal", pytest.approx(1.0, abs=0.05), pytest.approx(1.0))
     assert result.doubts == ()
     json.dumps(result.as_dict())
+    assert phases(path, limit(A), w2=result.w2.requires_grad_()).intervals == result.intervals
 
 
 def test_warm_and_lukewarm_mean_field_flows() -> None:
@@ -126,15 +127,6 @@ def test_comparable_rates_leave_no_metastable_phase(beta: float, least: float, t
     assert names(result.intervals) == ["concentrating", "terminal"]
     assert result.note.startswith("no metastable phase")
     assert result.intervals[1].rate == pytest.approx(0.7, rel=0.03)  # the exit rate, where the curve is exponential
-
-
-def test_a_slow_exit_leaves_a_metastable_phase() -> None:
-    A = attention(100.0, V=diag(1, 1.02))
-    result = phases(flow(A, skewed(100), torch.linspace(0, 20, 41), h=0.1), limit(A))
-    assert names(result.intervals) == ["concentrating", "metastable", "terminal"]
-    rest = result.intervals[1]
-    inside = (result.t >= rest.start) & (result.t <= rest.end)
-    assert bool((result.w2[inside] <= 1.26 * result.min_w2).all())
 
 
 def test_zero_temperature_never_leaves() -> None:
@@ -174,6 +166,9 @@ def test_a_batch_of_paths_and_limits_is_a_loop() -> None:
         torch.testing.assert_close(batch.elements[i].w2, alone.w2)
         assert names(batch.elements[i].intervals) == names(alone.intervals)
     assert batch.min_w2.shape == (2,)
+    three = flow(attention(50.0), Cloud(cloud.x.expand(3, 60, 2), cloud.weights), [0.0, 1.0, 2.0])
+    with pytest.raises(ValueError, match=r"a cloud of the path has shape \(3, 60, 2\), expected \(..., 2, 60, 2\)"):
+        phases(three, limit(A))
 
 
 def test_only_rounding_breaks_a_symmetric_distribution() -> None:

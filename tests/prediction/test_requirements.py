@@ -91,9 +91,7 @@ def test_t_min_where_the_tail_is_slow() -> None:
     assert result.t_min(1e4) == pytest.approx(math.log(1e4) / (2 * g) * (g + exit_rate) / (c + exit_rate))
 
 
-@pytest.mark.parametrize(
-    ("beta", "t_min", "least"), [(100.0, 7.0, 0.173), (1000.0, 10.5, 0.058), (10_000.0, 14.0, 0.019)]
-)
+@pytest.mark.parametrize(("beta", "t_min", "least"), [(1000.0, 10.5, 0.058), (10_000.0, 14.0, 0.019)])
 def test_t_min_where_its_theory_holds(beta: float, t_min: float, least: float) -> None:
     A = Attention.from_matrices(diag(3, 1), diag(1, 2), beta=beta)
     assert limit(A).t_min(beta) == pytest.approx(1.5 * math.log(beta))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_flow import Attention, Cloud, flow, limit, phases, sweep
+from attn_flow import Attention, Cloud, UniformSphere, flow, limit, phases, sweep
 from attn_flow.prediction import starting_cloud
 
 G, V = torch.diag(torch.tensor([3.0, 1.0])).double(), torch.diag(torch.tensor([1.0, 2.0])).double()
@@ -60,8 +60,13 @@ def test_a_sweep_continues_after_a_kill(tmp_path, monkeypatch) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps(stored))
     again = sweep(ATTENTION, 2.0, n=[10], folder=tmp_path, **options)
     assert [row["clusters"] for row in again.rows][::2] == [99, 99]  # finished batches are not run again
-    other = sweep(ATTENTION, 3.0, n=[10], folder=tmp_path, **options)
-    assert 99 not in [row["clusters"] for row in other.rows]
+    equal = lambda n, seed: starting_cloud(2, n, random=True)
+    weighted = lambda n, seed: Cloud(equal(n, seed).x, torch.ones(n))  # quadrature nodes have no sampling noise
+    context = ATTENTION.with_context(UniformSphere(2, 5.0))
+    plain = [(ATTENTION, t, clouds) for clouds in (None, equal, weighted) for t in (2.0, 3.0)]
+    for attention, t, clouds in (*plain, (context, 3.0, weighted)):  # each is another run
+        grid = {"betas": [300.0], "n": [10], "clouds": clouds, "h": 0.2}
+        assert sweep(attention, t, folder=tmp_path, **grid).rows == sweep(attention, t, **grid).rows
     monkeypatch.setattr(sys.modules["attn_flow.prediction.sweep"], "source_digest", lambda: "newer code")
     assert sweep(ATTENTION, 2.0, n=[10], folder=tmp_path, **options).rows == whole.rows[:3]
 
@@ -112,6 +117,9 @@ def test_attention_without_a_limit_has_clusters_only() -> None:
         ({"betas": []}, "the grid is empty"),
         ({"seeds": []}, "the grid is empty"),
         ({"noise": [-1.0]}, "noise"),
+        ({"n": [0]}, "n = 0, expected an integer"),
+        ({"attentions": Attention.identity(2, torch.tensor([1.0, 2.0]))}, "attention '0' has several .* use betas="),
+        ({"attentions": Attention.from_matrices(torch.stack([G, V])[:, None], V)}, "attention '0' has several weights"),
         ({"attentions": {}}, "the grid is empty"),
     ],
 )
