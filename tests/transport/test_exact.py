@@ -105,12 +105,6 @@ def test_every_method_solves_the_linear_program(cost: str, p: int, method: str) 
     check_duality(result, x, y, a, a)
 
 
-def test_methods_agree_on_more_points() -> None:
-    x, y = normal(300, 3), normal(300, 3, seed=1) + 0.3
-    values = [float(wasserstein(x, y, method=method)) for method in ("assignment", "simplex", "shortlist")]
-    assert values[1:] == pytest.approx(values[:1] * 2, rel=1e-10)
-
-
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 @pytest.mark.parametrize(("d", "p"), [(3, 2), (9, 2), (3, 1)])
 def test_potentials_hold_for_every_pair_in_spite_of_rounding(offset: float, d: int, p: int) -> None:
@@ -131,15 +125,6 @@ def test_gaussian_quantiles() -> None:
     variance = float(z.var(correction=0))
     assert float(wasserstein(1 + 2 * z, 4 + 0.5 * z)) == pytest.approx(math.sqrt(9 + 1.5**2 * variance), abs=1e-12)
     assert float(wasserstein(z, z + 0.7, 1)) == pytest.approx(0.7, abs=1e-12)
-
-
-def test_gaussians_in_the_plane() -> None:
-    """For commuting covariances the optimal map is diagonal: W_2^2 = |m - m'|^2 + sum_i (s_i - s'_i)^2 var_i."""
-    z = normal(400, 2)
-    shift, stretch = torch.tensor([1.0, -2.0], dtype=F64), torch.tensor([0.5, 3.0], dtype=F64)
-    expected = (z * (1 - stretch) - shift).square().sum(-1).mean().sqrt()
-    order = torch.randperm(400, generator=torch.Generator().manual_seed(0))
-    assert float(wasserstein(z, (z * stretch + shift)[order])) == pytest.approx(float(expected), rel=1e-10)
 
 
 @LAWS
@@ -185,18 +170,6 @@ def test_the_circle_at_many_points() -> None:
     result = solve(points(theta), points(phi), 1, cost="geodesic")
     assert float(result.value) == pytest.approx(expected, rel=1e-10)
     assert float(result.error) < 1e-12
-
-
-def test_concentration_on_the_circle_in_closed_form() -> None:
-    """THEORY 1: G = I, V = diag(2, 1), beta = inf: W_2 = sqrt(2 - (4/pi) asin(s)/s), s^2 = 1 - e^{-2t}."""
-    n = 4000
-    theta = (torch.arange(n, dtype=F64) + 0.5) * 2 * math.pi / n
-    x0 = torch.stack([theta.cos(), theta.sin()], -1)
-    target = torch.stack([x0[:, 0].sign(), torch.zeros(n, dtype=F64)], -1)
-    for t, expected in ((1.0, 0.604159), (2.0, 0.394814)):
-        result = solve(unit(x0 * torch.tensor([math.exp(t), 1.0], dtype=F64)), target)
-        assert float(result.value) == pytest.approx(expected, abs=2e-6)
-        assert result.method == "simplex"
 
 
 @pytest.mark.parametrize(("d", "k"), [(3, 1), (3, 2), (5, 2)])

@@ -97,35 +97,19 @@ def test_the_pair_that_is_not_proved_is_named() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_the_value_is_that_of_geomloss(dtype: torch.dtype) -> None:
+def test_value_and_gradients_are_those_of_geomloss(dtype: torch.dtype) -> None:
     """sqrt(2 S), where it lies between the bounds, as at a large blur."""
-    x, y = normal(300, 3).to(dtype), (5 + normal(200, 3, seed=1)).to(dtype)
-    points = torch.cat([x, y])
-    diameter = float((points.amax(0) - points.amin(0)).norm())
-    loss = SamplesLoss("sinkhorn", p=2, blur=0.1 * diameter, scaling=0.9, diameter=diameter)
-    expected = (2 * loss(x, y)).sqrt()
-    value = wasserstein(x, y, method="sinkhorn", rtol=1.0)
-    assert value.dtype == dtype
-    assert float(value) == pytest.approx(float(expected), rel=1e-5 if dtype == torch.float32 else 1e-12)
-
-
-def test_gradients_are_those_of_geomloss() -> None:
-    x, y, a = (z.requires_grad_() for z in (normal(60, 2), 5 + normal(50, 2, seed=1), torch.ones(60, dtype=F64)))
+    clouds = normal(60, 2), 5 + normal(50, 2, seed=1), torch.ones(60, dtype=F64)
+    x, y, a = (z.to(dtype).requires_grad_() for z in clouds)
     points = torch.cat([x, y]).detach()
     diameter = float((points.amax(0) - points.amin(0)).norm())
     loss = SamplesLoss("sinkhorn", p=2, blur=0.1 * diameter, scaling=0.9, diameter=diameter)
-    expected = (2 * loss(a / a.sum(), x, torch.full((50,), 1 / 50, dtype=F64), y)).sqrt()
+    expected = (2 * loss(a / a.sum(), x, torch.full((50,), 1 / 50, dtype=dtype), y)).sqrt()
     value = wasserstein(Cloud(x, a), y, method="sinkhorn", rtol=1.0)
+    assert value.dtype == dtype
+    assert float(value.detach()) == pytest.approx(float(expected.detach()), rel=1e-5 if dtype != F64 else 1e-12)
     for ours, theirs in zip(torch.autograd.grad(value, (x, y, a)), torch.autograd.grad(expected, (x, y, a))):
-        assert torch.allclose(ours, theirs, atol=1e-9)
-
-
-def test_the_gradient_is_the_exact_one_for_an_optimal_map() -> None:
-    x = normal(200, 2).requires_grad_()
-    y = 2 * x.detach() + 1
-    (slope,) = torch.autograd.grad(wasserstein(x, y, method="sinkhorn"), x)
-    (exact,) = torch.autograd.grad(wasserstein(x, y), x)
-    assert float((slope - exact).norm()) < 0.02 * float(exact.norm())
+        assert torch.allclose(ours, theirs, atol=1e-6 if dtype != F64 else 1e-9)
 
 
 # Batches and units.
@@ -190,16 +174,6 @@ def test_a_far_token_without_weight_changes_nothing() -> None:
 # The sliced distance.
 
 
-@pytest.mark.parametrize(("p", "expected"), [(2, 5 / math.sqrt(3)), (1, 5 / 2)])
-def test_sliced_of_a_translation(p: int, expected: float, generator: torch.Generator) -> None:
-    """Every direction t gives |<t, s>|, so SW_2 = |s| / sqrt(d) and SW_1 = |s| E|t_1|."""
-    x, s = normal(200, 3), torch.tensor([3.0, 0.0, 4.0], dtype=F64)
-    result = solve(x, x + s, p, method=Sliced(500, generator))
-    assert abs(float(result.value) - expected) < 4 * float(result.error)
-    assert 0 < float(result.error) < 0.1
-    assert (result.method, result.plan, result.potentials) == ("sliced", None, None)
-
-
 @pytest.mark.parametrize("p", [1, 2, 3])
 def test_sliced_is_the_mean_over_its_directions(p: int) -> None:
     x, y = Cloud(normal(7, 3), masses(7)), Cloud(5 * normal(6, 3, seed=1) + 2, masses(6))
@@ -215,6 +189,7 @@ def test_sliced_is_the_mean_over_its_directions(p: int) -> None:
     deviation = math.sqrt(sum((power - mean) ** 2 for power in powers) / 8 / 9)
     assert float(result.error) == pytest.approx(deviation * mean ** (1 / p - 1) / p)
     assert float(result.value) <= float(wasserstein(x, y, p))
+    assert (result.method, result.plan, result.potentials) == ("sliced", None, None)
 
 
 def test_sliced_gradients() -> None:
