@@ -102,8 +102,7 @@ class Attention(Field):
     def from_matrices(cls, G: Tensor, V: Tensor, beta: float | Tensor = 1.0, **options: Any) -> Attention:
         """Attention with logits beta <G x, y> and values V y, for G and V of shape (d, d) or (..., heads, d, d).
 
-        Args:
-            options: further arguments of `Attention`.
+        `options` are further arguments of `Attention`.
 
         Example:
             >>> Attention.from_matrices(torch.eye(2), -torch.eye(2)).M
@@ -116,8 +115,7 @@ class Attention(Field):
     def identity(cls, d: int, beta: float | Tensor = 1.0, **options: Any) -> Attention:
         """Attention with Q = K = V = O = I in dimension d, the model of most papers. It takes tokens of any dtype.
 
-        Args:
-            options: further arguments of `Attention`.
+        `options` are further arguments of `Attention`.
 
         Example:
             >>> Attention.identity(8, beta=2.0, kind="unnormalised")

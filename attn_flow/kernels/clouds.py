@@ -7,12 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # errors that the dtype of the values hardly resolves
-
 
 def default_tolerance(dtype: torch.dtype) -> float:
-    """The accuracy of averages of values of this dtype."""
-    return TOLERANCE.get(dtype, 1e-6)
+    """The accuracy of averages of values of this dtype, which it hardly resolves."""
+    return 1e-12 if dtype == torch.float64 else 1e-6
 
 
 def average_each_cloud(

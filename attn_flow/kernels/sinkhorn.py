@@ -57,7 +57,7 @@ class Balance:
 
     def __init__(self, q: Tensor, k: Tensor, log_w: Tensor, is_symmetric: bool) -> None:
         self.can_read = can_read(q, k, log_w)
-        self.has_gradient = torch.is_grad_enabled() and any(z.requires_grad for z in (q, k, log_w))
+        self.has_gradient = self.can_read and torch.is_grad_enabled() and any(z.requires_grad for z in (q, k, log_w))
         self.eps = 16 * torch.finfo(torch.float64).eps if q.dtype == torch.float64 else torch.finfo(torch.float32).eps
         self.q, self.k, self.log_w = (z.double() for z in (q, k, log_w)) if self.can_read else (q, k, log_w)
         self.is_symmetric = is_symmetric
@@ -78,12 +78,12 @@ class Balance:
     def solve(self) -> Tensor:
         """g (..., n) of the module's text."""
         f = torch.zeros_like(self.q[..., 0] + self.k[..., 0] + self.log_w).detach()
-        if not self.can_read:
+        if self.can_read:
+            with torch.no_grad():
+                f = self._iterate(f)
+        else:
             for _ in range(BLIND_SWEEPS):
                 f = self.step(f)
-            return f if self.is_symmetric else self.balance_columns(f)
-        with torch.no_grad():
-            f = self._iterate(f)
         if self.has_gradient:
             f, fixed = self.step(f), f
             f.register_hook(lambda gradient: self._solve_transposed(gradient, fixed))

@@ -83,14 +83,7 @@ class RunFiles:
 
 
 def load(path: str | Path) -> DeepStack:
-    """The trained stack of a run, in evaluation mode on the CPU.
-
-    Args:
-        path: the folder of the run, or its checkpoint.
-
-    Returns:
-        A `DeepStack`.
-    """
+    """The trained stack of a run, in evaluation mode on the CPU; `path` is the run's folder or its checkpoint."""
     path = Path(path)
     tensors, about = _read(path / CHECKPOINT if path.is_dir() else path)
     stack = make_stack(Recipe(**about["recipe"]), about["stack"])

@@ -1,7 +1,7 @@
 """The training loop: AdamW, warm-up and cosine, clipping. A run that is killed resumes to the same loss curve.
 
-Nothing random has a state: batch k is a function of (seed, k). The checkpoint before update k
-is written when the loss of update k is known to be finite, so that the last one is always good.
+Nothing random has a state: batch k is a function of (seed, k). The checkpoint before update k is written when the loss
+of update k is known to be finite, so that the last one is always good.
 
 The curve is the same to the last bit on one CPU with the same versions, instruction set, and numbers of threads and
 processes. Where one of them differs sums round differently, and training makes that grow.
@@ -167,15 +167,9 @@ def _sums(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def evaluate(stack: DeepStack, task: Task, seed: int = 0, size: int = HELD_OUT) -> dict[str, float]:
-    """Loss and accuracy on held-out inputs, which are the same for the same seed.
+    """The means over `size` held-out inputs: {"held_out_loss": ..., "held_out_accuracy": ...}.
 
-    Args:
-        stack, task: a stack and the task to evaluate it on.
-        seed: of generated inputs.
-        size: the number of inputs.
-
-    Returns:
-        {"held_out_loss": ..., "held_out_accuracy": ...}.
+    The inputs are the same for the same seed.
     """
     stack.eval()
     device = stack.head.weight.device

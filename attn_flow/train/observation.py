@@ -36,14 +36,9 @@ class Learned:
 
 @torch.no_grad()
 def what_was_learned(stack: DeepStack, task: Task, seed: int = 0) -> Learned:
-    """Beta, the limit of the weights, W2 to that limit and the number of clusters, for every layer.
+    """Beta, the limit of the weights, W2 to that limit and the number of clusters, for every layer of a trained stack.
 
-    Args:
-        stack, task: a trained stack and its task.
-        seed: of the held-out inputs.
-
-    Returns:
-        `Learned`, with the trajectory of these inputs.
+    They are measured on held-out inputs of its task, drawn with the seed, whose trajectory is in the result.
     """
     batch = task.held_out(INPUTS, generator_of(seed, "learned")).to(stack.head.weight.device)
     layers = [

@@ -88,13 +88,10 @@ class Recipe:
 
 
 def recipe(task: str) -> Recipe:
-    """The default recipe of a task.
+    """The default recipe of a task, to be changed by `dataclasses.replace`.
 
     Args:
         task: majority (most frequent class), recall (a key's value) or side (on which side of a plane most tokens lie).
-
-    Returns:
-        A `Recipe`; change it with `dataclasses.replace`.
 
     Example:
         >>> recipe("recall").beta

@@ -77,7 +77,7 @@ class Task:
 def tensor_task(
     x: Tensor, y: Tensor, *, inputs: int, outputs: int, mask: Tensor | None = None, held_out: float = 0.2
 ) -> Task:
-    """A task of your own examples.
+    """A task of your own examples, for `train_stack(recipe, task=...)`.
 
     Args:
         x: (examples, n) ids below `inputs`, or (examples, n, inputs) real vectors.
@@ -85,9 +85,6 @@ def tensor_task(
         inputs, outputs: see `DeepStack`.
         mask: (examples, n), True or 1 for tokens.
         held_out: the share of the examples, the last ones, that is never trained on.
-
-    Returns:
-        A `Task` for `train_stack(recipe, task=...)`.
 
     Example:
         >>> x = torch.randint(5, (40, 6))

@@ -199,13 +199,8 @@ def test_other_options_and_other_data_are_refused(finished: Path, tmp_path: Path
         run(tmp_path, r, task=tensor_task(x, x[:, 1] % 2, inputs=5, outputs=2))
 
 
-def test_damaged_and_foreign_checkpoints(tmp_path: Path) -> None:
-    run(tmp_path, small(updates=1))
-    path = tmp_path / "checkpoint.safetensors"
-    os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(ValueError, match=r"checkpoint.safetensors is damaged"):
-        run(tmp_path, small(updates=1))
-    write_tensors({"x": torch.zeros(1)}, path, {"format": "another"})
+def test_foreign_and_missing_checkpoints(tmp_path: Path) -> None:
+    write_tensors({"x": torch.zeros(1)}, tmp_path / "checkpoint.safetensors", {"format": "another"})
     with pytest.raises(ValueError, match="is not a checkpoint"):
         load(tmp_path)
     with pytest.raises(ValueError, match=r"no checkpoint .*gone"):
