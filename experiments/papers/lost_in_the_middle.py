@@ -44,14 +44,13 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False) -> dict[
     with progress_bar("lost in the middle", 3, progress) as advance:
         collapse_ = collapse(generator)
         advance()
-        profiles = [profile(t, N, m, sources, generator) for t in (0.4 * t_crit,)]
-        advance()
-        profiles += [profile(t, N, m, sources, generator) for t in (1.3 * t_crit,)]
-        advance()
-    curves = {}
+        profiles = []
+        for ratio in (0.4, 1.3):
+            profiles.append(profile(ratio * t_crit, N, m, sources, generator))
+            advance()
     s = np.concatenate([np.geomspace(1e-4, 0.02, 60), np.linspace(0.021, 1, 140)])
-    for ratio in (0.2, 0.5, 1.0, 2.0):
-        curves[str(ratio)] = theory.retrieval_score(ratio * t_crit, s, BETA, LAM, SYMBOLS).tolist()
+    score = lambda ratio: theory.retrieval_score(ratio * t_crit, s, BETA, LAM, SYMBOLS).tolist()
+    curves = {str(ratio): score(ratio) for ratio in (0.2, 0.5, 1.0, 2.0)}
     ends = lambda t: np.diff(theory.retrieval_score(t, [1 - 1e-4, 1.0], BETA, LAM, SYMBOLS))[0]
     claims = [
         claim(

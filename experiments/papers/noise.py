@@ -132,16 +132,13 @@ def random_values(beta: Tensor, d: int, generator: torch.Generator) -> Noise:
     return noise
 
 
-def still(d: int) -> Attention:
-    eye = torch.eye(d, dtype=torch.float64)
-    return Attention.from_matrices(eye, 0 * eye)
-
-
 def antipodal(d: int, betas: np.ndarray, h: float, pairs: int, generator: torch.Generator) -> dict[str, Any]:
     """Exponent of 1 + rho from almost antipodal pairs under random values, for every beta, T = 1."""
     noise = random_values(torch.as_tensor(betas)[:, None], d, generator)
     x0 = close_pairs(d, (pairs, len(betas)), generator, -1.0)
-    path = flow(still(d), x0, [0.0, 1.0], step=euler, h=width(h, d), noise=noise)
+    eye = torch.eye(d, dtype=torch.float64)
+    still = Attention.from_matrices(eye, 0 * eye)
+    path = flow(still, x0, [0.0, 1.0], step=euler, h=width(h, d), noise=noise)
     gap = (path.x[..., 0, :] + path.x[..., 1, :]).square().sum(-1) / 2
     growth = (gap[1] / gap[0]).log()
     mean = growth.mean(0).numpy()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -158,16 +159,11 @@ def recursion(C: np.ndarray, depth: int, common: bool = True) -> tuple[np.ndarra
     path, variance = [C], [V]
     for _ in range(depth):
         size = (S**2 * D) ** 2 * float(C.mean())
-        C, V = one_part(C, V, constant(size), common)
+        C, V = one_part(C, V, partial(np.full_like, fill_value=size), common)  # one vector for all tokens
         C, V = one_part(C, V, ffn, common)
         path.append(C)
         variance.append(V)
     return np.array(path), np.array(variance)
-
-
-def constant(size: float) -> Kernel:
-    """The kernel of one noise vector for all tokens."""
-    return lambda rho: np.full_like(rho, size)
 
 
 def one_part(C: np.ndarray, V: np.ndarray, kernel: Kernel, common: bool) -> tuple[np.ndarray, np.ndarray]:

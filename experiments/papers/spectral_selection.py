@@ -99,7 +99,7 @@ def check_jacobian(generator: torch.Generator) -> float:
 
 
 def run(lam: tuple[float, ...], beta: float | Tensor, x0: Tensor, T: float) -> Tensor:
-    """|<x, e_p>| signed, (T, starts, n, d)."""
+    """The tokens (times, ..., n, d) from x0 (..., n, d) until T, with G = V = diag(lam)."""
     V = torch.diag(torch.tensor(lam, dtype=torch.float64))
     size = max(map(abs, lam))
     return flow(Attention.from_matrices(V, V, beta), x0, torch.linspace(0, T, 31), h=0.8 / size).x

@@ -100,11 +100,8 @@ def last_merger(t: np.ndarray, x: Tensor, count: np.ndarray, beta: float) -> dic
     angle = lambda i: float(geodesic(*torch.as_tensor(groups(x[i])[0])))
     start = int(two[0])
     phi = np.array([angle(i) for i in two])
-    if phi[0] > 3.0 or phi.min() > 0.1:
-        # an antipodal pair leaves on a logarithm of its asymmetry; or the grid of times jumps over phi = .1
-        phi_end = float(phi.min())
-    else:
-        phi_end = 0.1
+    # An antipodal pair leaves on a logarithm of its asymmetry; or the grid of times jumps over phi = 0.1.
+    phi_end = float(phi.min()) if phi[0] > 3.0 or phi.min() > 0.1 else 0.1
     end = float(np.interp(-phi_end, -phi, t[two]))
     masses = groups(x[start])[1]
     expected = float(theory.merge_time(beta, float(phi[0]), phi_end, float(masses[0])))
