@@ -48,7 +48,7 @@ def record(
 
     Returns:
         A Trajectory: x (points, texts, n, d) in the model's dtype, but float32 for half precision, mask (texts, n), and
-        t, which counts layers. Every token has labels: its text, position, word, and whether it is a special one.
+        t, which counts layers. Every token has labels: its text, position, string, id, and whether it is special.
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert

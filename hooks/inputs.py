@@ -58,6 +58,8 @@ def batches(
     """The batches of a tokenizer and texts, or of the model's own inputs; of several processes each takes its share."""
     checks.require_count(batch=size)
     if texts is not None:
+        if not callable(source):
+            raise TypeError(f"source is a {type(source).__name__}, expected the tokenizer of these texts.")
         stream = _text_batches(model, source, texts, size, max_length, world)
     elif isinstance(source, Mapping | Tensor):
         stream = _tensor_batches(model, source, size, world)
@@ -168,9 +170,12 @@ def tokenise(tokenizer: Any, texts: Sequence[str], *, first: int = 0, limit: int
     """One padded batch of texts, with the strings of its tokens and marks of special ones."""
     options: dict[str, Any] = {"return_special_tokens_mask": True, "return_attention_mask": False, "verbose": False}
     rows = dict(tokenizer(list(texts), **options))
-    truncated = 0 if limit is None else sum(len(row) > limit for row in rows["input_ids"])
+    too_long = lambda: 0 if limit is None else sum(len(row) > limit for row in rows["input_ids"])
+    truncated = too_long()
     if truncated:
         rows = dict(tokenizer(list(texts), truncation=True, max_length=limit, **options))
+        if too_long():
+            raise ValueError(f"max_length = {limit} is less than the special tokens that this tokenizer adds.")
     ids, special = rows["input_ids"], [[bool(s) for s in row] for row in rows.pop("special_tokens_mask")]
     rows["attention_mask"] = [[1] * len(row) for row in ids]
     padding = {"input_ids": getattr(tokenizer, "pad_token_id", None) or 0}
@@ -196,10 +201,14 @@ def _tensor_batches(model: nn.Module, source: Any, size: int, world: Processes) 
         kind = "pixel_values" if source.ndim == 4 else "inputs_embeds" if source.is_floating_point() else "input_ids"
         source = {"src" if isinstance(model, nn.TransformerEncoder) else kind: source}
     tensors = {name: t for name, t in source.items() if isinstance(t, Tensor)}
-    if len(tensors) < len(source) or not tensors:
+    if len(tensors) < len(source):
         others = sorted(set(source) - set(tensors))
         raise ValueError(f"inputs {', '.join(others)} hold no tensors; tokenise with return_tensors='pt'.")
     marks = tensors.pop("special_tokens_mask", None)
+    if not tensors or not all(t.numel() for t in tensors.values()):
+        raise ValueError("inputs are empty, expected at least one token.")
+    if "input_ids" in tensors and tensors["input_ids"].ndim != 2:
+        raise ValueError(f"input_ids has shape {tuple(tensors['input_ids'].shape)}, expected (batch, n).")
     n = len(next(iter(tensors.values())))
     # torch's encoder may have texts second, and a mask of all pairs of tokens.
     has_texts_second = any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in model.modules())

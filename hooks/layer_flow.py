@@ -66,9 +66,10 @@ class LayerFlow(nn.Module):
     @beta_factor.setter
     def beta_factor(self, beta_factor: float | Tensor) -> None:
         factor = torch.as_tensor(beta_factor, dtype=torch.float64)
-        if not bool((torch.isfinite(factor) & (factor >= 0)).all()) or (self.learn_beta and not bool(factor.all())):
+        is_valid = torch.isfinite(factor) & (factor > 0 if self.learn_beta else factor >= 0)
+        if factor.shape not in ((), (1,), (self.heads,)) or not bool(is_valid.all()):
             least = "above 0" if self.learn_beta else "from 0"
-            raise ValueError(f"beta_factor = {factor.tolist()}, expected finite numbers {least}.")
+            raise ValueError(f"beta_factor = {factor.tolist()}, expected 1 or {self.heads} finite numbers {least}.")
         with torch.no_grad():
             self.log_beta_factor.copy_(factor.log().expand(self.heads))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 import torch
@@ -211,8 +212,8 @@ def inside(model: Any) -> Any:
 
 def choose_layers(count: int, layers: int | Iterable[int] | None) -> list[int]:
     """The indices of the layers that were asked for, of `count` layers; all for None."""
-    chosen = [layers] if isinstance(layers, int) else list(range(count) if layers is None else layers)
-    if not chosen or any(not isinstance(i, int) or not -count <= i < count for i in chosen):
+    chosen = [layers] if isinstance(layers, int) else list(map(index, range(count) if layers is None else layers))
+    if not chosen or any(not -count <= i < count for i in chosen):
         raise ValueError(f"layers = {chosen}, expected indices from 0 to {count - 1}, and at least one.")
     return sorted({i % count for i in chosen})
 

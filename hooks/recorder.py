@@ -46,7 +46,7 @@ class ActivationCache(Mapping[str, Tensor]):
 
     `recording` makes one. `POINTS` lists the names with their shapes. Queries, keys, values, scores and patterns are
     computed when they are read, from the input of attention and the modules of the model; in a wrapped layer they are
-    those of its first evaluation. `mask` (batch, pos) is True for tokens.
+    those of its first evaluation. They are right where `self_check` passes. `mask` (batch, pos) is True for tokens.
 
     Example:
         >>> from attn_flow.hooks import recording
@@ -150,6 +150,9 @@ class ActivationCache(Mapping[str, Tensor]):
         block, z = self.blocks[layer], self._state(f"blocks.{layer}.attn.hook_in")
         if block.positions and self._call.get("position_ids") is not None:
             raise ValueError(f"{point}: the model was called with position_ids; expected its own positions 0, 1, ...")
+        past = self._call.get("past_key_values")
+        if past is not None and past.get_seq_length() > z.shape[1]:  # by now it holds this pass too
+            raise ValueError(f"{point}: keys of earlier tokens are in a cache; run whole texts, with use_cache=False.")
         q, k = project(block, z, "q"), project(block, z, "k")
         scores = attention_scores(block, q, k, self.mask, self._factors[layer])
         pairs = self._call.get("mask")  # of torch's encoder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_flow.hooks.evaluation import describe_changes
-from attn_flow.hooks.inputs import TokenBatch
+from attn_flow.hooks.inputs import batches
 from attn_flow.hooks.layout import Block, encoder_inside, evaluation_mode
 from attn_flow.hooks.positions import UnreadableWeightsError, as_float, relative_rounding
 from attn_flow.hooks.recorder import ActivationCache, recording, run_batch
@@ -68,7 +69,7 @@ def self_check(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Check]:
     """
     model = encoder_inside(model)
     with recording(model, (*COMPARED, SCORES)) as cache, evaluation_mode(model):
-        run_batch(model, cache, TokenBatch(dict(inputs)))
+        run_batch(model, cache, next(batches(model, inputs, None, sys.maxsize)))
         checks = [_check_layer(block, cache) for block in cache.blocks]
     wrong = [check for check in checks if not check.exact and not check.omits]
     if wrong:

@@ -239,6 +239,16 @@ def test_a_cache_by_name_with_gradients() -> None:
         cache.trajectory()
 
 
+def test_patterns_of_a_pass_with_cached_keys_are_refused() -> None:
+    model, ids = tiny("GPT-2"), inputs("GPT-2")["input_ids"]
+    with recording(model, "blocks.1.attn.hook_pattern") as cache, torch.no_grad():
+        past = model(ids, past_key_values=transformers.DynamicCache()).past_key_values
+        assert cache["blocks.1.attn.hook_pattern"].shape == (2, 4, 7, 7)
+        model(ids[:, :1], past_key_values=past)
+    with pytest.raises(ValueError, match="keys of earlier tokens are in a cache"):
+        cache["blocks.1.attn.hook_pattern"]
+
+
 def test_a_cache_as_a_frame() -> None:
     pytest.importorskip("pandas")
     model, tok = tiny("BERT"), tokenizer()
@@ -330,7 +340,8 @@ def test_long_texts_are_truncated_with_a_warning() -> None:
     assert path.labels["token"][0][-1] == "[SEP]"
     with pytest.warns(UserWarning, match="1 texts were longer than 8 tokens"):
         record(model, tok, words([9]), max_length=8)
-    for length, message in ((99, "takes at most 32"), (0, "max_length = 0, expected an integer of at least 1")):
+    cases = ((99, "takes at most 32"), (0, "max_length = 0, expected an integer of at least 1"), (1, "special tokens"))
+    for length, message in cases:
         with pytest.raises(ValueError, match=message):
             record(model, tok, words([9]), max_length=length)
     with warnings.catch_warnings():
@@ -360,14 +371,21 @@ def test_bad_inputs() -> None:
     ids = torch.tensor([[5, 6, 7], [5, 6, 0]])
     cases: list[tuple[Any, str]] = [
         (tokenizer(), r"inputs are a \w+, expected a dict of tensors"),
-        ({"input_ids": [[1, 2]]}, "hold no tensors"),
+        ({"input_ids": [[1, 2]]}, "inputs input_ids hold no tensors"),
+        ({}, "inputs are empty"),
+        ({"special_tokens_mask": torch.ones(1, 2)}, "inputs are empty"),
+        (torch.zeros(0, 3, dtype=torch.long), "inputs are empty"),
+        (torch.tensor([2, 5]), r"input_ids has shape \(2,\), expected \(batch, n\)"),
         ({"input_ids": torch.tensor([[1, 60]])}, "input_ids go from 1 to 60, but this model embeds ids 0 to 59"),
         ({"input_ids": torch.tensor([[1, -1]])}, "input_ids go from -1 to 1"),
         ({"input_ids": ids, "attention_mask": torch.ones(2, 3, 3)}, r"attention_mask has shape \(2, 3, 3\)"),
     ]
     for source, message in cases:
-        with pytest.raises(ValueError, match=message):
-            record(model, source)
+        for run in (record, self_check):
+            with pytest.raises(ValueError, match=message):
+                run(model, source)
+    with pytest.raises(TypeError, match="source is a str, expected the tokenizer"):
+        record(model, "bert-base-uncased", ["w1"])
     with pytest.raises(ValueError, match="batch = 0"):
         record(model, tokenizer(), ["w1"], batch=0)
     assert record(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}).mask.all()

@@ -159,6 +159,8 @@ def test_bad_arguments() -> None:
         with pytest.raises(ValueError, match=message):
             replace_attention(model, **options)
         assert fingerprint(model) == fingerprint(tiny("BERT"))
+    with pytest.raises(ValueError, match=r"expected 1 or 4 finite numbers from 0"):
+        flows(replace_attention(tiny("BERT"), torch.tensor([1])))[1].beta_factor = torch.ones(3)
     with pytest.raises(ValueError, match="one flow for all"):
         replace_attention(tiny("ALBERT"), [1])
     with pytest.raises(ValueError, match=r"is a flow already; undo that by restore_attention"):
