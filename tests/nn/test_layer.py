@@ -83,14 +83,6 @@ def test_batch_is_loop_and_padding_is_shortening() -> None:
     torch.testing.assert_close(layer(x, torch.arange(5).expand(3, 5) >= 2)[:, 2:], layer(x[:, 2:]))
 
 
-def test_beta_fixed_and_learned() -> None:
-    x = draw(5, 4)
-    learned = make(beta=torch.tensor([2.0, 3.0]), learn_beta=True)
-    torch.testing.assert_close(learned(x), make(beta=torch.tensor([2.0, 3.0]))(x))
-    learned(x)[0].sum().backward()
-    assert bool((learned.log_beta.grad != 0).all())
-
-
 @pytest.mark.parametrize(("dim", "heads"), [(16, 1), (64, 1), (64, 4), (256, 8)])
 @pytest.mark.parametrize("geometry", [Sphere(), Sphere(3.0), Euclidean()], ids=str)
 def test_default_beta_attends_as_widely_as_multihead_attention(dim: int, heads: int, geometry: Sphere) -> None:
