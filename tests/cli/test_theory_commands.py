@@ -137,7 +137,8 @@ def test_a_figure_for_papers(tmp_path) -> None:
     for name in ("w2.svg", "w2.pdf"):
         run(*words, "--figure", str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 1000
-    assert "ends in .png, .svg or .pdf" in run(*words, "--figure", "w2.jpg", code=2)
+    assert "ends in .png, .svg or .pdf" in run(*words, "--figure", "w2.jpg", "--out", str(tmp_path / "run"), code=2)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_sweep_writes_its_table_and_continues(tmp_path) -> None:
