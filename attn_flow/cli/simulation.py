@@ -105,11 +105,7 @@ def simulate(
     else:
         attention = random_heads(heads, dim, kind, seed)
     console.require_writable(out)
-    if figure is not None and figure.suffix.lower() not in (
-        ".png",
-        ".svg",
-        ".pdf",
-    ):  # before the run, which may be long
+    if figure is not None and figure.suffix.lower() not in (".png", ".svg", ".pdf"):  # the run may be long
         raise ValueError(f"--figure {figure}: expected a name that ends in .png, .svg or .pdf.")
     betas, times, progress = parse_numbers(beta, "beta"), parse_numbers(t, "t"), not (quiet or as_json)
     if sweep is not None:

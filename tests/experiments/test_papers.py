@@ -77,10 +77,9 @@ def test_the_figure_of_a_quick_run_says_so(tmp_path, monkeypatch):
 
     from attn_flow.experiments import reproduction
 
-    figures = []
-    experiment = SimpleNamespace(
-        compute=lambda **_: {"claims": []}, plot=lambda _: figures.append(Figure()) or figures[-1]
-    )
+    figures = [Figure(), Figure()]
+    drawn = iter(figures)
+    experiment = SimpleNamespace(compute=lambda **_: {"claims": []}, plot=lambda numbers: next(drawn))
     monkeypatch.setattr(reproduction, "load", lambda name: experiment)
     for quick in (True, False):
         reproduction.run_experiment("some", tmp_path, quick=quick)
