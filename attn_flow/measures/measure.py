@@ -52,7 +52,7 @@ def over_beta(log_mean: Tensor, beta: Tensor, spread: Tensor) -> Tensor:
     which a small beta would magnify, and give the limit 0 at beta = 0.
     """
     quotient = log_mean / torch.where(beta == 0, 1.0, beta)
-    return torch.minimum(quotient.clamp_min(0.0), beta * spread.square() / 2)
+    return torch.minimum(quotient.clamp_min(0.0), beta * spread * spread / 2)  # at beta = 0 no square may overflow
 
 
 def length(g: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ def test_weights_of_any_size_and_their_gradients():
     x = draw(3, 2)
     huge = Cloud(x, torch.tensor([1e308, 1e308, 0.0], dtype=f64))
     torch.testing.assert_close(huge.probabilities, torch.tensor([0.5, 0.5, 0.0], dtype=f64))
+    assert bool(huge.log_partition(1e200 * x, 0.0).isfinite().all())  # 0 times the square of a length
     w = torch.tensor([1.0, 0.0, 2.0], dtype=f64, requires_grad=True)
     Cloud(x, w).log_weights[[0, 2]].sum().backward()
     assert bool(w.grad.isfinite().all())
