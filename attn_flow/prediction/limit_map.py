@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -103,7 +103,7 @@ class LimitMap:
         """What the prediction assumes, and whether this attention meets it; `examine` also looks at a cloud."""
         if self.elements:
             return (Requirement("one attention", "predictions are made for each of the `elements` of a batch", False),)
-        return requirements(self.spectrum, self.rates, self.terminal)
+        return requirements(self.spectrum, self.rates, self.terminal, self.attention.context is not None)
 
     def examine(self, x: Tensor | Cloud, beta: float | None = None) -> tuple[Requirement, ...]:
         """Check `requires` against one initial cloud (n, d), and its number of tokens against beta if that is given."""
@@ -245,8 +245,10 @@ def _limit(attention: Attention, tol: float) -> LimitMap:
     if is_singular and main.leading <= tol * float(torch.linalg.matrix_norm(M, 2)):
         reason = f"G is singular and the leading real part of M is {main.leading:.3g}: tokens may run into ker G"
         return LimitMap("undefined", reason, attention, main, terminal=phase)
-    if fills_sphere:
+    if attention.context is None:
         phase = exit_of_clusters(phase, main, values, N, tol)
+    elif main.gap < math.inf:
+        phase = replace(phase, exit_rate=0.0, reason="tokens attend to a fixed context and not to each other")
     power = None
     if main.case == "jordan" and not main.frequencies:
         # Tokens are 1/t from their limits, and a share t^{-rank} of the mass still crosses between limits.

@@ -36,13 +36,15 @@ class Requirement:
 
 
 def requirements(
-    spectrum: Spectrum | None, rates: Rates | None, terminal: TerminalPhase | None
+    spectrum: Spectrum | None, rates: Rates | None, terminal: TerminalPhase | None, has_context: bool
 ) -> tuple[Requirement, ...]:
     """What a limit map assumes, decided as far as the weights alone can tell."""
     if spectrum is None:
         return (Requirement("tokens come to rest", "a token has a limit if it comes to rest at a stable equilibrium"),)
-    needs = [Requirement("enough tokens", "n tokens resolve the argmax: beta |Gx| n^(-2/(d-1)) <= 1")]
-    if spectrum.case != "stationary":
+    needs = []
+    if not has_context:
+        needs.append(Requirement("enough tokens", "n tokens resolve the argmax: beta |Gx| n^(-2/(d-1)) <= 1"))
+    if not has_context and spectrum.case != "stationary":
         noise = "the sampling error of random tokens is below the effect of temperature: (beta |Gx|)^((d+1)/2) <= n"
         needs.append(Requirement("little sampling noise", noise))
     if spectrum.case == "jordan":
@@ -53,7 +55,11 @@ def requirements(
     density = "rates and t_min hold for a positive, bounded density near Pi x = 0, where tokens linger"
     simple = f"t_min and the exit rate are derived for two limits +-e (dim E = 1); here dim E = {spectrum.dimension}"
     is_simple = spectrum.case == "fixed" and spectrum.dimension == 1
-    needs += [Requirement("bounded density", density), Requirement("simple leading eigenvalue", simple, is_simple)]
+    needs.append(Requirement("bounded density", density))
+    if has_context:
+        stay = f"t_min needs clusters that leave; here {terminal.reason}: they stay, and W2 has no least value"
+        return (*needs, Requirement("clusters leave", stay, False))
+    needs.append(Requirement("simple leading eigenvalue", simple, is_simple))
     # What t_min and the exit rate assume. They are None where the first that is not met ends the list.
     if not is_simple or terminal.keeps_E is None:
         return tuple(needs)

@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_flow import Attention, Cloud, Sphere, flow, limit, phases, resolution
+from attn_flow import (
+    Attention,
+    Cloud,
+    EllipsoidSupport,
+    Sphere,
+    UniformSphere,
+    flow,
+    limit,
+    phases,
+    resolution,
+)
 from attn_flow.measures import quadrature
 from attn_flow.prediction import w2_curve, zero_temperature_flow
 
@@ -82,6 +92,18 @@ def test_without_an_exit_w2_has_no_least_value() -> None:
     cloud = quadrature.circle(400, lambda theta: torch.exp(torch.cos(theta - 1)), towards=math.pi / 2)
     w2 = w2_curve(flow(A, cloud, [0.0, 10.0, 20.0, 30.0], h=0.2), limit(A))
     assert bool((w2[1:] <= w2[:-1] * (1 + 1e-6)).all())
+
+
+def test_tokens_that_attend_to_a_fixed_context_stay() -> None:
+    """W2 of G = diag(3, 1), V = diag(1, 2) has a least value near t = 5 only if tokens attend to each other."""
+    for context in (UniformSphere(2), EllipsoidSupport(torch.zeros(2, dtype=F64), EYE2, 1.0)):
+        A = Attention.from_matrices(diag(3, 1), diag(1, 2), beta=30.0, context=context)
+        target = limit(A)
+        result = phases(flow(A, skewed(100), torch.linspace(0, 16, 17), h=0.2), target)
+        assert [phase.name for phase in result.intervals] == ["concentrating"]
+        assert (target.exit_rate, target.t_min(30.0)) == (0.0, None)
+        assert met(result.requires) == {"bounded density": None, "clusters leave": False}
+        assert "They stay there: W2 has no least value" in target._repr_html_()
 
 
 def test_t_min_where_the_tail_is_slow() -> None:
