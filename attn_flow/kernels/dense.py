@@ -66,8 +66,9 @@ def average_and_log_sum(
         >>> average_and_log_sum(x, x, x)[1].exp()  # three keys of weight one
         tensor([3., 3., 3.])
     """
-    is_readable = is_plain(queries, keys, values, log_weights, scale)
-    if fused_with_log_sum is None or queries.device.type != "cpu" or not is_readable or is_infinite(scale):
+    has_kernel = fused_with_log_sum is not None and queries.device.type == "cpu" and not is_infinite(scale)
+    has_one_dtype = queries.dtype == keys.dtype == values.dtype  # not under autocast
+    if not has_kernel or not has_one_dtype or not is_plain(queries, keys, values, log_weights, scale):
         return average_by_rows(queries, keys, values, log_weights, scale, causal)
     q, k, v, scale, shape = _to_fused_layout(queries, keys, values, log_weights, scale)
     average, log_sum = fused_with_log_sum(q, k, v, 0.0, causal, scale=scale)

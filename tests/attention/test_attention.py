@@ -198,6 +198,15 @@ def test_derivatives_and_transforms(generator):
         torch.testing.assert_close(compiled(A.with_beta(beta), batch), A.with_beta(beta).drift(batch))
 
 
+@pytest.mark.parametrize("kind", ["softmax", "unnormalised", "sinkhorn"])
+def test_autocast(generator, kind):
+    A, x = Attention.random(4, 2, kind=kind, generator=generator), torch.randn(6, 4, generator=generator)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        drift, matrix = A.drift(x), A.matrix(x)
+    torch.testing.assert_close(drift, A.drift(x), rtol=0.1, atol=0.05)
+    torch.testing.assert_close(matrix, A.matrix(x), rtol=0.1, atol=0.05)
+
+
 def test_a_drift_towards_a_context_is_compiled(generator):
     A, x = random_attention(generator), draw(generator, 2, 5, 4)
     for context in (UniformSphere(4), Cloud(x[0]), x[1]):
