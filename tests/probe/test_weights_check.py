@@ -36,7 +36,10 @@ def test_positions_that_cannot_be_read_are_allowed_and_counted(monkeypatch) -> N
 
 
 def test_positions_that_are_read_wrongly_are_refused(monkeypatch) -> None:
-    wrong = lambda block, n: -block.root.encoder.compute_position_bias(torch.zeros(1, n, 1))[0]
+    def wrong(block, n):  # beyond the 16 tokens of the self-check
+        table = block.root.encoder.compute_position_bias(torch.zeros(1, n, 1))[0]
+        return table.where(torch.arange(n) < 16, -table)
+
     monkeypatch.setattr("attn_flow.hooks.layout.ARCHITECTURES", mpnet_with(score_table=wrong))
     with pytest.raises(ValueError, match="its weights and positions as read leave"):
         prepare(tiny("MPNet"), long_inputs("MPNet"))
