@@ -10,6 +10,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from attn_flow.hooks.demo import word_tokenizer
+
 WIDE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = {**WIDE, "vocab_size": 60, "max_position_embeddings": 64, "pad_token_id": 0}
 IMAGE = {**WIDE, "image_size": 16, "patch_size": 4}
@@ -82,31 +84,25 @@ def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Mod
     return model.to(dtype).eval()
 
 
-def inputs(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
-    """Two inputs, the second of four tokens and three of padding where the model knows padding."""
+def inputs(
+    name: str, dtype: torch.dtype = torch.float32, seed: int = 0, lengths: tuple[int, ...] = (7, 4)
+) -> dict[str, Tensor]:
+    """Inputs of so many tokens, with padding where the model knows padding; images have 17."""
     torch.manual_seed(seed)
+    count, n = len(lengths), max(lengths)
     if name in IMAGES:
-        return {"pixel_values": torch.randn(2, 3, 16, 16, dtype=dtype)}
-    lengths = torch.tensor([7, 4])
-    tokens = torch.arange(7) < lengths[:, None]
+        return {"pixel_values": torch.randn(count, 3, 16, 16, dtype=dtype)}
+    tokens = torch.arange(n) < torch.tensor(lengths)[:, None]
     if name.startswith("torch"):
-        src = torch.randn(2, 7, 32, dtype=dtype)
+        src = torch.randn(count, n, 32, dtype=dtype)
         return {"src": src if name == "torch" else src.transpose(0, 1), "src_key_padding_mask": ~tokens}
-    ids = torch.where(tokens, torch.randint(3, 60, (2, 7)), 1 if name in {"RoBERTa", "MPNet"} else 0)
+    ids = torch.where(tokens, torch.randint(3, 60, (count, n)), 1 if name in {"RoBERTa", "MPNet"} else 0)
     return {"input_ids": ids, "attention_mask": tokens.long()}
 
 
 def long_inputs(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Three inputs of 20, 17 and 18 tokens; images have 17."""
-    if name in IMAGES:
-        return {"pixel_values": torch.randn(3, 3, 16, 16, dtype=dtype, generator=torch.Generator().manual_seed(0))}
-    tokens = torch.arange(20) < torch.tensor([20, 17, 18])[:, None]
-    if name.startswith("torch"):
-        src = torch.randn(3, 20, 32, dtype=dtype, generator=torch.Generator().manual_seed(0))
-        return {"src": src if name == "torch" else src.transpose(0, 1), "src_key_padding_mask": ~tokens}
-    ids = torch.randint(3, 60, (3, 20), generator=torch.Generator().manual_seed(0))
-    padding = 1 if name in {"RoBERTa", "MPNet"} else 0
-    return {"input_ids": torch.where(tokens, ids, padding), "attention_mask": tokens.long()}
+    return inputs(name, dtype, lengths=(20, 17, 18))
 
 
 def mask(name: str) -> Tensor:
@@ -118,12 +114,8 @@ def mask(name: str) -> Tensor:
 
 
 def output(model: nn.Module, x: dict[str, Tensor], **options: Any) -> Tensor:
-    if "use_cache" not in options and getattr(getattr(model, "config", None), "model_type", "") in {
-        "gpt2",
-        "gpt_neox",
-        "llama",
-    }:
-        options["use_cache"] = False
+    if getattr(getattr(model, "config", None), "model_type", "") in {"gpt2", "gpt_neox", "llama"}:
+        options.setdefault("use_cache", False)
     out = model(**x, **options)
     return out if isinstance(out, Tensor) else out.last_hidden_state
 
@@ -155,17 +147,7 @@ def without_positions(name: str, model: nn.Module, x: dict[str, Tensor]) -> dict
 
 def tokenizer() -> Any:
     """A real fast tokenizer of fifty words, with [CLS] and [SEP] around a text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"] + [f"w{i}" for i in range(50)]
-    ids = {word: i for i, word in enumerate(words)}
-    made = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    named = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=32, **named)
+    return word_tokenizer(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(50))], 32)
 
 
 def words(lengths: list[int], seed: int = 0) -> list[str]:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from encoder_zoo import tiny, tokenizer
 
-from attn_flow.experiments.encoders.entries import load_text_encoder as _text_encoder
+from attn_flow.experiments.encoders.entries import load_text_encoder
 from attn_flow.hooks import load, load_encoder, load_texts
-from attn_flow.hooks.safe_loading import load_tokenizer, pretrained
+from attn_flow.hooks.safe_loading import load_tokenizer
 
 
 def stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
@@ -102,47 +101,19 @@ def hostile(folder: Path, config: str, entry: dict[str, object]) -> Path:
     return marker
 
 
+MODEL: dict[str, object] = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}}
+FLOW: dict[str, object] = {"model_type": "mine", "attn_flow": [{}], "auto_map": {"AutoConfig": "mine.Config"}}
+TOKENIZER: dict[str, object] = {
+    "tokenizer_class": "Mine",
+    "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]},
+}
 LOADERS: dict[str, tuple[str, dict[str, object], Callable[[Path], object]]] = {
-    "model": (
-        "config.json",
-        {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}},
-        load_encoder,
-    ),
-    "tokenizer": (
-        "tokenizer_config.json",
-        {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}},
-        load_tokenizer,
-    ),
-    "model's tokenizer": (
-        "tokenizer_config.json",
-        {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}},
-        load_encoder,
-    ),
-    "model with a flow": (
-        "config.json",
-        {"model_type": "mine", "attn_flow": [{}], "auto_map": {"AutoConfig": "mine.Config"}},
-        load,
-    ),
-    "model of the zoo": (
-        "config.json",
-        {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}},
-        _text_encoder,
-    ),
-    "tokenizer of the zoo": (
-        "tokenizer_config.json",
-        {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}},
-        _text_encoder,
-    ),
-    "model of a recipe": (
-        "config.json",
-        {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}},
-        lambda folder: pretrained(transformers.AutoModel, folder),
-    ),
-    "tokenizer of a recipe": (
-        "tokenizer_config.json",
-        {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}},
-        lambda folder: pretrained(transformers.AutoTokenizer, folder),
-    ),
+    "model": ("config.json", MODEL, load_encoder),
+    "model with a flow": ("config.json", FLOW, load),
+    "model of the zoo": ("config.json", MODEL, load_text_encoder),
+    "tokenizer": ("tokenizer_config.json", TOKENIZER, load_tokenizer),
+    "model's tokenizer": ("tokenizer_config.json", TOKENIZER, load_encoder),
+    "tokenizer of the zoo": ("tokenizer_config.json", TOKENIZER, load_text_encoder),
 }
 
 

@@ -117,16 +117,8 @@ def test_patterns_are_the_attention_weights_of_transformers(name: str) -> None:
         torch.testing.assert_close(scores.softmax(-1), pattern)
 
 
-def test_patterns_of_sliding_windows_and_other_temperatures() -> None:
-    options = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2, "pad_token_id": 0}
-    config = transformers.ModernBertConfig(vocab_size=60, local_attention=4, **options, **ids)
-    model, x = transformers.ModernBertModel(config).eval(), {"input_ids": torch.randint(3, 60, (1, 12))}
-    with recording(model, "attn.hook_pattern") as cache, torch.no_grad():
-        model(**x)
-    local = cache["blocks.1.attn.hook_pattern"]
-    assert float(local[0, 0, 0, 5:].sum()) == 0 < float(cache["blocks.0.attn.hook_pattern"][0, 0, 0, 5:].sum())
-    torch.testing.assert_close(local, eager_weights(model, x)[1], rtol=0, atol=1e-5)
+def test_patterns_of_unknown_positions_and_other_temperatures() -> None:
+    x = {"input_ids": torch.randint(3, 60, (1, 12))}
     helium = transformers.HeliumModel(transformers.HeliumConfig(**TEXT, num_key_value_heads=2, head_dim=8)).eval()
     with recording(helium, "blocks.0.attn.hook_pattern") as cache, torch.no_grad():
         helium(**x)
@@ -146,8 +138,10 @@ def test_patterns_of_sliding_windows_and_other_temperatures() -> None:
 
 
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
+SPECIAL = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 GPT = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 OTHERS: dict[str, tuple[dict[str, Any], bool]] = {  # options, and whether they are causal
+    "ModernBert": ({"local_attention": 4, **dict.fromkeys(SPECIAL, 1)}, False),
     "Mistral": ({"sliding_window": 4}, True),
     "Qwen2Moe": ({"num_experts": 4}, True),
     "EuroBert": ({}, False),  # encoders in Llama's layout
@@ -431,11 +425,3 @@ def test_rows_streams_and_columns_are_texts() -> None:
         assert torch.equal(record(model, tok, make(), batch=2).x, path.x)
     with pytest.raises(ValueError, match=r"texts\[1\] is (nan|None), expected a string"):
         record(model, tok, pandas.Series(["w1", None]))
-
-
-def test_save_and_load(tmp_path) -> None:
-    path = record(tiny("BERT"), tokenizer(), words([3, 5]))
-    path.save(tmp_path / "path.safetensors")
-    again = type(path).load(tmp_path / "path.safetensors")
-    assert torch.equal(again.x, path.x)
-    assert (again.labels, again.about) == (path.labels, path.about)

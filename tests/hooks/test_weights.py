@@ -107,12 +107,6 @@ def test_betas() -> None:
     assert max(check.error for check in self_check(model, inputs("GPT-2"))) < drift_rounding(32, torch.float64)
 
 
-def test_grouped_keys_are_repeated() -> None:
-    model = tiny("Llama")
-    K, key = attentions(model)[0].K, model.layers[0].self_attn.k_proj.weight
-    assert torch.equal(K.flatten(0, 1), torch.cat([key[:8], key[:8], key[8:], key[8:]]))
-
-
 def test_half_precision_is_read_as_float32() -> None:
     model = tiny("BERT", torch.bfloat16)
     Q = attentions(model)[0].Q
