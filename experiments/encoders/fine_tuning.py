@@ -144,7 +144,7 @@ def compute(quick: bool = False, seed: int = 0, progress: bool = False, parts: P
                     kept_part(parts, name, {**one, "seed": s, "updates": updates}, partial(fine_tune, one, s, updates))
                 )
                 advance()
-    table = [_mean(runs, one) for one in options]
+    table = [mean_over_seeds(runs, one) for one in options]
     return {
         "seed": seed,
         "seeds": seeds,
@@ -180,7 +180,7 @@ def _claims(table: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[dic
     return claims
 
 
-def _mean(runs: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
+def mean_over_seeds(runs: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
     mine = [run for run in runs if all(run[name] == value for name, value in options.items())]
     numbers = ("accuracy", "first_gradient", "largest_gradient", "last_loss")
     means = {name: sum(run[name] for run in mine) / len(mine) for name in numbers}

@@ -58,7 +58,7 @@ def compute(
                 encoders[name].append(kept_part(parts, f"{name}-{n}", options, run))
                 advance(note=f"{name}, {n} tokens")
     missing = [name for name in wanted if name not in encoders]
-    return {"seed": seed, "inputs": inputs, "encoders": encoders, "missing": missing, "claims": _claims(encoders)}
+    return {"seed": seed, "inputs": inputs, "encoders": encoders, "missing": missing, "claims": claims(encoders)}
 
 
 def one_length(model: Any, tokenizer: Any, name: str, n: int, inputs: int, seed: int) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def mean_exponent(row: dict[str, Any]) -> float:
     return float(np.nanmean(np.array(row["b"], dtype=float)))
 
 
-def _claims(encoders: dict[str, Any]) -> list[dict[str, Any]]:
+def claims(encoders: dict[str, Any]) -> list[dict[str, Any]]:
     claims = []
     for name, rows in encoders.items():
         first, last = rows[0], rows[-1]

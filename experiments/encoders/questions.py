@@ -66,7 +66,7 @@ def compute(
         "encoders": encoders,
         "table": [list(COLUMNS), *table_rows(encoders)],
         "missing": missing,
-        "claims": _claims(encoders),
+        "claims": claims(encoders),
     }
 
 
@@ -137,7 +137,7 @@ def _with_answer(number: str, answer: str) -> str:
     return number if number == "not defined" else f"{number}, {answer}"
 
 
-def _claims(encoders: dict[str, Any]) -> list[dict[str, Any]]:
+def claims(encoders: dict[str, Any]) -> list[dict[str, Any]]:
     errors = head_errors(*encoders.values())
     if errors is None:
         return []

@@ -265,7 +265,7 @@ def silero(archives: Sequence[Path], out: Path) -> None:
     extract(archives[0], {"silero_stress/data/accentor.pt": "package"}, out)
     with zipfile.ZipFile(out / "package") as content:
         root = content.namelist()[0].partition("/")[0]
-        vocabulary = _pickled_vocabulary(content.read(f"{root}/accentor_models/accentor"))
+        vocabulary = pickled_vocabulary(content.read(f"{root}/accentor_models/accentor"))
         read = lambda i, dtype: torch.frombuffer(bytearray(content.read(f"{root}/.data/{i}.storage")), dtype=dtype)
         model = BertModel(
             BertConfig(
@@ -290,7 +290,7 @@ def silero(archives: Sequence[Path], out: Path) -> None:
     russian(archives, out)
 
 
-def _pickled_vocabulary(pickle: bytes, size: int = 83_830) -> list[str]:
+def pickled_vocabulary(pickle: bytes, size: int = 83_830) -> list[str]:
     """The tokens in a pickle, where "vocab" is followed by pairs of a token and its number."""
     tokens: dict[Any, str] = {}
     memo: dict[Any, str] = {}  # a string that was written before is written as its number in the memo

@@ -86,12 +86,6 @@ def test_record_with_another_option_is_refused(change, encoder, tmp_path):
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
-def test_record_takes_no_texts_of_its_own_for_a_strangers_model(encoder, tmp_path):
-    code, words = invoke("record", str(encoder / "bert"), "--out", str(tmp_path / "out"))
-    assert (code, "which texts? Give --texts FILE" in words) == (2, True), words
-    assert not (tmp_path / "out").exists()
-
-
 # --- train -----------------------------------------------------------------------------------------------------------
 
 TRAIN = ["train", "majority", "--quiet", "--updates", "3", "--dim", "4"]

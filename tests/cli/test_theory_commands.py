@@ -72,9 +72,6 @@ def test_simulate_writes_what_it_says(tmp_path) -> None:
     assert path.x.shape == (31, 60, 2)
     names = {file.name for file in tmp_path.iterdir()}
     assert {"simulate.json", "simulate.png", "simulate.html", "clouds_beta_10.png", "clouds_beta_inf.png"} <= names
-    run(*words, "--beta", "5", "--out", str(tmp_path), "--quiet")  # an earlier run is no part of this one
-    assert not (tmp_path / "path_beta_10.safetensors").exists()
-    assert [r["beta"] for r in json.loads((tmp_path / "simulate.json").read_text())["runs"]] == [5.0]
 
 
 def test_simulate_repeats_itself_and_takes_own_tokens(tmp_path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attn_flow.experiments.encoders import energy_by_layer
-from attn_flow.experiments.encoders.minilm_variants import _derangement, remove_parts
+from attn_flow.experiments.encoders.minilm_variants import remove_parts
 from attn_flow.experiments.papers import random_weights
 from attn_flow.hooks import blocks, record
 from attn_flow.hooks.demo import tiny_bert
@@ -44,19 +44,14 @@ def test_parts_are_removed_and_put_back(bert):
         with remove_parts(bert, "shuffled ffn"):
             x, a, m, f, y = record(bert, INPUTS, points=[f"blocks.1.{p}" for p in points]).x
         own = block["output.dense"](block["intermediate"](m))[0]
-        assert not torch.allclose(f[0], own)
-        assert torch.allclose(f[0].sum(0), own.sum(0))
+        is_same = torch.cdist(f[0], own) < 1e-9  # every token has the part of one other
+        assert (is_same.sum(0) == 1).all()
+        assert (is_same.sum(1) == 1).all()
+        assert not is_same.diagonal().any()
     assert torch.equal(record(bert, INPUTS).x, before)
     with pytest.raises(ValueError, match="part 'norms', expected 'ffn'"), remove_parts(bert, "norms"):
         pass
     assert torch.equal(record(bert, INPUTS).x, before)
-
-
-def test_every_token_is_given_the_part_of_another():
-    for n in (2, 3, 32, 128):
-        turned = _derangement(n)
-        assert sorted(turned.tolist()) == list(range(n))
-        assert not (turned == torch.arange(n)).any()
 
 
 # --- energy ----------------------------------------------------------------------------------------------------------

@@ -1,13 +1,8 @@
 """The real encoders of the zoo, where they were fetched (`make encoders`): read to rounding, with their tokenizers."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from attn_flow import Trajectory
 from attn_flow.experiments.encoders import ZOO, fetched, own_inputs, sample_inputs
 from attn_flow.experiments.encoders.reactions import ReactionEncoder
 from attn_flow.experiments.encoders.tables import TableEncoder, draw_table
@@ -99,32 +94,6 @@ def test_tabpfn_classifies_rows_it_has_not_seen(tabpfn: TableEncoder, generator:
     assert float((guessed == y[seen:]).float().mean()) >= float((nearest == y[seen:]).float().mean()) - 0.05
 
 
-def passive_errors(model: TableEncoder, n: int, seed: int) -> tuple[float, float]:
-    """|passive - own| / spread after 2 and 5 layers: A's tokens in the field of an independent sample B."""
-    generator = torch.Generator().manual_seed(seed)
-    own, field = (model.rows(*draw_table(n, spread=0.5, generator=generator))[None] for _ in "AB")
-    passive, errors = own, []
-    for layer in list(model.layers)[:5]:
-        after = layer.norm1(passive + layer.self_attn(passive, field, field, need_weights=False)[0])
-        passive = layer.norm2(after + layer.linear2(layer.activation(layer.linear1(after))))
-        own, field = layer(own), layer(field)
-        spread = (own - own.mean(1, keepdim=True)).square().sum(-1).mean().sqrt()
-        errors.append(float((passive - own).square().sum(-1).mean().sqrt() / spread))
-    return errors[1], errors[4]
-
-
-def test_propagation_of_chaos_in_tabpfn(tabpfn: TableEncoder) -> None:
-    """The mean-field limit: passive tokens err less the more tokens make their field, for every distribution tried.
-
-    The numbers, of the spread after 2 and 5 layers, are those of classes that overlap; classes far apart err half as
-    much after 5 layers. This one of four distributions has them: they pin a run, they prove no constant.
-    """
-    with torch.no_grad():
-        small, large = (torch.tensor([passive_errors(tabpfn, n, seed) for seed in range(3)]).mean(0) for n in (64, 512))
-    torch.testing.assert_close(small, torch.tensor([0.35, 0.63]), rtol=0.25, atol=0)
-    torch.testing.assert_close(large, torch.tensor([0.12, 0.27]), rtol=0.25, atol=0)
-
-
 def test_rxnmap_maps_the_atoms_of_a_reaction() -> None:
     """A Diels-Alder reaction, whose atom mapping the package's own page gives: the mean attention of the last firing.
 
@@ -149,48 +118,6 @@ def test_rxnmap_maps_the_atoms_of_a_reaction() -> None:
     found = mutual.masked_fill(~same, 0).argmax(-1).tolist()
     true = [0, 1, 2, 3, 5, 6, 7, 8, 4, 9, 10]
     assert sum(a == b for a, b in zip(found, true)) >= 10
-
-
-RECORDING = """
-import sys, torch
-from attn_flow.base.processes import processes
-from attn_flow.hooks import load_encoder, record_corpus
-from attn_flow.experiments.encoders.tables import draw_table
-from attn_flow.experiments.encoders import sample_inputs
-torch.set_num_threads(1)
-name, folder = sys.argv[1:]
-model, tokenizer = load_encoder(name)
-world = processes()
-if tokenizer is not None:
-    record_corpus(model, tokenizer, sample_inputs(name)[:12], folder, batch=3, max_length=48, world=world)
-else:
-    with torch.no_grad():
-        if name == "tabpfn":
-            tables = [draw_table(48, generator=torch.Generator().manual_seed(i)) for i in range(12)]
-            src = torch.stack([model.rows(x, y) for x, y in tables])
-        else:
-            tokens = model.residues if name == "sceptr" else model.atoms
-            src = torch.stack([tokens(text)[:24] for text in sample_inputs(name)[:12]])
-    record_corpus(model, {"src": src}, None, folder, batch=3, world=world)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(ZOO))
-def test_the_recordings_of_two_processes_are_those_of_one(name: str, tmp_path: Path) -> None:
-    """torchrun with two processes, each reading half of the texts or tables."""
-    need(name)
-    (tmp_path / "over_texts.py").write_text(RECORDING)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    for folder, how in (("one", []), ("two", [*launcher, "--master-port=0", "--rdzv-endpoint=localhost:0"])):
-        command = [sys.executable, *how, str(tmp_path / "over_texts.py"), name, str(tmp_path / folder)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-    one, two = (sorted((tmp_path / folder).glob("batch*")) for folder in ("one", "two"))
-    assert len(one) == len(two) == 4
-    for a, b in zip(map(Trajectory.load, one), map(Trajectory.load, two)):
-        torch.testing.assert_close(a.x, b.x, rtol=1e-5, atol=1e-5)
-        assert a.labels == b.labels
 
 
 def test_the_russian_encoder_tells_homographs_apart() -> None:

@@ -36,7 +36,7 @@ def test_clusters_are_doubled_until_the_goal(rows: list[dict]) -> None:
 def test_claims_and_figure() -> None:
     row = {"b": [[0.2, 0.4], [0.3, 0.3]], "share_of_heads": 0.0, "logit_sd": 1.0, "sizes": [2, 4], "w2": [0.4, 0.2]}
     encoders = {"a": [row | {"n": 64, "clusters": 4.0}, row | {"n": 256, "clusters": 8.0}]}
-    claims = long_inputs._claims(encoders)
+    claims = long_inputs.claims(encoders)
     assert [c["value"] for c in claims] == pytest.approx([0.0, 0.5])
     figure = long_inputs.plot({"seed": 0, "inputs": 2, "encoders": encoders, "missing": []})
     assert figure.axes[1].lines[0].get_ydata().tolist() == [4 / 64, 8 / 256]

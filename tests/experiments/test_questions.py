@@ -18,7 +18,7 @@ def numbers() -> dict:
     result = json.loads(json.dumps(probe(*tiny_bert(), texts).as_json(), allow_nan=False))
     encoders = {"minilm": result, "sre": result}
     about = {"texts": 3, "length": 32, "seed": 0, "missing": ["mpnet"]}
-    return {**about, "encoders": encoders, "claims": questions._claims(encoders)}
+    return {**about, "encoders": encoders, "claims": questions.claims(encoders)}
 
 
 def test_table_and_figure(numbers: dict) -> None:
@@ -35,7 +35,7 @@ def test_claims_can_fail(numbers: dict) -> None:
     for head in result["questions"]["averaging"]["numbers"]["heads"]:
         head["logits_b"] = 1 - head["b"]
     result["questions"]["limit"]["verdict"] = "supported"
-    claims = questions._claims({"a": result})
+    claims = questions.claims({"a": result})
     assert not any(claim["holds"] for claim in claims if "mean-field rate" not in claim["claim"])
 
 
@@ -49,12 +49,13 @@ def test_errors_of_heads_are_those_of_the_definitions(numbers: dict) -> None:
     assert of_mean == pytest.approx((sum((x - mean) ** 2 for x in b) / len(b)) ** 0.5)
 
 
-def test_clusters_beyond_the_measured_sizes_are_said_so() -> None:
+def test_clusters_beyond_the_measured_sizes_are_said_so(numbers: dict) -> None:
+    result = json.loads(json.dumps(numbers["encoders"]["minilm"]))
     curve = lambda *w2: {"curve": {"foreign_queries": {str(8 * 2**i): {"w2": w} for i, w in enumerate(w2)}}}
-    assert questions._clusters_needed({"clusters_for_w2_goal": {"foreign_queries": 11.6}}) == "12"
-    assert questions._clusters_needed(curve(0.2, 0.1)) == "below 8"
-    assert questions._clusters_needed(curve(0.9, 0.4)) == "above 16"
-    assert questions._clusters_needed({}) == "not defined"
+    goal = {"clusters_for_w2_goal": {"foreign_queries": 11.6}}
+    for found, cell in ((goal, "12"), (curve(0.2, 0.1), "below 8"), (curve(0.9, 0.4), "above 16"), ({}, "not defined")):
+        result["questions"]["clusters"]["numbers"] = found
+        assert questions.table_rows({"a": result})[0][5].partition(",")[0] == cell
 
 
 def test_encoders_that_were_not_fetched_are_named(tmp_path: Path, monkeypatch) -> None:

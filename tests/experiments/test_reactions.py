@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from attn_flow.base.processes import Processes
 from attn_flow.experiments.encoders import of_one_size
 from attn_flow.experiments.encoders.reactions import FARTHEST, ReactionEncoder, count_atoms, molecule
 from attn_flow.hooks import attentions, record, self_check
@@ -118,5 +119,7 @@ def test_an_encoder_with_the_batch_first_is_read_in_batches(model: ReactionEncod
     layer = torch.nn.TransformerEncoderLayer(16, 2, 24)
     second = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)  # the batch on the second axis
     assert sizes(second, {"src": src}) == [3]
+    shares = [batches(model, {"src": src}, None, 1, world=Processes(rank, 2, src.device)) for rank in (0, 1)]
+    assert [[batch.first for batch in share] for share in shares] == [[0, 2], [1]]
     whole, parts = (record(model, {"src": src}, batch=batch).x for batch in (3, 1))
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attn_flow.experiments.encoders.receptors import FEATURES, RESIDUES, ReceptorEncoder, count_residues
-from attn_flow.experiments.encoders.recipes import _pickled_vocabulary
+from attn_flow.experiments.encoders.recipes import pickled_vocabulary
 
 RECEPTOR = "AC DE F GH IK LMN"
 
@@ -46,6 +46,6 @@ def test_what_is_no_receptor_is_refused(model: ReceptorEncoder, text: str, messa
 def test_a_vocabulary_is_read_from_a_pickle_that_is_not_run(protocol: int) -> None:
     plus, last = "+", "c"
     content = {"n": 3, "used": [plus, last], "vocab": OrderedDict([("a", 0), (plus, 1), ("b", 3), (last, 2)]), "m": 9}
-    assert _pickled_vocabulary(pickle.dumps(content, protocol), 4) == ["a", "+", "c", "b"]
+    assert pickled_vocabulary(pickle.dumps(content, protocol), 4) == ["a", "+", "c", "b"]
     with pytest.raises(ValueError, match="vocabulary of 5 tokens, expected 7"):
-        _pickled_vocabulary(pickle.dumps(content, protocol), 7)
+        pickled_vocabulary(pickle.dumps(content, protocol), 7)
