@@ -155,24 +155,10 @@ def test_rotating_limit_follows_the_tokens() -> None:
 
 def test_rotating_push_forward_costs_the_same_for_any_size_of_M() -> None:
     """M = [[1.5, -k, 0], [4/k, 1.5, 0], [0, 0, 0.5]] turns at frequency 2 whatever k is."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Operations(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            self.count += 1
-            return function(*args, **(kwargs or {}))
-
-    G, x, counts = diag(1, 2, 1), tokens(5, 3), []
-    for k in (1.0, 1e4, 8e4):
-        M = matrix([1.5, -k, 0], [4 / k, 1.5, 0], [0, 0, 0.5])
-        A = attention(G, M @ torch.linalg.inv(G))
-        with Operations() as operations:
-            end = limit(A).push_forward(x, 20.0)
-        counts.append(operations.count)
-        assert end[:, 2].abs().max() < 1e-12
-    assert counts[2] < 1.5 * counts[1] < 15 * counts[0]  # like log k at most
+    G = diag(1, 2, 1)
+    for k in (1.0, 1e4, 1e7):  # steps in proportion to k would reach their limit
+        A = attention(G, matrix([1.5, -k, 0], [4 / k, 1.5, 0], [0, 0, 0.5]) @ torch.linalg.inv(G))
+        assert limit(A).push_forward(tokens(5, 3), 20.0)[:, 2].abs().max() < 1e-12
 
 
 def test_jordan_limit_is_reached_like_one_over_t() -> None:
@@ -436,7 +422,7 @@ def test_other_supports() -> None:
 def test_exact_flow_solves_the_ode(seed: int) -> None:
     from scipy.integrate import solve_ivp
 
-    d = 3 + 3 * seed  # 3, 6 and 9: both ways to evaluate panels
+    d = 3 + 3 * seed
     G, V, x0 = tokens(d, d, seed=seed) * d**0.5, tokens(d, d, seed=9) * d**0.5, tokens(4, d, seed=7)
 
     def velocity(t: float, y: np.ndarray) -> np.ndarray:

@@ -75,18 +75,6 @@ def test_clusters_do_not_leave_at_once_where_V_turns_the_limit() -> None:
         assert float(result.t_min) == pytest.approx(t_min, abs=0.5)
 
 
-@pytest.mark.slow
-def test_clusters_in_three_dimensions_rest_where_V_turns_the_limit() -> None:
-    """W2 is least near t = 6 for beta = 30, long after log(beta)/(2g) = 3.3, and no t_min is claimed."""
-    G = matrix([1.5, -0.7, 0.3], [1.2, 1.0, 0.0], [0.0, 0.2, 1.0])
-    A = Attention.from_matrices(G, diag(2, 1, 0.6) @ torch.linalg.inv(G), beta=30.0)
-    target, mean = limit(A), matrix([0.5, 0.8, 0.3])[0]
-    assert target.t_min(30.0) is None
-    cloud = quadrature.fibonacci(1000, lambda x: torch.exp(x @ mean))
-    early, late = w2_curve(flow(A, cloud, [0.0, 3.3, 5.7], h=0.15), target)[1:].tolist()
-    assert late < 0.8 * early
-
-
 def test_without_an_exit_w2_has_no_least_value() -> None:
     A = Attention.from_matrices(*WITHOUT_T_MIN["clusters leave"], beta=100.0)
     cloud = quadrature.circle(400, lambda theta: torch.exp(torch.cos(theta - 1)), towards=math.pi / 2)
