@@ -26,6 +26,9 @@ def choose_kernel(
     if not is_large or queries.device.type != "cpu" or not dense.is_plain(queries, keys, values, log_weights, scale):
         return "dense"
     tolerance = tolerance or default_tolerance(values.dtype)
+    share = near.estimated_share(queries, keys, log_weights, scale, tolerance)
     if series.is_on_circle(keys, tolerance):
-        return "series"
-    return "near" if near.estimated_share(queries, keys, log_weights, scale, tolerance) < MAX_SHARE else "dense"
+        largest_logit = float((scale * queries).norm(dim=-1).amax() * keys.norm(dim=-1).amax())
+        if series.term_count(largest_logit) < share * keys.shape[-2]:  # terms and keys in reach cost about the same
+            return "series"
+    return "near" if share < MAX_SHARE else "dense"

@@ -361,6 +361,7 @@ def test_a_drift_of_ones_own_is_called_in_the_dtype_of_the_tokens() -> None:
     [
         (2048, 3, 1e4, "near"),
         (2048, 2, 100.0, "series"),
+        (2048, 2, 1e6, "near"),  # the series would have 8,700 terms
         (2000, 3, 1e4, "dense"),
         (2048, 3, 1.0, "dense"),
         (2048, 17, 1e4, "dense"),
