@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attn_flow.base.checks import require_extra
+from attn_flow.base.checks import require_extra, require_positive
 from attn_flow.base.figures import BASELINE, COLOURS, PREDICTION, TRUTH, caption, style
 from attn_flow.base.files import write_atomically
 
@@ -67,6 +67,9 @@ def animate_clouds(
     seconds: float = 8.0,
 ) -> None:
     """Write clouds x (T, n, d) as an animated GIF, with a curve (T,) of distances below them if one is given."""
+    if not os.fspath(path).lower().endswith(".gif"):
+        raise ValueError(f"{os.fspath(path)}: expected a name that ends in .gif.")
+    require_positive(seconds=seconds)
     with style(width=9.0) as pyplot:
         from matplotlib.animation import FuncAnimation, PillowWriter
 
@@ -136,6 +139,9 @@ def _in_view(x: Tensor, *bases: Tensor | None) -> tuple[Tensor, list[Tensor | No
             f"x has shape {tuple(x.shape)}, expected one path (T, n, d) with d >= 2; take x[:, i] of a batch."
         )
     known = [None if basis is None else basis.detach().cpu().double() for basis in bases]
+    for basis in known:
+        if basis is not None and (basis.ndim != 2 or len(basis) != x.shape[-1]):
+            raise ValueError(f"predicted has shape {tuple(basis.shape)}, expected a basis ({x.shape[-1]}, k).")
     if x.shape[-1] <= 3:
         return x, known, False
     axes = torch.linalg.svd(x[[0, len(x) // 2, -1]].flatten(0, 1), full_matrices=False)[2][:3].mT

@@ -20,7 +20,7 @@ from attn_flow.drawing import clouds_figure
 from attn_flow.dynamics.flow import flow
 from attn_flow.dynamics.noise import independent
 from attn_flow.dynamics.trajectory import Trajectory
-from attn_flow.measures.cloud import Cloud
+from attn_flow.measures.cloud import Cloud, as_cloud
 from attn_flow.pages.figures import beta_words, simulation_figure
 from attn_flow.pages.simulation_page import page_clouds, write_page
 from attn_flow.prediction.limit_map import LimitMap, limit
@@ -34,7 +34,7 @@ FILES = ("simulate.json", "simulate.png", "simulate.html", "path_beta_*.safetens
 def run_simulation(
     attention: Attention,
     betas: Sequence[float],
-    cloud: Cloud,
+    cloud: Tensor | Cloud,
     t: Sequence[float],
     h: float = 0.1,
     step: str = "rk4",
@@ -58,12 +58,14 @@ def run_simulation(
         mean_length (of the mean token), and where there is a limit w2, t_min, min_w2, phases, requires, doubts.
 
     Example:
-        >>> numbers = run_simulation(Attention.identity(3), [5.0], Cloud(torch.eye(3)), [1.0])
+        >>> numbers = run_simulation(Attention.identity(3), [5.0], torch.eye(3), [1.0])
         >>> len(numbers["runs"][0]["w2"])
         11
     """
     checks.require_nonnegative(noise=noise)
-    times = _saved_times(t, h)
+    times, cloud = _saved_times(t, h), as_cloud(cloud)
+    if len(betas) == 0:
+        raise ValueError("betas is empty, expected at least one inverse temperature.")
     target, sentences = _limit_for(attention, cloud)
     if noise and target is not None:
         sentences.append("This prediction is for the flow without noise.")
@@ -144,8 +146,8 @@ def _file_name(beta: float) -> str:
 def _saved_times(t: Sequence[float], h: float) -> Tensor:
     """The times themselves, or up to MAX_TIMES equal parts of [0, T], each of one step or more."""
     checks.require_positive(h=h)
-    if len(t) == 2:
-        raise ValueError(f"t = {t[0]:g}, {t[1]:g}: expected one end, or at least three times, which phases need.")
+    if len(t) in (0, 2):
+        raise ValueError(f"t = {list(t)}: expected one end, or at least three times, which phases need.")
     if len(t) > 2:
         return torch.tensor(checks.time_grid(t), dtype=torch.float64)
     checks.require_positive(t=t[0])

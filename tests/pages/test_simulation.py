@@ -67,6 +67,21 @@ def test_a_page_holds_few_tokens_and_times_and_none_it_cannot_draw():
     assert page_clouds(Trajectory(torch.arange(2.0), torch.randn(2, 5, 4))) is None
 
 
+def test_bad_input_is_told_before_anything_is_drawn(tmp_path):
+    attention, cloud = Attention.identity(3), torch.eye(3)
+    path = flow(attention, cloud, [0.0, 1.0])
+    for wrong, message in (
+        (lambda: run_simulation(attention, [], cloud, [1.0], out=tmp_path), "betas is empty"),
+        (lambda: run_simulation(attention, [5.0], cloud, []), "expected one end, or at least three"),
+        (lambda: path.animate(tmp_path / "tokens.mp4"), "ends in .gif"),
+        (lambda: path.animate(tmp_path / "tokens.gif", seconds=0), "seconds = 0"),
+        (lambda: path.plot(torch.eye(4)[:, :1]), r"\(4, 1\), expected a basis \(3, k\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+    assert not list(tmp_path.iterdir())
+
+
 def test_beyond_three_dimensions_the_page_has_curves_alone(tmp_path):
     eye = torch.eye(4, dtype=torch.float64)
     attention = Attention.from_matrices(eye * torch.tensor([3.0, 1, 1, 1]), eye)
