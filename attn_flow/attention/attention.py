@@ -6,7 +6,7 @@ The drift of token x_i in a cloud of tokens x_j with weights w_j is
 
 that is sum_h O_h V_h m_beta[mu](G_h x + K_h^T b_h) + c with G = K^T Q and mu the cloud, or another measure (`context`).
 Matrices act on column vectors and tokens are rows, so the code reads x @ Q.mT. A bias of the keys would add the same
-number to all logits of a query, which the softmax ignores.
+number to all logits of a query, which softmax and Sinkhorn attention ignore.
 """
 
 from __future__ import annotations

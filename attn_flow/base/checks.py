@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
@@ -182,7 +181,9 @@ def require_nonnegative(**numbers: float) -> None:
 def require_count(**numbers: int) -> None:
     """Raise an error unless every number is an integer of at least one."""
     for name, number in numbers.items():
-        if operator.index(number) < 1:
+        if not hasattr(number, "__index__"):
+            raise TypeError(f"{name} = {number!r}, expected an integer of at least 1.")
+        if number < 1:
             raise ValueError(f"{name} = {number}, expected an integer of at least 1.")
 
 
@@ -213,7 +214,7 @@ def time_grid(t: float | Sequence[float] | Tensor) -> list[float]:
         times = torch.linspace(0, float(times), 101, dtype=torch.float64)
     grid: list[float] = times.tolist() if times.ndim == 1 else []
     if not grid or not all(map(math.isfinite, grid)) or any(a >= b for a, b in itertools.pairwise(grid)):
-        raise ValueError(f"t has shape {tuple(times.shape)}, expected one positive time or strictly increasing times.")
+        raise ValueError(f"t has shape {tuple(times.shape)}, expected one positive time or finite, increasing times.")
     return grid
 
 

@@ -283,6 +283,7 @@ ONE = Attention.identity(3)
         (lambda: Attention(Q=EYE.long()), TypeError, "floating"),
         (lambda: Attention(Q=EYE, dim=-1), ValueError, "dim = -1"),
         (lambda: Attention.random(4, heads=0), ValueError, "heads = 0"),
+        (lambda: Attention.identity(3.0), TypeError, "d = 3.0, expected an integer"),
         (lambda: Attention.identity(3, beta=[1.0, 2.0]), TypeError, "beta is a list, expected a number or a torch"),
         (lambda: Attention.identity(3, beta=torch.tensor([1.0, math.inf])), ValueError, "mixes"),
         (lambda: Attention.identity(3, kind="sinkhorn", causal=True), ValueError, "sinkhorn"),
