@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from attn_flow.transport.ground_cost import GroundCost
-from attn_flow.transport.plan import Array, Index, Plan, north_west_corner
+from attn_flow.transport.plan import MIN_MASS, Array, Index, Plan, north_west_corner
 
 
 def line(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:
@@ -34,9 +34,6 @@ def circle(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:
     """
     if x.shape[1] != 2 or cost.name != "geodesic":
         raise ValueError(f"method 'circle' needs d = 2 and cost 'geodesic', got d = {x.shape[1]} and {cost.name!r}.")
-    if len(x) == 1 or len(y) == 1:  # the only plan
-        i, j = (z.ravel() for z in np.indices((len(x), len(y))))
-        return Plan(i, j, a[i] * b[j])
     n, m, p = len(x), len(y), cost.p
     s, t = (np.arctan2(z[:, 1], z[:, 0]) for z in (x, y))
     order_x, order_y = np.argsort(s, kind="stable"), np.argsort(t, kind="stable")
@@ -47,9 +44,10 @@ def circle(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:
     def coupling(theta: float) -> tuple[Index, Index, Array]:
         end = np.union1d(F, np.clip(G + theta, 0.0, 1.0))
         start = np.r_[0.0, end[:-1]]
-        middle = (start + end) / 2
+        is_step = end - start > MIN_MASS
+        middle, mass = ((start + end) / 2)[is_step], (end - start)[is_step]
         i = np.minimum(np.searchsorted(F, middle), n - 1)
-        return i, np.minimum(np.searchsorted(G, middle - theta), 3 * m - 1), end - start
+        return i, np.minimum(np.searchsorted(G, middle - theta), 3 * m - 1), mass
 
     def value(theta: float) -> float:
         i, j, mass = coupling(theta)
@@ -66,7 +64,5 @@ def circle(x: Array, a: Array, y: Array, b: Array, cost: GroundCost) -> Plan:
     low, high = -1.0, 1.0
     while low < (middle := (low + high) / 2) < high and high - low > np.finfo(float).eps:
         low, high = (middle, high) if slope(middle) < 0 else (low, middle)
-    least, best = min((value(low), low), (value(high), high))
-    gap = max(least - (value(low) + slope(low) * (high - low)), 0.0)  # a convex function lies above its tangent
-    i, j, mass = coupling(best)
-    return Plan(order_x[i], order_y[j % m], mass, gap=gap)
+    i, j, mass = coupling(min((low, high), key=value))
+    return Plan(order_x[i], order_y[j % m], mass)

@@ -136,7 +136,7 @@ def test_the_gradient_of_a_convex_function_is_optimal(n: int, d: int, seed: int)
     assert float(wasserstein(Cloud(x, a), Cloud(y[order], a[order]))) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("p", [1, 2, 3, 20])
 def test_rotations_of_the_circle(p: int) -> None:
     """A lattice rotated by less than half a step moves by that angle; a point to its antipode by pi radii."""
     theta = torch.arange(50, dtype=F64) * 2 * math.pi / 50
