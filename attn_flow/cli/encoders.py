@@ -121,6 +121,7 @@ def open_model(
     import torch
 
     import attn_flow.experiments.encoders  # noqa: F401  makes the packaged encoders known by name
+    from attn_flow.base.checks import require_nonnegative
     from attn_flow.hooks.loading import load_encoder
     from attn_flow.hooks.safe_loading import load_tokenizer, without_bars
     from attn_flow.probe.untrained import untrained_copy
@@ -142,6 +143,7 @@ def open_model(
             beta_factor = {"beta_factor": float(factor)}[key]
         except (ValueError, KeyError):
             raise ValueError(f"{name!r}: expected @random or @beta_factor=FACTOR after the model.") from None
+        require_nonnegative(beta_factor=beta_factor)
     return model.to(device, kinds[dtype]).eval(), reader, beta_factor
 
 

@@ -78,8 +78,8 @@ def molecule(smiles: str) -> Molecule:
             if last >= 0:
                 bonds.append((last, len(atoms) - 1, ORDER.get(bond, 1)))
             last, bond = len(atoms) - 1, ""
-    if rings or branches:
-        raise ValueError(f"{smiles!r} leaves a ring or a branch open.")
+    if rings or branches or bond:
+        raise ValueError(f"{smiles!r} leaves a ring, a branch or a bond open.")
     n = len(atoms)
     adjacent = torch.zeros(n, n, dtype=torch.bool)
     degree, order = [0] * n, [0] * n

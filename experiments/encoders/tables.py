@@ -35,10 +35,10 @@ class TableEncoder(nn.TransformerEncoder):
         Of used features each counts 100 / used, as in training; the rest are zero.
         """
         used = x.shape[-1]
-        if not 1 <= used <= FEATURES or y.shape != x.shape[:-1]:
+        if not 1 <= used <= FEATURES or y.shape != x.shape[:-1] or y.shape[-1] < 2:
             raise ValueError(
                 f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}, expected (..., n, features) and (..., n) with "
-                f"1 to {FEATURES} features."
+                f"at least 2 rows and 1 to {FEATURES} features."
             )
         z = (x - x.mean(-2, keepdim=True)) / (x.std(-2, keepdim=True) + 1e-6)
         z = nn.functional.pad(z.clip(-100, 100) * FEATURES / used, (0, FEATURES - used))

@@ -33,6 +33,7 @@ def tiny(tmp_path_factory) -> str:
         (["probe", "minilm", "--texts", "nowhere.txt"], "no file nowhere.txt"),
         (["probe", "minilm", "minilm", "--demo"], "named twice"),
         (["probe", "minilm@hot", "--demo"], "expected @random or @beta_factor=FACTOR"),
+        (["probe", "minilm", "minilm@beta_factor=-1", "--demo"], "beta_factor = -1.0, expected a nonnegative"),
         (["probe", "minilm@4", "--demo"], "expected @random or @beta_factor=FACTOR"),
         (["probe", "minilm", "--demo", "--device", "cuda"], "no CUDA device"),
         (["probe", "minilm", "--demo", "--dtype", "float16"], "half precision is too coarse"),

@@ -190,8 +190,9 @@ def test_rows_of_tables_are_tokens_without_order(generator: torch.Generator) -> 
     order = torch.randperm(12, generator=generator)
     torch.testing.assert_close(model(rows[None, order])[0], model(rows[None])[0, order])
     assert all(check.exact for check in self_check(model, {"src": rows[None]}))
-    with pytest.raises(ValueError, match=r"x has shape \(12, 101\).*1 to 100 features"):
-        model.rows(torch.zeros(12, 101), y)
+    for shape in ((12, 101), (1, 4)):  # too many features, and one row, which has no spread
+        with pytest.raises(ValueError, match=rf"x has shape \({shape[0]}, {shape[1]}\).*at least 2 rows and 1 to 100"):
+            model.rows(torch.zeros(shape), y[: shape[0]])
 
 
 def test_a_law_of_tables_is_one_law(generator: torch.Generator) -> None:

@@ -49,7 +49,9 @@ def test_distances_are_shortest_paths() -> None:
     assert molecule("CC(C)O").distance.tolist() == [[0, 1, 2, 2], [1, 0, 1, 1], [2, 1, 0, 2], [2, 1, 2, 0]]
 
 
-@pytest.mark.parametrize("smiles", ["", "C.C", "C1CC", "C(C", "CC)", "[Xx]", "[C", "hello", "1CC1", "(C)C", "=CC"])
+@pytest.mark.parametrize(
+    "smiles", ["", "C.C", "C1CC", "C(C", "CC)", "[Xx]", "[C", "hello", "1CC1", "(C)C", "=CC", "CC="]
+)
 def test_what_is_no_molecule_is_refused(smiles: str) -> None:
     with pytest.raises(ValueError, match=r"no SMILES|open|no chemical element|no atom|begins with"):
         molecule(smiles)
