@@ -66,14 +66,12 @@ class Balance:
         """g (..., n) that balances every column, given f."""
         return -dense.average_and_log_sum(self.k, self.q, self.q[..., :1], f + self.log_w)[1]
 
-    def balance_rows(self, g: Tensor) -> Tensor:
-        """f (..., n) that balances every row, given g."""
-        return -dense.average_and_log_sum(self.q, self.k, self.k[..., :1], g + self.log_w)[1]
-
     def step(self, f: Tensor) -> Tensor:
         """f after a sweep, or the mean of f and half a sweep."""
         g = self.balance_columns(f)
-        return (f + g) / 2 if self.is_symmetric else self.balance_rows(g)
+        if self.is_symmetric:
+            return (f + g) / 2
+        return -dense.average_and_log_sum(self.q, self.k, self.k[..., :1], g + self.log_w)[1]  # balances every row
 
     def solve(self) -> Tensor:
         """g (..., n) of the module's text."""

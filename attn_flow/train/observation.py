@@ -52,11 +52,12 @@ def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: T
     """The numbers of a layer with clouds (T, batch, n, d); W2 only where the weights have a certified limit."""
     target = limit(attention.to(torch.float64))
     about = target.as_dict()
-    start, end = (Cloud(x, mask=mask) for x in (path[0], path[-1]))
+    directions = torch.nn.functional.normalize(path[[0, -1]], dim=-1)  # padding may be zero
+    start, end = clusters(Cloud(directions, mask=mask), CLUSTER_WIDTH).counts.double().mean(-1).tolist()
     numbers: dict[str, Any] = {
         "beta": torch.as_tensor(attention.beta).reshape(-1).expand(attention.heads).tolist(),
         "limit": {name: about[name] for name in ("case", "dimension", "rate_w2", "reason")},
-        "clusters": {name: float(count_clusters(x).double().mean()) for name, x in (("start", start), ("end", end))},
+        "clusters": {"start": start, "end": end},
         "w2": None,
     }
     if not isinstance(stack.options.geometry, Sphere):
@@ -68,12 +69,6 @@ def _measure_layer(stack: DeepStack, attention: Attention, path: Tensor, mask: T
         return numbers | {"w2_missing": str(failure)}
     w2 = curve.mean(-1).tolist()
     return numbers | {"w2": {"start": w2[0], "end": w2[-1], "curve": w2}}
-
-
-def count_clusters(cloud: Cloud) -> Tensor:
-    """The number of clusters of each cloud of directions, (batch,)."""
-    x = torch.nn.functional.normalize(cloud.x, dim=-1)  # padding may be zero
-    return clusters(Cloud(x, mask=cloud.mask), CLUSTER_WIDTH).counts
 
 
 def _describe(layer: dict[str, Any]) -> str:

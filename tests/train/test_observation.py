@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_flow import Cloud
 from attn_flow.train import Recipe, recipe, tensor_task, train_stack, what_was_learned
-from attn_flow.train.observation import Learned, count_clusters
+from attn_flow.train.observation import Learned
 from attn_flow.train.tasks import generator_of
 
 
@@ -18,7 +17,8 @@ def test_numbers_and_sentences(tmp_path: Path) -> None:
     small = {"tokens": 6, "dim": 8, "depth": 2, "batch": 8, "updates": 6, "warmup": 2, "learn_beta": True}
     trained = train_stack(replace(recipe("majority"), **small), tmp_path)
     learned = what_was_learned(trained.stack, trained.task)
-    assert torch.equal(learned.path.x[0, ..., 0], trained.stack.trajectory(learned_inputs(trained)).x[0, ..., 0])
+    inputs = trained.task.held_out(16, generator_of(0, "learned")).x
+    assert torch.equal(learned.path.x, trained.stack.trajectory(inputs).x)
     for l, layer in enumerate(learned.layers):
         assert layer["beta"] == pytest.approx(trained.summary["beta"][l])
         assert 1 <= layer["clusters"]["end"] <= 6
@@ -34,10 +34,6 @@ def test_vectors_padded_with_zeros() -> None:
     assert 1 <= layer["clusters"]["start"] <= 4
 
 
-def learned_inputs(trained) -> torch.Tensor:
-    return trained.task.held_out(16, generator_of(0, "learned")).x
-
-
 def test_a_sentence_says_what_the_numbers_say() -> None:
     layer = {"layer": 1, "beta": [2.0, 4.0], "limit": {"case": "fixed"}}
     layer |= {"clusters": {"start": 6.0, "end": 2.0}, "w2": {"start": 1.0, "end": 0.25}}
@@ -46,9 +42,3 @@ def test_a_sentence_says_what_the_numbers_say() -> None:
     assert "Layer 1 (beta 2, 4): 6.0 clusters become 2.0." in text
     assert "goes 75% of the way" in text
     assert "moves away" in Learned(path, [layer | {"w2": {"start": 1.0, "end": 2.0}}]).sentences()[0]  # type: ignore
-
-
-def test_clusters_of_directions() -> None:
-    x = torch.tensor([[[1.0, 0.0], [3.0, 0.1], [0.0, 2.0], [0.0, -1.0]]])
-    assert count_clusters(Cloud(x)).tolist() == [3]
-    assert count_clusters(Cloud(x, mask=torch.tensor([[True, True, True, False]]))).tolist() == [2]
