@@ -73,6 +73,7 @@ def one_length(model: Any, tokenizer: Any, name: str, n: int, inputs: int, seed:
     while sizes[-1] < n // 2 and (w2[-1] > GOAL or len(sizes) < 2):
         sizes.append(2 * sizes[-1])
         w2.append(encoder.compare(clustered(recording, sizes[-1], generator))[0].mean())
+    clusters = size_for_w2(torch.tensor(sizes), torch.stack(w2), GOAL)
     return {
         "n": n,
         "b": b.tolist(),
@@ -80,7 +81,7 @@ def one_length(model: Any, tokenizer: Any, name: str, n: int, inputs: int, seed:
         "logit_sd": float(averaging.logit_sd.mean()),
         "sizes": sizes,
         "w2": torch.stack(w2).tolist(),
-        "clusters": float(size_for_w2(torch.tensor(sizes), torch.stack(w2), GOAL)),
+        "clusters": None if clusters.isnan() else float(clusters),  # None: the goal is not reached
     }
 
 

@@ -33,6 +33,12 @@ def test_clusters_are_doubled_until_the_goal(rows: list[dict]) -> None:
         assert row["w2"][-1] <= long_inputs.GOAL or row["sizes"][-1] == row["n"] // 2
 
 
+def test_a_goal_that_is_not_reached_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_inputs, "GOAL", -1.0)
+    model = TableEncoder(layers=1, dim=16, heads=2, hidden=32).eval()
+    assert long_inputs.one_length(model, None, "tabpfn", 32, 2, 0)["clusters"] is None
+
+
 def test_claims_and_figure() -> None:
     row = {"b": [[0.2, 0.4], [0.3, 0.3]], "share_of_heads": 0.0, "logit_sd": 1.0, "sizes": [2, 4], "w2": [0.4, 0.2]}
     encoders = {"a": [row | {"n": 64, "clusters": 4.0}, row | {"n": 256, "clusters": 8.0}]}
