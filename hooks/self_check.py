@@ -91,16 +91,12 @@ def _check_layer(block: Block, cache: ActivationCache) -> Check:
     except UnreadableWeightsError as reason:
         return Check(block.index, float("nan"), 0.0, str(reason))
     z, output, q, k = (cache[f"blocks.{block.index}.{point}"] for point in COMPARED)
-    z, rounding = as_float(z), max(relative_rounding(z), relative_rounding(output))
-    relative = lambda y: float((y - output)[cache.mask].norm() / output[cache.mask].norm())
+    z, tokens, rounding = as_float(z), cache.mask, max(relative_rounding(z), relative_rounding(output))
+    relative = lambda y: float((y - output)[tokens].norm() / output[tokens].norm())
+    error = relative(attention.drift(Cloud(z, mask=tokens)))
     # The rounding error of a logit is the relative one of its exponential.
-    largest_logit = block.beta * float(q[cache.mask].norm(dim=-1).amax() * k[cache.mask].norm(dim=-1).amax())
-    check = Check(
-        block.index,
-        relative(attention.drift(Cloud(z, mask=cache.mask))),
-        16 * rounding * (1 + largest_logit),
-        block.positions,
-    )
+    largest = block.beta * float(q[tokens].norm(dim=-1).amax() * k[tokens].norm(dim=-1).amax())
+    check = Check(block.index, error, 16 * rounding * (1 + largest), block.positions)
     if check.exact or not block.knows_positions:
         return check
     try:
@@ -109,10 +105,9 @@ def _check_layer(block: Block, cache: ActivationCache) -> Check:
         return check
     added = torch.einsum("bhij,bjd,hkd,hek->bie", scores.softmax(-1), z, attention.V, attention.O)
     assert attention.value_bias is not None  # `read_attention` gives one
-    error = relative(added + attention.value_bias)
+    error, largest = relative(added + attention.value_bias), max(largest, float(scores[scores.isfinite()].abs().max()))
     # Models may take angles, tables and norms of positions in float32.
-    largest_score = float(scores.where(scores.isfinite(), 0).abs().max())
-    tolerance = 16 * max(rounding, torch.finfo(torch.float32).eps) * (1 + max(largest_logit, largest_score))
+    tolerance = 16 * max(rounding, torch.finfo(torch.float32).eps) * (1 + largest)
     return check if error <= tolerance else Check(block.index, error, tolerance, "")
 
 

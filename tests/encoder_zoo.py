@@ -120,6 +120,11 @@ def output(model: nn.Module, x: dict[str, Tensor], **options: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out.last_hidden_state
 
 
+def run(model: nn.Module, x: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return output(model, x)
+
+
 def fingerprint(model: nn.Module) -> list:
     """All that a hook could leave behind."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from encoder_zoo import CAUSAL, every_architecture, fingerprint, inputs, mask, output, tiny
+from encoder_zoo import CAUSAL, every_architecture, fingerprint, inputs, mask, output, run, tiny
 from tolerances import rounding
 from torch import Tensor, nn
 
@@ -17,11 +17,6 @@ from attn_flow.hooks.demo import minilm, topics
 from attn_flow.measures.cloud import Cloud
 
 pytestmark = pytest.mark.filterwarnings("ignore:a layer evaluates its attention several times")
-
-
-def run(model: nn.Module, x: dict[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        return output(model, x)
 
 
 def difference(name: str, a: Tensor, b: Tensor) -> float:
