@@ -115,8 +115,7 @@ def parameter_groups(module: nn.Module, weight_decay: float = 0.01) -> list[dict
     return [{"params": others, "weight_decay": weight_decay}, {"params": list(betas.values()), "weight_decay": 0.0}]
 
 
-def require_input(name: str, x: Tensor, dim: int, weight: Any) -> None:
-    """Raise an error unless x is a tensor of tokens (..., n, dim) that fits a weight, which may be a quantised one."""
+def require_input(name: str, x: Tensor, dim: int, weight: Tensor | None) -> None:
+    """Raise an error unless x is a tensor of tokens (..., n, dim) that fits a weight of the layer, if there is one."""
     checks.require_tokens(name, x)
-    is_floating = isinstance(weight, Tensor) and weight.is_floating_point()
-    checks.require_fit(name, x, dim, "the layer", weight if is_floating else None)
+    checks.require_fit(name, x, dim, "the layer", weight)

@@ -165,8 +165,10 @@ class ContinuousMultiheadAttention(FlowModule):
             key_padding_mask: ([batch,] m), True hides a key, or numbers that are added to the logits.
             attn_mask: the same for pairs, (n, m) or (batch * heads, n, m); is_causal replaces it by the causal mask.
         """
+        weight = getattr(self.q_proj, "weight", None)
+        weight = weight if isinstance(weight, Tensor) and weight.is_floating_point() else None  # None: quantised
         for name, z in (("query", query), ("key", key), ("value", value)):
-            require_input(name, z, self.embed_dim, getattr(self.q_proj, "weight", None))
+            require_input(name, z, self.embed_dim, weight)
         is_sequence_first = query.ndim == 3 and not self.batch_first
         x, y = (z.transpose(0, 1) if is_sequence_first else z for z in (query, key))  # ([batch,] n or m, embed_dim)
         if x.ndim > 3 or x.shape[:-2] != y.shape[:-2]:
@@ -191,7 +193,8 @@ class ContinuousMultiheadAttention(FlowModule):
         if self.validate and checks.can_read(q, k):
             # The logits while tokens at most double their length. In memory the heads are last but one: faster norms.
             lengths = [z.detach().transpose(-2, -3).norm(dim=-1).amax().float() for z in (q, k)]
-            if self.needs_float64({"query": x.detach(), "key": y.detach()}, 4 * lengths[0] * lengths[1], is_empty):
+            clouds = {"query": x.detach(), "key": y.detach()}
+            if self.needs_float64(clouds, 4 * lengths[0] * lengths[1], is_empty) and weight is not None:
                 options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
                 return self._forward_in_float64(query, query if context is None else key, *options)
         known = [] if self.options.checkpoint else [start]  # a checkpoint has to compute it again
