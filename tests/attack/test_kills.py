@@ -55,30 +55,20 @@ def kill(command: str, folder: Path, after: float) -> bool:
     return process.wait() == -signal.SIGKILL
 
 
-def survives(command: str, folder: Path, seed: int, uninterrupted: Any, record_property: Any) -> None:
-    expected, seconds, files = uninterrupted(command)
-    running = kill(command, folder, random.Random(seed).uniform(0, 0.7 * seconds))
-    record_property("killed", running)  # a run that was quicker than expected ends by itself
-    assert set(whole_files(folder / "out")) <= {*files, *partial_names(folder / "out")}
-    assert complete(command, folder) == expected
-    assert set(files) <= set(whole_files(folder / "out"))
-
-
 def partial_names(out: Path) -> list[str]:
     """What a run keeps for its successor while it is not finished."""
     return [path.name for path in out.rglob("*") if "part" in str(path.relative_to(out))]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_killed_once_it_is_finished_by_the_next_run(command, uninterrupted, tmp_path, record_property):
-    survives(command, tmp_path, 0, uninterrupted, record_property)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_killed_at_any_moment_it_is_finished_by_the_next_run(command, seed, uninterrupted, tmp_path, record_property):
-    survives(command, tmp_path, seed, uninterrupted, record_property)
+    expected, seconds, files = uninterrupted(command)
+    running = kill(command, tmp_path, random.Random(seed).uniform(0, 0.7 * seconds))
+    record_property("killed", running)  # a run that was quicker than expected ends by itself
+    assert set(whole_files(tmp_path / "out")) <= {*files, *partial_names(tmp_path / "out")}
+    assert complete(command, tmp_path) == expected
+    assert set(files) <= set(whole_files(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
