@@ -146,7 +146,7 @@ class Positions:
         k = k if self.key_bias is None else k + self.key_bias[:, None]
         n, parts = k.shape[-2], [self._rotate(k)]
         if self.table is not None:
-            parts.append(self._unit_vectors(k))
+            parts.append(self._unit_vectors(k).to(self.table))  # float32 for keys in half precision
         if self.terms is not None:
             k = pad(k, (0, 0, 0, self.count - n))
             parts += [self._unit_vectors(k[:, :n]), self.terms(torch.zeros_like(k), k).mT[:, :n]]

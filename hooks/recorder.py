@@ -155,7 +155,7 @@ class ActivationCache(Mapping[str, Tensor]):
             raise ValueError(f"{point}: keys of earlier tokens are in a cache; run whole texts, with use_cache=False.")
         q, k = project(block, z, "q"), project(block, z, "k")
         scores = attention_scores(block, q, k, self.mask, self._factors[layer])
-        pairs = self._call.get("mask")  # of torch's encoder
+        pairs = self.mask_of_pairs
         if pairs is not None:
             pairs = pairs if pairs.ndim == 2 else pairs.unflatten(0, scores.shape[:2])
             scores = scores.masked_fill(pairs, -torch.inf) if pairs.dtype == torch.bool else scores + pairs
@@ -183,6 +183,11 @@ class ActivationCache(Mapping[str, Tensor]):
             )
         return mask.to(x.device) > 0
 
+    @property
+    def mask_of_pairs(self) -> Tensor | None:
+        """The `mask` that torch's encoder got, which hides keys (True) or is added to the scores."""
+        return self._call.get("mask")
+
     # --- as other objects ---
 
     def special_tokens(self, batch: TokenBatch) -> Tensor:
@@ -193,8 +198,9 @@ class ActivationCache(Mapping[str, Tensor]):
                 marks[b, : len(row)] = torch.tensor(row, device=marks.device)
         elif "pixel_values" in self._call:
             config: Any = self.blocks[0].root.config
-            rows, columns = (size // config.patch_size for size in self._call["pixel_values"].shape[-2:])
-            marks[:, : marks.shape[1] - rows * columns] = True  # class and register tokens come before the patches
+            patch = torch.tensor(config.patch_size)  # one number or two
+            patches = int((torch.tensor(self._call["pixel_values"].shape[-2:]) // patch).prod())
+            marks[:, : marks.shape[1] - patches] = True  # class and register tokens come before the patches
         return marks
 
     def strings(self, batch: TokenBatch | None = None, tokenizer: Any = None) -> list[list[str]]:

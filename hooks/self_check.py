@@ -29,7 +29,7 @@ class Check:
         layer: its index.
         error: the relative difference.
         tolerance: what rounding allows.
-        omits: why the two cannot agree, in words: positions, or a change of the layer; empty if they can.
+        omits: why the two cannot agree, in words: positions, a mask, or a change of the layer; empty if they can.
 
     Example:
         >>> Check(layer=0, error=2e-7, tolerance=2e-6, omits="").exact
@@ -57,9 +57,9 @@ def self_check(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Check]:
 
     Returns:
         One Check per layer: its relative error (Frobenius norm over tokens), and a tolerance of 16 rounding errors
-        times one plus a bound on its logits. Where positions enter the scores, a layer is wrapped or scaled, or its
-        weights are quantised, the two cannot agree and the Check says why. Any other layer that does not agree is a
-        ValueError, and so is one that does not agree with its positions, where these can be read.
+        times one plus a bound on its logits. Where positions or a mask of pairs enter the scores, a layer is wrapped or
+        scaled, or its weights are quantised, the two cannot agree and the Check says why. Any other layer that does not
+        agree is a ValueError, and so is one that does not agree with its positions, where these can be read.
 
     Example:
         >>> from attn_flow.hooks.demo import tiny_bert
@@ -96,8 +96,9 @@ def _check_layer(block: Block, cache: ActivationCache) -> Check:
     error = relative(attention.drift(Cloud(z, mask=tokens)))
     # The rounding error of a logit is the relative one of its exponential.
     largest = block.beta * float(q[tokens].norm(dim=-1).amax() * k[tokens].norm(dim=-1).amax())
-    check = Check(block.index, error, 16 * rounding * (1 + largest), block.positions)
-    if check.exact or not block.knows_positions:
+    omits = block.positions if cache.mask_of_pairs is None else "the mask of pairs of tokens"
+    check = Check(block.index, error, 16 * rounding * (1 + largest), omits)
+    if check.exact or not omits:
         return check
     try:
         scores = as_float(cache[f"blocks.{block.index}.{SCORES}"])

@@ -207,6 +207,7 @@ def test_the_mask_of_pairs_of_torch_encoders(name: str, pairs: Tensor) -> None:
         weights, values, added = (cache[point] for point in points)
         expected = model.layers[1].self_attn.out_proj(torch.einsum("bhij,bjhk->bihk", weights, values).flatten(2))
     torch.testing.assert_close(added[cache.mask], expected[cache.mask], rtol=0, atol=1e-5)
+    assert all("mask of pairs" in check.omits for check in self_check(model, {**inputs(name), "mask": pairs}))
 
 
 def test_a_cache_by_name_with_gradients() -> None:
@@ -309,7 +310,9 @@ def test_images() -> None:
     path = record(tiny("DINOv2"), inputs("DINOv2"))
     assert path.x.shape == (4, 2, 17, 32)
     assert path.labels["special"][1] == [True] + 16 * [False]
-    assert record(tiny("ViT"), inputs("ViT")["pixel_values"]).x.shape == (4, 2, 17, 32)
+    model = tiny("ViT")
+    model.config.patch_size = (4, 4)
+    assert record(model, inputs("ViT")["pixel_values"]).labels["special"][1] == [True] + 16 * [False]
 
 
 def test_a_shared_block_beyond_its_depth() -> None:
@@ -406,6 +409,13 @@ def test_half_precision() -> None:
         model.encoder.layer[0].output.dense.weight.fill_(float("inf"))
     with pytest.raises(ValueError, match=r"NaN or infinite states in bfloat16.*float32"):
         record(model, x)
+    for name in ("MPNet", "DeBERTa", "Llama"):
+        patterns = []
+        for dtype in (torch.float16, torch.float32):
+            with recording(tiny(name, dtype), "blocks.0.attn.hook_pattern") as cache, torch.no_grad():
+                cache.blocks[0].root(**inputs(name))
+                patterns.append(cache["blocks.0.attn.hook_pattern"].float()[mask(name)[:, None].expand(-1, 4, -1)])
+        torch.testing.assert_close(*patterns, rtol=0, atol=0.02)
 
 
 class Rows:
