@@ -35,29 +35,26 @@ LENGTHS = {"silero": (128, 256, 512, 1024, 2048), "tabpfn": (128, 256, 512, 1024
 GOAL = 0.3  # W2 over the distance between inputs
 
 
-def compute(
-    quick: bool = False, seed: int = 0, progress: bool = False, parts: Path | None = None, names: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def compute(quick: bool = False, seed: int = 0, progress: bool = False, parts: Path | None = None) -> dict[str, Any]:
     """Exponents and numbers of clusters by length, for the encoders of LENGTHS that were fetched (parts: `kept_part`).
 
     quick: two inputs of 32 and 64 tokens of sapiens, whose inputs are short.
     """
     lengths = {"sapiens": (32, 64)} if quick else LENGTHS
     inputs = 2 if quick else 4
-    wanted = names or tuple(lengths)
     encoders: dict[str, Any] = {}
-    with progress_bar("long_inputs", sum(len(lengths[name]) for name in wanted), progress) as advance:
-        for name in wanted:
+    with progress_bar("long_inputs", sum(map(len, lengths.values())), progress) as advance:
+        for name, sizes in lengths.items():
             if fetched(name) is None:
                 continue
             model, tokenizer = load_fetched(name)
             encoders[name] = []
-            for n in lengths[name]:
+            for n in sizes:
                 options = {"n": n, "inputs": inputs, "seed": seed, "weights": fingerprint(model)}
                 run = lambda m=model, t=tokenizer, name=name, n=n: one_length(m, t, name, n, inputs, seed)
                 encoders[name].append(kept_part(parts, f"{name}-{n}", options, run))
                 advance(note=f"{name}, {n} tokens")
-    missing = [name for name in wanted if name not in encoders]
+    missing = [name for name in lengths if name not in encoders]
     return {"seed": seed, "inputs": inputs, "encoders": encoders, "missing": missing, "claims": claims(encoders)}
 
 

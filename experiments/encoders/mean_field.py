@@ -71,22 +71,11 @@ def growth_of_sample(model: TableEncoder, rows: TableDistribution, n: int, seed:
     return growth(model, model.rows(*rows.draw(n, generator)), generator)
 
 
-def compute(
-    quick: bool = False, seed: int = 0, progress: bool = False, parts: Path | None = None, largest: int = 4096
-) -> dict[str, Any]:
-    """Measure errors against n and depth.
-
-    Args:
-        quick: small tables.
-        seed: of the clouds; errors have seeds of their own.
-        progress: show a progress bar.
-        parts: a folder for finished parts, see `kept_part`.
-        largest: the largest number of rows.
-    """
+def compute(quick: bool = False, seed: int = 0, progress: bool = False, parts: Path | None = None) -> dict[str, Any]:
+    """Errors against n and depth (parts: `kept_part`). The seed is that of the clouds; errors have their own."""
     model, is_trained = encoder()
     chosen, sizes = (DISTRIBUTIONS[:2], QUICK) if quick else (DISTRIBUTIONS, SEEDS)
-    sizes = {n: seeds for n, seeds in sizes.items() if n <= largest}
-    few = dict.fromkeys(QUICK, 2) if quick else dict.fromkeys((n for n in (64, 256, 1024) if n <= largest), 3)
+    few = dict.fromkeys(QUICK, 2) if quick else dict.fromkeys((64, 256, 1024), 3)
     cloud_size = 128 if quick else 512
     jobs: dict[str, tuple[dict[str, Any], Any]] = {}
     for rows in chosen:

@@ -37,20 +37,10 @@ COLUMNS = (
 ANSWERS = {"supported": "yes", "partly": "partly", "not supported": "no", None: "no verdict"}
 
 
-def compute(
-    quick: bool = False, seed: int = 0, progress: bool = False, parts: Path | None = None, names: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """Probe encoders.
-
-    Args:
-        quick: small encoders and few texts.
-        seed: of all random numbers.
-        progress: show a progress bar.
-        parts: a folder for finished encoders, see `kept_part`.
-        names: which encoders; by default all that were fetched.
-    """
+def compute(quick: bool = False, seed: int = 0, progress: bool = False, parts: Path | None = None) -> dict[str, Any]:
+    """Probe all encoders that were fetched (parts: `kept_part`); quick: a small one and few texts."""
     texts, length = (3, 48) if quick else (8, 64)
-    wanted = names or (("sapiens",) if quick else tuple(ZOO))
+    wanted = ("sapiens",) if quick else tuple(ZOO)
     present = [name for name in wanted if fetched(name) is not None]
     encoders = {}
     with progress_bar("questions", len(present), progress) as advance:

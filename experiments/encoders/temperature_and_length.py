@@ -40,23 +40,15 @@ DISTANCE_TEXTS = 4  # on which attended distances are measured
 Weights = Callable[[Heads], Tensor]  # attention weights (heads, n, n)
 
 
-def compute(
-    quick: bool = False,
-    seed: int = 0,
-    progress: bool = False,
-    parts: Path | None = None,
-    names: Sequence[str] | None = None,
-) -> dict[str, Any]:
+def compute(quick: bool = False, seed: int = 0, progress: bool = False, parts: Path | None = None) -> dict[str, Any]:
     """Cosines of long texts with their chunks by factor of beta, with the control, for every encoder that is here.
 
-    Args:
-        names: encoders; by default those of ENCODERS that were fetched (quick: MiniLM).
-        parts: see `kept_part`.
+    parts: see `kept_part`.
     """
     from attn_flow.experiments.encoders import fetched
 
     pairs, texts = (((64, 32),), 3) if quick else (PAIRS, 16)
-    wanted = names or (("minilm",) if quick else ENCODERS)
+    wanted = ("minilm",) if quick else ENCODERS
     here = [name for name in wanted if name == "minilm" or fetched(name) is not None]
     models: dict[str, Any] = {}
     with progress_bar("temperature_and_length", len(here) * len(pairs), progress) as advance:
