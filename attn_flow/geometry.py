@@ -195,7 +195,9 @@ class Ellipsoid:
 
 
 def place(name: str, x: Tensor, geometry: Geometry) -> Tensor:
-    """The retraction of tokens x (..., n, d) to the geometry; ValueError with this name if one has no image there."""
+    """The retraction of tokens x (..., n, d) to the geometry; ValueError with this name if it does not exist."""
+    if isinstance(geometry, Ellipsoid):
+        checks.require_shape(name, x, geometry.centre.shape)
     y = geometry.retract(x)
     has_image = y.detach().isfinite().all(-1)
     if isinstance(geometry, Sphere):  # a token whose square overflows is retracted to zero

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from attn_flow.base import checks
-from attn_flow.geometry import place
+from attn_flow.geometry import Ellipsoid, place
 from attn_flow.nn.options import FlowKeywords, FlowOptions
 
 
@@ -35,6 +35,8 @@ class FlowModule(nn.Module):
         beta, self.learn_beta = options.pop("beta", None), options.pop("learn_beta", False)
         self.validate = options.pop("validate", True)
         self.options = FlowOptions(**options)  # type: ignore[misc]
+        if isinstance(self.options.geometry, Ellipsoid):
+            checks.require_shape("the centre of the geometry", self.options.geometry.centre, (dim,))
         if beta is None:
             radius = self.options.geometry.max_norm
             beta = spread * dim / (math.sqrt(self.head_dim) * (dim if radius is None else radius**2))

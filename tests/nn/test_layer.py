@@ -351,6 +351,7 @@ def test_errors() -> None:
     for options, message in (
         ({"horizon": -1.0}, "horizon = -1.0, expected a positive"),
         ({"steps": 0}, "steps = 0, expected an integer"),
+        ({"geometry": Ellipsoid(torch.zeros(3), torch.ones(3))}, "the centre of the geometry has shape"),
         ({"step": "adaptive"}, "a layer takes equal steps"),
     ):
         with pytest.raises(ValueError, match=message):
