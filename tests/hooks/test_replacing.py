@@ -170,6 +170,7 @@ def test_generation_without_a_cache_is_a_literal_loop(name: str) -> None:
     nn.init.normal_(model.get_output_embeddings().weight)
     ids, before = inputs(name)["input_ids"][:1], model.generation_config.use_cache
     replace_attention(model, [1], beta_factor=2.0)
+    assert not hasattr(model.base_model, "generate")  # the model inside has none
     flows(model)[1].steps = 3  # asked at every call
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with pytest.warns(UserWarning, match="without a cache of keys"):
