@@ -9,30 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inputs import F64, diag, matrix, tokens
 from torch import Tensor
 
 from attn_flow import Attention, Cloud, EllipsoidSupport, Gaussian, Sphere, UniformSphere, flow, limit
 from attn_flow.measures import quadrature
 from attn_flow.prediction import spectrum, zero_temperature_flow
 
-F64 = torch.float64
 EYE2, EYE3 = torch.eye(2, dtype=F64), torch.eye(3, dtype=F64)
-
-
-def matrix(*rows: list[float]) -> Tensor:
-    return torch.tensor(rows, dtype=F64)
-
-
-def diag(*entries: float) -> Tensor:
-    return torch.diag(torch.tensor(entries, dtype=F64))
 
 
 def attention(G: Tensor, V: Tensor, **options: Any) -> Attention:
     return Attention.from_matrices(G, V, **options)
-
-
-def tokens(*shape: int, seed: int = 0) -> Tensor:
-    return Sphere().uniform(shape[:-1], shape[-1], generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 def similar(J: np.ndarray, seed: int, condition: float = 10.0) -> Tensor:

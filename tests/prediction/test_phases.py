@@ -6,25 +6,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from inputs import F64, diag, skewed
 from torch import Tensor
 
 from attn_flow import Attention, Cloud, Sphere, Trajectory, flow, limit, phases
 from attn_flow.measures.quadrature import circle
 from attn_flow.prediction import Phases, fit_bound, phases_over_seeds, w2_curve, zero_temperature_flow
 
-F64 = torch.float64
-
-
-def diag(*entries: float) -> Tensor:
-    return torch.diag(torch.tensor(entries, dtype=F64))
-
 
 def attention(beta: float, G: Tensor | None = None, V: Tensor | None = None) -> Attention:
     return Attention.from_matrices(diag(3, 1) if G is None else G, diag(1, 2) if V is None else V, beta=beta)
-
-
-def skewed(n: int) -> Cloud:
-    return circle(n, lambda theta: torch.exp(torch.cos(theta - 1)))
 
 
 def names(intervals: tuple) -> list[str]:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from inputs import F64, diag, matrix, skewed, tokens
 
 from attn_flow import (
     Attention,
@@ -21,28 +21,11 @@ from attn_flow import (
 from attn_flow.measures import quadrature
 from attn_flow.prediction import w2_curve, zero_temperature_flow
 
-F64 = torch.float64
 EYE2, EYE3 = torch.eye(2, dtype=F64), torch.eye(3, dtype=F64)
-
-
-def matrix(*rows: list[float]) -> Tensor:
-    return torch.tensor(rows, dtype=F64)
-
-
-def diag(*entries: float) -> Tensor:
-    return torch.diag(torch.tensor(entries, dtype=F64))
-
-
-def tokens(*shape: int, seed: int = 0) -> Tensor:
-    return Sphere().uniform(shape[:-1], shape[-1], generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 def met(needs: tuple) -> dict[str, bool | None]:
     return {need.name: need.met for need in needs}
-
-
-def skewed(n: int) -> Cloud:
-    return quadrature.circle(n, lambda theta: torch.exp(torch.cos(theta - 1)))
 
 
 # --- no t_min where its theory does not hold --------------------------------------------------------------------

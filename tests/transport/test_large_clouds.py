@@ -9,22 +9,14 @@ import sys
 import numpy as np
 import pytest
 import torch
+from inputs import F64, normal, unit
 from torch import Tensor
 
 from attn_flow.geometry import Sphere
 from attn_flow.measures.cloud import Cloud
 from attn_flow.transport import CertificateError, solve, wasserstein
 
-F64 = torch.float64
 FEW, MANY = [0.5, 0.2, 0.1, 0.1, 0.1], [0.1, 0.1, 0.2, 0.2, 0.4]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
-
-
-def unit(x: Tensor) -> Tensor:
-    return x / x.norm(dim=-1, keepdim=True)
 
 
 def clustered(n: int, shares: list[float], width: float, seed: int) -> Tensor:

@@ -8,20 +8,11 @@ import re
 import pytest
 import torch
 from geomloss import SamplesLoss
+from inputs import F64, masses, normal
 from torch import Tensor
 
 from attn_flow.measures.cloud import Cloud
 from attn_flow.transport import CertificateError, Sliced, solve, wasserstein
-
-F64 = torch.float64
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
-
-
-def masses(*shape: int, seed: int = 0) -> Tensor:
-    return torch.softmax(normal(*shape, seed=seed), -1)
 
 
 def clusters(n: int, shares: list[float], seed: int) -> Tensor:
