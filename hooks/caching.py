@@ -1,7 +1,8 @@
-"""Causal models run without their cache of keys and values where a layer evaluates its attention several times."""
+"""Decoders run without their cache of keys and values where a layer evaluates its attention several times."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from functools import partial
 from typing import Any
@@ -71,8 +72,12 @@ def _hooks(layers: list[Block]) -> list[WithoutCache]:
 
 def stop_caching(model: nn.Module, layers: list[Block]) -> None:
     """Run a model without its cache, if it has one, as long as a layer evaluates its attention several times."""
-    has_cache = layers[0].causal and hasattr(getattr(layers[0].root, "config", None), "use_cache")
-    if has_cache and not _hooks(layers):
+    root = layers[0].root
+    takes_it = "use_cache" in inspect.signature(root.forward).parameters and hasattr(
+        getattr(root, "config", None), "use_cache"
+    )
+    # A BERT that is no decoder makes none; a Llama does, also where every token attends to all.
+    if takes_it and getattr(layers[0].core, "is_decoder", True) and not _hooks(layers):
         WithoutCache(model, layers)
 
 

@@ -156,6 +156,7 @@ OTHERS: dict[str, tuple[dict[str, Any], bool]] = {  # options, and whether they 
 }
 
 
+@pytest.mark.filterwarnings("ignore:a layer evaluates its attention several times")
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_patterns_of_other_models(name: str) -> None:
     options, causal = OTHERS[name]
@@ -177,6 +178,8 @@ def test_patterns_of_other_models(name: str) -> None:
     with wrap(model, [1]), torch.no_grad():
         wrapped = model(**x).last_hidden_state
     torch.testing.assert_close(wrapped, model(**x).last_hidden_state, rtol=0, atol=1e-4)
+    with wrap(model, [1], steps=2), torch.no_grad():  # without a cache, which each evaluation would fill
+        assert getattr(model(**x), "past_key_values", None) is None
 
 
 @pytest.mark.parametrize(
