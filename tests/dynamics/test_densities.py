@@ -59,7 +59,7 @@ def test_unresolved_densities_are_refused():
     with pytest.raises(ValueError, match="bandwidth"):
         density_flow(Attention.identity(2, 5.0), lambda x: torch.exp(3 * x[:, 0]), [0.0, 20.0])
     waves = lambda x: torch.exp(20 * torch.cos(29 * torch.atan2(x[:, 1], x[:, 0])))  # degrees 29 and 58 of 64 only
-    with pytest.raises(ValueError, match="its lowest value is -0.2"):
+    with pytest.raises(ValueError, match=r"its lowest value is -0\.2"):
         density_flow(Attention.identity(2), waves, 0.1, tail=1e-4)
     with pytest.raises(ValueError, match="dimension 4"):
         density_flow(Attention.identity(4), lambda x: x[:, 0], 1.0)
