@@ -72,12 +72,11 @@ def _hooks(layers: list[Block]) -> list[WithoutCache]:
 
 def stop_caching(model: nn.Module, layers: list[Block]) -> None:
     """Run a model without its cache, if it has one, as long as a layer evaluates its attention several times."""
-    root = layers[0].root
-    takes_it = "use_cache" in inspect.signature(root.forward).parameters and hasattr(
-        getattr(root, "config", None), "use_cache"
-    )
-    # A BERT that is no decoder makes none; a Llama does, also where every token attends to all.
-    if takes_it and getattr(layers[0].core, "is_decoder", True) and not _hooks(layers):
+    root, core = layers[0].root, layers[0].core
+    has_option = hasattr(getattr(root, "config", None), "use_cache")
+    takes_option = "use_cache" in inspect.signature(root.forward).parameters
+    # A BERT that is no decoder makes no cache; a Llama does, also where every token attends to all.
+    if has_option and takes_option and getattr(core, "is_decoder", True) and not _hooks(layers):
         WithoutCache(model, layers)
 
 
