@@ -65,7 +65,7 @@ def test_places_that_are_no_files(tmp_path: Path) -> None:
         load_texts(tmp_path / "nowhere.txt")
     with pytest.raises(ValueError, match="no file"):
         load_texts(tmp_path)
-    with pytest.raises(ValueError, match="has no config.json; expected a folder written by save_pretrained"):
+    with pytest.raises(ValueError, match=r"has no config\.json; expected a folder written by save_pretrained"):
         load_encoder(tmp_path)
 
 
