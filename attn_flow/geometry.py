@@ -194,8 +194,17 @@ class Ellipsoid:
         return self.centre.to(x) + UNIT_SPHERE.retract(self.sphere_coordinates(x)) @ self.axes.to(x).T
 
 
+def require_geometry(geometry: Geometry) -> None:
+    """Raise TypeError unless this is a geometry; the class Sphere in place of Sphere() is none."""
+    if isinstance(geometry, type) or not hasattr(geometry, "retract"):
+        raise TypeError(
+            f"geometry is a {type(geometry).__name__}, expected a Geometry such as Sphere() or Euclidean()."
+        )
+
+
 def place(name: str, x: Tensor, geometry: Geometry) -> Tensor:
     """The retraction of tokens x (..., n, d) to the geometry; ValueError with this name if it does not exist."""
+    require_geometry(geometry)
     if isinstance(geometry, Ellipsoid):
         checks.require_shape(name, x, geometry.centre.shape)
     y = geometry.retract(x)

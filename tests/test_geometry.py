@@ -60,6 +60,7 @@ def test_layer_norm_puts_tokens_on_its_ellipsoid(generator):
         (lambda: Ellipsoid([0.0], torch.ones(1)), "centre is a list"),
         (lambda: Ellipsoid.from_layer_norm(torch.ones(4).half()), "gain has dtype torch.float16, expected float32"),
         (lambda: place("x", torch.zeros(1, 2), Sphere()), "without a direction"),
+        (lambda: place("x", torch.ones(1, 2), Sphere), r"geometry is a type, expected a Geometry such as Sphere\(\)"),
         (lambda: place("x", torch.zeros(1, 2), ellipsoid()), r"x has shape \(1, 2\), expected \(\.\.\., 4\)"),
         (lambda: place("x", torch.full((1, 2), 1e30), Sphere()), "too long"),
     ],

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from attn_flow.attention.fields import Velocity
 from attn_flow.base import checks
 from attn_flow.dynamics.steppers import RungeKutta, as_method, rk4
-from attn_flow.geometry import UNIT_SPHERE, Euclidean, Geometry
+from attn_flow.geometry import UNIT_SPHERE, Euclidean, Geometry, require_geometry
 
 Step = Literal["euler", "rk4", "dopri5"] | RungeKutta
 
@@ -58,9 +58,7 @@ class FlowOptions:
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.geometry, type) or not hasattr(self.geometry, "retract"):
-            kind = type(self.geometry).__name__
-            raise TypeError(f"geometry is a {kind}, expected a Geometry such as Sphere() or Euclidean().")
+        require_geometry(self.geometry)
         checks.require_positive(horizon=self.horizon)
         checks.require_count(steps=self.steps)
         if not isinstance(as_method(self.step), RungeKutta):
