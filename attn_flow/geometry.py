@@ -197,9 +197,8 @@ class Ellipsoid:
 def require_geometry(geometry: Geometry) -> None:
     """Raise TypeError unless this is a geometry; the class Sphere in place of Sphere() is none."""
     if isinstance(geometry, type) or not hasattr(geometry, "retract"):
-        raise TypeError(
-            f"geometry is a {type(geometry).__name__}, expected a Geometry such as Sphere() or Euclidean()."
-        )
+        kind = type(geometry).__name__
+        raise TypeError(f"geometry is a {kind}, expected a Geometry such as Sphere() or Euclidean().")
 
 
 def place(name: str, x: Tensor, geometry: Geometry) -> Tensor:
