@@ -146,3 +146,14 @@ def test_the_low_rank_approximation_is_that_of_the_singular_values():
     U, S, V = torch.linalg.svd(logits.softmax(-1))
     expected = (U[..., :3] * S[:, None, :3]) @ V[:, :3] @ values
     torch.testing.assert_close(coresets.low_rank_averages(logits, values, 3), expected)
+
+
+def test_predicted_queries_of_the_same_tokens_are_their_own():
+    """A linear map of keys and values gives what it can, and residuals the rest."""
+    keys, values, queries = draw(2, 30, 4), draw(2, 30, 4, seed=1), draw(2, 30, 4, seed=2)
+    predicted = coresets.predict_queries(queries, (keys, values), keys, values)
+    torch.testing.assert_close(predicted, queries)
+    linear = keys + 2 * values + 0.5
+    others = draw(2, 30, 4, seed=3), draw(2, 30, 4, seed=4)
+    predicted = coresets.predict_queries(linear, (keys, values), *others)
+    torch.testing.assert_close(predicted, others[0] + 2 * others[1] + 0.5, rtol=0, atol=0.05)  # the ridge is small

@@ -13,7 +13,7 @@ import transformers
 from encoder_zoo import ZOO, every_architecture, inputs, mask, output, tiny, tokenizer
 from torch import Tensor, nn
 
-from attn_flow.hooks import flows, load, load_encoder, register_attention, replace_attention, scale_beta
+from attn_flow.hooks import flows, load, load_encoder, register_attention, replace_attention, scale_beta, wrap
 from attn_flow.hooks.safe_loading import pretrained, pretrained_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:a layer evaluates its attention several times")
@@ -159,6 +159,19 @@ def test_weights_that_accelerate_offloads(tmp_path: Path) -> None:
     model = accelerate.cpu_offload(load(tmp_path), execution_device="cpu")
     assert flows(model)[0].log_beta_factor.is_meta
     assert torch.equal(run(model), expected)
+
+
+def test_a_hook_that_accelerate_adds_meanwhile_stays() -> None:
+    accelerate = pytest.importorskip("accelerate.hooks")
+    model, x = tiny("BERT"), inputs("BERT")
+    with torch.no_grad():
+        expected = output(model, x)
+        with wrap(model, steps=2):
+            for module in model.encoder.layer[0].modules():
+                accelerate.add_hook_to_module(module, accelerate.ModelHook())
+        assert torch.equal(output(model, x), expected)
+        accelerate.remove_hook_from_module(model, recurse=True)
+        assert torch.equal(output(model, x), expected)
 
 
 def test_a_quantisation_config(tmp_path: Path) -> None:

@@ -114,11 +114,12 @@ def test_sphere_and_von_mises_fisher_by_quadrature(d):
     torch.testing.assert_close(mu.log_partition(g, beta), density.log_partition(g, beta), rtol=0, atol=tolerance)
 
 
-def test_von_mises_fisher_samples(generator):
-    mu = VonMisesFisher(torch.tensor([0.0, 0.0, 1.0], dtype=f64), 5.0)
+@pytest.mark.parametrize(("d", "kappa"), [(1, 0.5), (2, 5.0), (3, 5.0)])
+def test_von_mises_fisher_samples(generator, d, kappa):
+    mu = VonMisesFisher(torch.eye(d, dtype=f64)[-1], kappa)
     x = mu.sample(20000, generator=generator)
     torch.testing.assert_close(x.norm(dim=-1), torch.ones(20000, dtype=f64))
-    expected = mu.tilted_mean(torch.zeros(1, 3, dtype=f64), 0.0)[0]
+    expected = mu.tilted_mean(torch.zeros(1, d, dtype=f64), 0.0)[0]
     assert float((x.mean(0) - expected).abs().max()) < 5 / math.sqrt(20000)
 
 

@@ -241,6 +241,26 @@ def test_the_rule_of_the_verdict():
     assert has_mean_field_rate(Interval(low, low, high)).tolist() == [False, True, True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("exponents", "verdict", "where"),
+    [
+        ([0.5, 0.5, 0.5], "supported", "in every layer and 0% of heads"),
+        ([0.2, 0.5, 0.2, 0.5], "partly", "in layers 1, 3 and 0% of heads"),
+        ([0.5, 0.5, 0.5, 0.2], "partly", "in 3 of 4 layers and 0% of heads"),
+        ([0.2, 0.3], "not supported", "in no layer and 0% of heads"),
+    ],
+)
+def test_layers_are_named_if_they_are_few(exponents, verdict, where):
+    """Errors made by hand, (1 - m/n) m^(-2b) with the exponent b of the layer; every head has b = 0.1."""
+    m, b = sample_sizes(64)[:, None].expand(-1, 8), torch.tensor(exponents, dtype=torch.float64)
+    errors = lambda b: (1 - m / 64) * m ** (-2 * b[..., None, None])
+    heads, rest = errors(torch.full((len(b), 1), 0.1)), torch.ones(len(b), 8, dtype=torch.float64)
+    tokens = torch.full((8,), 64)
+    finding = Averaging(tokens, m, errors(b), heads, heads, rest[:, None], rest, rest).finding()
+    assert finding.verdict == verdict
+    assert finding.text.startswith(f"Attention averages over many tokens {where}")
+
+
 def test_few_texts_have_no_verdict():
     few = measure_averaging(exchangeable(0.05, texts=1), seeded()).finding()
     assert few.verdict is None

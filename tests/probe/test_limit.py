@@ -174,6 +174,7 @@ def test_the_rule_of_the_verdict(generator, own, rival, verdict, words):
     assert finding.verdict == verdict
     assert words in finding.text
     assert "shrinks by 1.0% a layer" in finding.text
+    assert ("0.50 of what the flow would do" in finding.text) == (verdict != "not supported")
     assert f"p = {finding.numbers['global_p']:.2g} against rotated weights" in finding.text
     assert finding.numbers["fraction"] == pytest.approx([0.5] * 3)
     few = LimitApproach(agreement[:, :7], rotated, rivals, torch.zeros(0), shrinks[:, :7], shrinks[:, :7]).finding()

@@ -43,6 +43,10 @@ def test_side() -> None:
     share = (height > 0).double().mean(-1)
     assert torch.equal((share > 0.5).long(), batch.y)
     assert float(torch.maximum(share, 1 - share).min()) >= 0.549
+    with pytest.raises(ValueError, match="tokens = 19, expected at least 20"):
+        draw("side", tokens=19)
+    with pytest.raises(ValueError, match="tokens = 18, expected 2 to 17"):
+        draw("recall", tokens=18)
     assert 0.5 < float(((height.mean(-1) > 0).long() == batch.y).double().mean()) < 0.66
     assert task.chance == 0.5
     assert abs(float(batch.y.double().mean()) - 0.5) < 0.05
