@@ -6,6 +6,7 @@ Integrators call them and never ask which set it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Protocol, TypedDict, Unpack
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from attn_flow.base import checks
+
+Velocity = Callable[[float, Tensor], Tensor]  # (t, x) -> one vector per token, x (..., n, d)
 
 
 class Factory(TypedDict, total=False):

@@ -252,7 +252,7 @@ def imported(path: Path, nodes: list[ast.AST], known: Collection[str]) -> set[st
     return names & set(known)
 
 
-def test_imports_go_one_way():
+def test_imports_go_one_way_and_are_not_deep():
     found = modules()
     level = {package: i for i, packages in enumerate(LEVELS) for package in packages}
     before: dict[str, set[str]] = {}
@@ -271,7 +271,10 @@ def test_imports_go_one_way():
         for other in imported(path, list(ast.walk(tree)), found) - {"attn_flow"}:
             package = other.split(".")[1]
             assert level[package] <= level[packages[0]], f"{name} imports {other}"
-    graphlib.TopologicalSorter(before).prepare()  # raises CycleError
+    depth: dict[str, int] = {}
+    for name in graphlib.TopologicalSorter(before).static_order():  # raises CycleError
+        depth[name] = 1 + max((depth[other] for other in before[name]), default=0)
+    assert max(depth.values()) < 15
 
 
 def test_tests_mirror_the_packages_and_are_tests_only():

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from attn_flow.base import checks
+from attn_flow.geometry import Velocity
 from attn_flow.measures.cloud import Cloud
-
-Velocity = Callable[[float, Tensor], Tensor]  # (t, x) -> one vector per token, x (..., n, d)
 
 
 class Field(ABC):

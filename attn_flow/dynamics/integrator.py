@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_flow.attention.fields import Field, Velocity
+from attn_flow.attention.fields import Field
 from attn_flow.base import checks
 from attn_flow.dynamics.merging import MergedCloud
 from attn_flow.dynamics.noise import Noise
 from attn_flow.dynamics.step_size import StepMonitor, StepWarning
 from attn_flow.dynamics.steppers import Adaptive, RungeKutta, dopri5
-from attn_flow.geometry import Geometry, place
+from attn_flow.geometry import Geometry, Velocity, place
 from attn_flow.measures.cloud import Cloud
 
 Stop = Callable[[float, Cloud], bool | Tensor]

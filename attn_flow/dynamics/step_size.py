@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from attn_flow.attention.fields import Velocity
 from attn_flow.dynamics.steppers import RungeKutta
-from attn_flow.geometry import Geometry
+from attn_flow.geometry import Geometry, Velocity
 
 MAX_LOCAL_ERROR = 0.1  # of u^(p+1) / (p+1)!, the error of a step of order p that moves a token by u of its length
 MAX_ESTIMATE = 0.03  # of the estimated error of a step, relative to the length of a token

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_flow.attention.fields import Velocity
 from attn_flow.base import checks
-from attn_flow.geometry import Geometry
+from attn_flow.geometry import Geometry, Velocity
 
 
 @dataclass(frozen=True, repr=False)

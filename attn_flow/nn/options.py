@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attn_flow.attention.fields import Velocity
 from attn_flow.base import checks
 from attn_flow.dynamics.steppers import RungeKutta, as_method, rk4
-from attn_flow.geometry import UNIT_SPHERE, Euclidean, Geometry, require_geometry
+from attn_flow.geometry import UNIT_SPHERE, Euclidean, Geometry, Velocity, require_geometry
 
 Step = Literal["euler", "rk4", "dopri5"] | RungeKutta
 
