@@ -191,7 +191,8 @@ def random_clusters(keys: Tensor, values: Tensor, queries: Tensor, size: int, ge
 def random_tokens(keys: Tensor, values: Tensor, special: Tensor, size: int, generator: torch.Generator) -> Coreset:
     """The special tokens, and others drawn at random, the same for all heads, that stand for all of their kind."""
     n, count = len(special), int(special.sum())
-    drawn = torch.rand(n, generator=generator).to(keys.device).masked_fill(special, 2.0).topk(min(size, n)).indices
+    priorities = torch.rand(n, generator=generator, dtype=torch.float32).to(keys.device).masked_fill(special, 2.0)
+    drawn = priorities.topk(min(size, n)).indices
     others = max(1, min(size, n) - count)
     log_masses = torch.where(special[drawn], 0.0, math.log(max(1, n - count) / others)).to(keys)
     return Coreset(keys[:, drawn], values[:, drawn], log_masses.expand(len(keys), -1))
@@ -205,7 +206,8 @@ def leverage_sample(keys: Tensor, values: Tensor, size: int, generator: torch.Ge
     """
     basis = torch.linalg.qr(torch.cat([keys, torch.ones_like(keys[..., :1])], -1))[0]
     scores = basis.square().sum(-1).clamp_min(1e-12)
-    priorities = scores / torch.rand(scores.shape, generator=generator).to(scores).clamp_min(1e-12)
+    uniform = torch.rand(scores.shape, generator=generator, dtype=torch.float32).to(scores)
+    priorities = scores / uniform.clamp_min(1e-12)
     order = priorities.argsort(-1, descending=True)
     drawn, following = order[:, :size], order[:, size : size + 1]
     masses = priorities.gather(-1, following) / scores.gather(-1, drawn) if following.shape[1] else torch.ones(1)

@@ -112,8 +112,9 @@ def compare_predictions(columns: dict[str, Tensor], seed: int) -> dict[str, Any]
     predicted, sd, b, logits = (z[known] for z in (columns["predicted_b"], columns["logit_sd"], b, logits))
     predictions = {"predicted_b": predicted, "logits_b": logits, "mean_b": b.mean().expand(b.shape)}
     predictions["layer_mean_b"] = layer_mean
-    orders = torch.rand(PERMUTATIONS, len(b), generator=torch.Generator().manual_seed(seed)).argsort(-1)
-    permuted = torch.tensor([correlation(logits[order], b) or 0.0 for order in orders])
+    generator = torch.Generator().manual_seed(seed)
+    orders = torch.rand(PERMUTATIONS, len(b), generator=generator, dtype=torch.float32).argsort(-1)
+    permuted = torch.tensor([correlation(logits[order], b) or 0.0 for order in orders], dtype=torch.float64)
     rms = lambda errors: float(errors.square().mean().sqrt()) if errors.numel() else None
     return {
         **{name: {"correlation": correlation(z, b), "rms_error": rms(z - b)} for name, z in predictions.items()},

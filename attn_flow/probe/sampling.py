@@ -50,7 +50,7 @@ def decay_exponent(squared_errors: Tensor, sizes: Tensor, n: int | Tensor) -> Te
 def permuted_keys(special: Tensor, draws: int, generator: torch.Generator) -> Tensor:
     """Indices (draws, N) of the keys that are not special, in random orders; the first m are a sample of size m."""
     regular = (~special).nonzero()[:, 0]
-    order = torch.rand(draws, len(regular), generator=generator).argsort(-1)
+    order = torch.rand(draws, len(regular), generator=generator, dtype=torch.float32).argsort(-1)
     return regular[order.to(regular.device)]
 
 
