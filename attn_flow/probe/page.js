@@ -33,7 +33,7 @@ function showHeads() {
     const button = element("button", cell.b === null ? "" : cell.b.toFixed(2).replace("0.", "."));
     button.type = "button";
     button.style.background = heat((Math.log2(cell.sd || 0.5) + 1) / 4);  // from 0.5 to 8
-    button.title = `layer ${cell.layer}, head ${cell.head}: exponent b ${cell.b?.toFixed(2)}, ` +
+    button.title = `layer ${cell.layer}, head ${cell.head}: exponent b ${cell.b?.toFixed(2) ?? "not known"}, ` +
       `standard deviation of logits ${cell.sd?.toFixed(2)}`;
     if (cell.layer === layer() && cell.head === head()) button.classList.add("chosen");
     button.addEventListener("click", () => {

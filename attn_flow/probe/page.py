@@ -63,7 +63,7 @@ def write_page(
         "packages": ", ".join(f"{name} {version}" for name, version in about.versions.items() if name != "source"),
     }
     parts = {name: html.escape(str(value)) for name, value in words.items()}
-    parts["style"], parts["scripts"] = _packaged("page.css"), _scripts(about, averaging, reading, tokens)
+    parts["style"], parts["scripts"] = _packaged("page.css"), _scripts(about, findings, reading, tokens)
     parts["cards"] = "\n".join(_card(findings, name) for name in QUESTIONS)
     for name, finding in findings.items():
         numbers = finding.numbers
@@ -144,12 +144,13 @@ def _columns(name: str, numbers: dict[str, Any], layers: int) -> dict[str, Seque
     }
 
 
-def _scripts(about: About, averaging: Finding, reading: Reading, tokens: list[list[str]]) -> str:
+def _scripts(about: About, findings: Mapping[str, Finding], reading: Reading, tokens: list[list[str]]) -> str:
     """The data of the token view and its script. "<" is escaped, so that no token can end the script."""
     lengths = reading.lengths.tolist()
     spreads = (reading.keys.log() / max(1.0, float(reading.lengths.double().log().max()))).split(lengths, -1)
     received = [[[round(value, 2) for value in row] for row in z.tolist()] for z in reading.received.split(lengths, -1)]
-    heads = averaging.numbers.get("heads", [])
+    exponents = {(row["layer"], row["head"]): row["b"] for row in findings["averaging"].numbers.get("heads", [])}
+    heads = [(row["layer"], row["head"], row["logit_sd"]) for row in findings["temperature"].numbers["heads"]]
     data = {
         "texts": [
             {"words": as_words(words), "keys": _bytes(keys), "received": rows}
@@ -158,7 +159,7 @@ def _scripts(about: About, averaging: Finding, reading: Reading, tokens: list[li
         "longest": max(lengths),
         "layers": about.encoder["layers"],
         "heads": about.encoder["heads"],
-        "map": [{"layer": row["layer"], "head": row["head"], "b": row["b"], "sd": row["logit_sd"]} for row in heads],
+        "map": [{"layer": i, "head": h, "b": exponents.get((i, h)), "sd": sd} for i, h, sd in heads],
         "rows": {"n": reading.weights.shape[-1], "bytes": _bytes(reading.weights.sqrt())},
     }
     escaped = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
