@@ -43,13 +43,14 @@ def record_encoder(
         path = record(model, source, texts, points=points, world=world, **limits)
     assert path.mask is not None  # recorded paths have one
     x, mask, lengths = path.x, path.mask, path.mask.sum(-1).tolist()
-    indices = [t for t, n in enumerate(lengths) if n >= MIN_TOKENS]
+    names, ids, special = path.labels.get("token"), path.labels.get("id"), path.labels["special"]
+    is_long = [n >= MIN_TOKENS and n - sum(special[t]) >= MIN_TOKENS // 2 for t, n in enumerate(lengths)]
+    indices = [t for t, keep in enumerate(is_long) if keep]
     if not indices:
         raise ValueError(
-            f"no text has {MIN_TOKENS} tokens (the longest has {max(lengths)}); expected longer texts, {MIN_TEXTS} or "
-            "more for a verdict: put several sentences into one."
+            f"no text has {MIN_TOKENS} tokens, half of them not special (the longest has {max(lengths)}); expected "
+            f"longer texts, {MIN_TEXTS} or more for a verdict: put several sentences into one."
         )
-    names, ids, special = path.labels.get("token"), path.labels.get("id"), path.labels["special"]
     levels = [[x[level, t][mask[t]] for t in indices] for level in range(2 * L + 1)]
     digest = hashlib.sha256(str([(ids[t] if ids else None, special[t]) for t in indices]).encode())
     return Recording(
@@ -61,7 +62,7 @@ def record_encoder(
         special=[torch.tensor(special[t], dtype=torch.bool, device=x.device) for t in indices],
         tokens=[list(names[t]) if names else [str(i) for i in range(lengths[t])] for t in indices],
         indices=indices,
-        skipped=tuple(t for t in range(len(lengths)) if t not in indices),
+        skipped=tuple(t for t, keep in enumerate(is_long) if not keep),
         truncated=int(path.about.get("truncated") or 0),
         unknown_share=float(path.about.get("unknown_share") or 0.0),
         digest=digest.hexdigest(),

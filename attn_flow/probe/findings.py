@@ -60,7 +60,7 @@ class About:
     inputs: str  # digest
     texts: int
     tokens: int
-    skipped: list[int]  # the numbers of the texts that were too short
+    skipped: list[int]  # indices of the texts that were too short
     truncated: int  # how many texts were cut to `max_length`
     unknown_share: float  # share of tokens that the tokenizer does not know
     max_length: int | None

@@ -21,7 +21,7 @@ from attn_flow.hooks.positions import Positions
 from attn_flow.hooks.wrapping import scale_beta
 
 MEASURED_TEXTS = 16  # of the questions about averaging, temperature and depth; more do not change the means
-MIN_TOKENS = 16  # a shorter text has too few keys to sample from
+MIN_TOKENS = 16  # of a text, half of them not special; a shorter one has too few keys to sample from
 RESOLUTION = 1e-10  # squares below this multiple of the squared output are rounding
 
 
@@ -90,7 +90,7 @@ class Recording:
     special: list[Tensor]  # [text] (n,), True for special tokens
     tokens: list[list[str]]  # [text], the tokens in words
     indices: list[int]  # of the texts among the inputs
-    skipped: tuple[int, ...] = ()  # indices of inputs that are shorter than MIN_TOKENS
+    skipped: tuple[int, ...] = ()  # indices of inputs that are too short
     truncated: int = 0  # number of texts that were cut to the maximal length
     unknown_share: float = 0.0  # share of tokens that the tokenizer does not know
     digest: str = ""  # of the inputs

@@ -80,6 +80,7 @@ def run(recorded: Recording, predict: Predict | None) -> Passes:
     """The encoder on the texts of a recording, with `predict` in place of attention in every layer if it is given."""
     inputs = recorded.inputs
     assert inputs is not None  # of every recording that was made from a model
+    dtype = recorded.states[0][0].dtype  # float32 of a model in half precision
     options = {"use_cache": False} if "use_cache" in inspect.signature(inputs.model.forward).parameters else {}
     outputs: list[Tensor] = []
     embeddings: list[Tensor] = []
@@ -90,8 +91,8 @@ def run(recorded: Recording, predict: Predict | None) -> Passes:
             level, mask = cache[cache.points[-1]], cache.mask
             last = getattr(output, "last_hidden_state", None)
             last = level if last is None or last.shape != level.shape else last
-            outputs += [level[row][mask[row]] for row in rows]
-            embeddings += [last[row][mask[row]].mean(0) for row in rows]
+            outputs += [level[row][mask[row]].to(dtype) for row in rows]
+            embeddings += [last[row][mask[row]].to(dtype).mean(0) for row in rows]
     return Passes(recorded, outputs, nn.functional.normalize(torch.stack(embeddings), dim=-1))
 
 
@@ -111,7 +112,7 @@ def _replace_outputs(
         x, mask, layer = cache.batch_first(entered[0]), cache.mask, cache.clock.layer
         added = torch.zeros_like(x)
         for row, text in rows.items():
-            heads = recorded.heads(layer, text, x[row][mask[row]])
+            heads = recorded.heads(layer, text, x[row][mask[row]].to(recorded.states[layer][text].dtype))
             added[row, mask[row]] = predict(heads, layer, text).to(x.dtype)
         return with_hidden_states(output, cache.batch_first(added))
 

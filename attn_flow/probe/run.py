@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from operator import index
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -194,10 +195,10 @@ def prepare(
     """
     checks.require_positive(beta_factor=beta_factor)
     checks.require_nonnegative(seed=seed)
-    if max_length is not None:
-        checks.require_count(max_length=max_length)
-    if texts is None:  # nothing is cut off the model's own inputs
-        max_length = None
+    checks.require_count(batch=batch, max_length=1 if max_length is None else max_length)
+    # Numbers of numpy become Python's, which JSON has. Nothing is cut off the model's own inputs.
+    beta_factor, seed, batch = float(beta_factor), index(seed), index(batch)
+    max_length = None if texts is None or max_length is None else index(max_length)
     model = encoder_inside(model)
     if isinstance(model, DeepStack):
         if texts is not None:
@@ -205,9 +206,9 @@ def prepare(
         recording, facts = record_stack(model, source, beta_factor), stack_facts(model)
         unexplained, inputs = [], recording.digest
     else:
-        texts = None if texts is None else list(row_texts(texts))
-        limit = None if texts is None else length_limit(source, model)
-        max_length = min(max_length, limit) if max_length is not None and limit is not None else max_length
+        if texts is not None:
+            texts, limits = list(row_texts(texts)), (max_length, length_limit(source, model))
+            max_length = min((limit for limit in limits if limit is not None), default=None)
         options: dict[str, Any] = {"max_length": max_length, "beta_factor": beta_factor, "batch": batch}
         recording = record_encoder(model, source, texts, max_unknown=max_unknown, world=world, **options)
         unexplained, facts, inputs = check_weights(model, recording), encoder_facts(model), recording.digest
@@ -219,7 +220,7 @@ def prepare(
         numbers = ", ".join(str(i + 1) for i in recording.skipped)
         remarks.append(
             f"{skipped} of {skipped + recording.texts} texts are left out, because they have fewer than {MIN_TOKENS} "
-            f"tokens: texts {numbers}, counted from 1."
+            f"tokens, or {MIN_TOKENS // 2} that are not special: texts {numbers}, counted from 1."
         )
     if recording.texts < MIN_TEXTS:
         remarks.append(f"A verdict needs {MIN_TEXTS} texts; with {recording.texts} there are numbers only.")
@@ -253,11 +254,14 @@ def check_weights(model: nn.Module, recording: Recording) -> list[float]:
     A layer that computes something else is a ValueError, unless its architecture has positions that cannot be read.
     """
     unexplained = (1 - recording.first(2).explained_by_layer(exact)).nan_to_num(0.0).amax(-1).clamp(min=0).tolist()
+    dtype = next(model.parameters()).dtype
     for layer, (share, block) in enumerate(zip(unexplained, blocks(model))):
         if share > UNEXPLAINED and (block.knows_positions or not block.positions):
+            reason = f"The architecture {block.architecture.name!r} does not fit this model; register one of its own."
+            if dtype in (torch.float16, torch.bfloat16):
+                reason = f"Rounding in {str(dtype).removeprefix('torch.')} may be the reason: probe model.float()."
             raise ValueError(
                 f"layer {layer} of {type(model).__name__}: its weights and positions as read leave {share:.2g} of what "
-                f"its attention adds unexplained. The architecture {block.architecture.name!r} does not fit this "
-                "model; register one of its own."
+                f"its attention adds unexplained. {reason}"
             )
     return unexplained

@@ -97,6 +97,13 @@ def test_distances_are_what_their_definitions_say(generator):
     assert w2(a, b) == pytest.approx(math.sqrt(best / 3), rel=1e-6)
 
 
+def test_a_model_in_half_precision_is_replaced():
+    recorded = record_encoder(tiny("BERT", torch.float16), inputs("BERT"), None)
+    distances, cosines = prepare_replacement(recorded).compare(exact)
+    assert float(distances.max()) < 0.01
+    assert float(cosines.min()) > 0.9999
+
+
 def test_one_text_has_no_unit():
     model = tiny("BERT")
     x = {name: t[:1] for name, t in inputs("BERT").items()}

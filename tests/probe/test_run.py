@@ -9,6 +9,7 @@ from inspect import signature
 from pathlib import Path
 from threading import get_ident
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -89,7 +90,7 @@ def test_the_key_changes_with_inputs_weights_and_options() -> None:
     model, tokenizer = tiny_bert()
     key = lambda texts=WORDS, **options: prepare(model, tokenizer, texts, **options).about.key
     first = key()
-    assert key() == first
+    assert key(seed=np.int64(0), max_length=np.int64(160), batch=np.int64(16), beta_factor=np.float32(1)) == first
     others = {key(WORDS[:2]), key(max_length=20), key(seed=1), key(beta_factor=2.0)}
     weight = model.encoder.layer[1].output.dense.weight
     with torch.no_grad():
@@ -112,12 +113,15 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_texts_that_are_too_short_are_named() -> None:
     with pytest.warns(
         UserWarning,
-        match=rf"2 of 5 texts .*fewer than {MIN_TOKENS} tokens: texts 1, 4, counted from 1. A verdict needs 8",
+        match=rf"2 of 5 texts .*fewer than {MIN_TOKENS} tokens, or 8 .*: texts 1, 4, counted from 1. A verdict needs 8",
     ):
         run = prepare(*tiny_bert(), ["a b", *WORDS[:2], "c d", WORDS[2]])
     assert (run.about.skipped, run.about.texts) == ([0, 3], 3)
     with pytest.raises(ValueError, match=f"no text has {MIN_TOKENS} tokens"):
         probe(*tiny_bert(), ["a b"])
+    inputs = long_inputs("BERT")
+    inputs["special_tokens_mask"] = torch.arange(3)[:, None].eq(1).expand_as(inputs["input_ids"]).long()
+    assert prepare(tiny("BERT"), inputs).about.skipped == [1]  # it has no tokens that are not special
 
 
 def test_fewer_than_eight_texts_have_no_verdict_and_are_named_at_once(small) -> None:
@@ -141,8 +145,10 @@ def test_weights_that_do_not_give_what_a_layer_computes_are_refused() -> None:
     model, tokenizer = tiny_bert()
     query = model.encoder.layer[1].attention.self.query
     query.register_forward_hook(lambda module, args, output: 1.1 * output)  # as an adapter does
-    with pytest.raises(ValueError, match="layer 1"):
+    with pytest.raises(ValueError, match=r"layer 1.* register one of its own"):
         prepare(model, tokenizer, WORDS)
+    with pytest.raises(ValueError, match=r"Rounding in bfloat16 may be the reason: probe model\.float\(\)"):
+        prepare(tiny_bert()[0].bfloat16(), tokenizer, WORDS)
 
 
 def test_unknown_tokens_are_refused_unless_allowed() -> None:
@@ -152,9 +158,10 @@ def test_unknown_tokens_are_refused_unless_allowed() -> None:
     assert prepare(*tiny_bert(), texts, max_unknown=1.0).about.unknown_share == 1
 
 
-def test_a_model_of_short_texts_keeps_as_many_tokens_as_it_takes() -> None:
+@pytest.mark.parametrize("max_length", [160, None])
+def test_a_model_of_short_texts_keeps_as_many_tokens_as_it_takes(max_length) -> None:
     with pytest.warns(UserWarning, match="truncated"):
-        run = prepare(*tiny_bert(), ["a b c d e f g h i j " * 4] * 2)  # 160 by default, and it takes 32
+        run = prepare(*tiny_bert(), ["a b c d e f g h i j " * 4] * 2, max_length=max_length)
     assert (run.about.max_length, run.about.tokens) == (32, 64)
 
 
@@ -167,6 +174,8 @@ def test_probe_and_prepare_have_the_same_defaults() -> None:
 def test_wrong_options_are_named(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(*tiny_bert(), WORDS, **options)
+    with pytest.raises(TypeError, match="as an integer"):
+        prepare(*tiny_bert(), WORDS, seed=1.5)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +198,7 @@ def test_a_model_whose_tokens_see_a_part_of_the_text_is_probed(name, reason, tmp
     assert page.count("This does not say") == 1
     assert "<span>Not measured.</span></h1>" in page
     assert page.count(reason) == 6  # the cards and the sections
+    assert page.count('"sd": ') == len(result.to_frame())  # the map of heads is there without exponents
     assert ProbeResult.load(tmp_path).as_json() == result.as_json()
 
 
