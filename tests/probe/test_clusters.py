@@ -6,7 +6,7 @@ import pytest
 import torch
 from encoder_zoo import long_inputs, tiny
 
-from attn_flow.base.files import read_tensors, to_plain, write_tensors
+from attn_flow.base.files import to_plain
 from attn_flow.hooks.demo import minilm, topics
 from attn_flow.probe.clusters import (
     BASELINES,
@@ -64,13 +64,6 @@ def test_numbers_are_plain_and_complete(measured):
     assert entry["explained"] == pytest.approx(measured.explained[m, 0].mean(-1).tolist())
     assert finding.numbers["cost_over_attention"]["8"] > 1
     to_plain(finding.numbers)
-
-
-def test_it_is_kept_on_disk(measured, tmp_path):
-    write_tensors(vars(measured), tmp_path / "clusters.safetensors", {})
-    again = Clusters(**read_tensors(tmp_path / "clusters.safetensors")[0])
-    torch.testing.assert_close(vars(again), vars(measured), rtol=0, atol=0, equal_nan=True)
-    assert again.finding().numbers == measured.finding().numbers
 
 
 def test_it_depends_on_the_generator_alone():

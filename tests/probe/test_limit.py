@@ -1,18 +1,16 @@
 """Question 4 against literal code, its laws, and small systems in which the answer is known."""
 
-import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from limit_systems import permuted_heads, recording_of, theorem_system, untrained
+from limit_systems import recording_of, theorem_system
 from scipy.linalg import eig
 from scipy.optimize import linear_sum_assignment
 
 from attn_flow import Attention
-from attn_flow.base.files import read_tensors, write_tensors
 from attn_flow.prediction import spectrum
 from attn_flow.probe.limit import LimitApproach, holm, measure_limit, sequential_p
 from attn_flow.probe.limit_flow import leading_subspace
@@ -179,43 +177,17 @@ def test_the_rule_of_the_verdict(generator, own, rival, verdict, words):
     assert finding.numbers["fraction"] == pytest.approx([0.5] * 3)
     few = LimitApproach(agreement[:, :7], rotated, rivals, torch.zeros(0), shrinks[:, :7], shrinks[:, :7]).finding()
     assert few.verdict is None
-
-
-def test_few_texts_have_no_verdict(generator):
-    recording = small_recording(generator)
-    finding = measure(recording, rotations=19).finding()
-    assert finding.verdict is None
-    assert "3 of 8 texts" in finding.text
-
-
-def test_numbers_are_plain_and_records_can_be_kept(generator, tmp_path):
-    measured = measure(small_recording(generator), rotations=19)
-    write_tensors(vars(measured), tmp_path / "limit.safetensors", {})
-    again = LimitApproach(**read_tensors(tmp_path / "limit.safetensors")[0])
-    numbers = again.finding().numbers
-    assert json.dumps(numbers, allow_nan=False) == json.dumps(measured.finding().numbers, allow_nan=False)
-    for name in ("p_value", "fraction", "percent_of_distance"):
-        assert len(numbers[name]) == 2, name
+    assert "7 of 8 texts" in few.text
 
 
 def test_the_answer_follows_from_the_seed(generator):
-    recording = small_recording(generator)
-    one, two, other = (measure(recording, seed, rotations=19).rotated for seed in (0, 0, 1))
+    recording, shares = small_recording(generator), []
+    one = measure(recording, rotations=19, progress=shares.append).rotated
+    two, other = (measure(recording, seed, rotations=19).rotated for seed in (0, 1))
     assert torch.equal(one.nan_to_num(), two.nan_to_num())
     assert not torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def test_progress_reaches_its_end(generator):
-    shares: list[float] = []
-    measure(small_recording(generator), rotations=19, progress=shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-
-
-def test_false_laws_keep_the_shapes_of_the_weights(generator):
-    recording = small_recording(generator)
-    for change in (permuted_heads, untrained):
-        assert [A.Q.shape for A in change(recording, generator).attentions] == [A.Q.shape for A in recording.attentions]
 
 
 def test_geomloss_agrees_with_exact_transport_within_its_bound(generator):
