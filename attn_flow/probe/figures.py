@@ -67,7 +67,8 @@ def exponents_and_temperature(axes: Axes, findings: Findings) -> Ends:
     axes.plot(s, b, "-", color=PREDICTION, linewidth=1.8)
     axes.axhline(0.5, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
     axes.set(ylabel="exponent b of the error", xlim=(low, high), ylim=(-0.05, 0.62), title="One dot per head")
-    axes.text(high, 0.14, "theory b(s)", ha="right", color=PREDICTION)
+    end = float(b[-1])
+    axes.text(high, end + (0.1 if end < 0.3 else -0.06), "theory b(s)", ha="right", color=PREDICTION)
     axes.text(high, 0.51, "mean-field rate 1/2", ha="right", color=BASELINE)
     return []
 
@@ -104,19 +105,21 @@ def descriptions_and_temperature(axes: Axes, findings: Findings) -> Ends:
         sd, explained = _columns(findings["temperature"], "logit_sd", key)
         points = np.array(sorted(zip(sd, np.maximum(explained, -1.0)))).reshape(-1, 2)
         axes.plot(*points.T, "o", markersize=3, color=colour, alpha=0.4)
+        line = points
         if len(points) > 2 * HEAD_GROUPS:
-            medians = np.array([np.median(group, axis=0) for group in np.array_split(points, HEAD_GROUPS)])
-            axes.plot(*medians.T, "-", color=colour, linewidth=2)
-            ends.append((points[-1, 0], medians[-1][1], label, colour))
-    low, high = _temperature_axis(axes)
-    axes.set(ylabel="explained share of its output", ylim=(-1.1, 1.25))
+            line = np.array([np.median(group, axis=0) for group in np.array_split(points, HEAD_GROUPS)])
+            axes.plot(*line.T, "-", color=colour, linewidth=2)
+        if len(points):
+            ends.append((points[-1, 0], line[-1, 1], label, colour))
     thresholds = findings["temperature"].numbers["thresholds"]
-    bounds = [low, *thresholds, high]
-    for name, left, right in zip(PHASES, bounds, bounds[1:]):
-        if low < right and left < high:
-            axes.text(math.sqrt(max(left, low) * min(right, high)), 1.13, name, ha="center", color=BASELINE)
     for threshold in thresholds:
         axes.axvline(threshold, color=BASELINE, linewidth=1, linestyle="--", zorder=0)
+    low, high = _temperature_axis(axes)
+    high = max(high, 1.6 * thresholds[-1])  # room for the name of the last phase
+    axes.set(ylabel="explained share of its output", xlim=(low, high), ylim=(-1.1, 1.25))
+    bounds = [low, *thresholds, high]
+    for name, left, right in zip(PHASES, bounds, bounds[1:]):
+        axes.text(math.sqrt(left * right), 1.13, name, ha="center", color=BASELINE)
     return ends
 
 
@@ -154,7 +157,9 @@ def _temperature_axis(axes: Axes) -> tuple[float, float]:
     """The standard deviation of logits on the x axis, from warm to cold; returns its ends."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("standard deviation of a head's logits, s")
+    low, high = axes.get_xlim()
+    widening = math.sqrt(max(1.0, 4 * low / high))  # two powers of two at least, where the ticks are
+    axes.set(xlabel="standard deviation of a head's logits, s", xlim=(low / widening, high * widening))
     return axes.get_xlim()
 
 

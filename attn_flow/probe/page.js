@@ -30,7 +30,7 @@ function showHeads() {
   const cells = [];
   for (const cell of data.map) {
     if (cell.head === 0) cells.push(element("span", `layer ${cell.layer}`));
-    const button = element("button", cell.b === null ? "" : cell.b.toFixed(2).replace("0.", "."));
+    const button = element("button", cell.b === null ? "–" : cell.b.toFixed(2).replace("0.", "."));
     button.type = "button";
     button.style.background = heat((Math.log2(cell.sd || 0.5) + 1) / 4);  // from 0.5 to 8
     button.title = `layer ${cell.layer}, head ${cell.head}: exponent b ${cell.b?.toFixed(2) ?? "not known"}, ` +

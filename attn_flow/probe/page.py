@@ -84,8 +84,8 @@ def write_page(
 def _card(findings: Mapping[str, Finding], name: str) -> str:
     finding, question = findings[name], html.escape(QUESTIONS[name])
     figure = _svg(draw(findings, name, SMALL, small=True), f"{name}-small", question) if finding.numbers else ""
-    tag = f'<span class="tag {TAGS[finding.verdict]}">{finding.verdict or "numbers"}</span>'
-    return f'<a class="card" href="#{name}"><h2>{question}</h2>{figure}<p>{tag} {html.escape(finding.text)}</p></a>'
+    tag = f'<span class="tag {TAGS[finding.verdict]}">{finding.verdict or "numbers"}</span> ' if finding.numbers else ""
+    return f'<a class="card" href="#{name}"><h2>{question}</h2>{figure}<p>{tag}{html.escape(finding.text)}</p></a>'
 
 
 def _figure(findings: Mapping[str, Finding], name: str) -> str:

@@ -52,7 +52,8 @@ class ProbeResult:
 
     def __repr__(self) -> str:
         encoder = self.about.encoder
-        answers = ", ".join(f"{name}: {finding.verdict or 'numbers'}" for name, finding in self.findings.items())
+        answer = lambda finding: finding.verdict or ("numbers" if finding.numbers else "not measured")
+        answers = ", ".join(f"{name}: {answer(finding)}" for name, finding in self.findings.items())
         return f"ProbeResult({encoder['model']}, {encoder['layers']} layers, {self.about.texts} texts; {answers})"
 
     def to_frame(self) -> DataFrame:

@@ -141,4 +141,6 @@ def test_one_text_has_a_page(tmp_path) -> None:
     page = result.report(tmp_path).read_text().split("<script>")[0]
     assert "nan" not in page.lower().replace("finance", "")
     assert "none was cut, 0 left out" in page
+    averaging = page.split('<section id="averaging">')[1].split("</section>")[0]
+    assert re.search(r">0\.00\d+</text>", averaging)  # the axis of small logits that differ little has numbers
     assert {finding.verdict for finding in result.findings.values()} == {None}

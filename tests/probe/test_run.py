@@ -198,6 +198,9 @@ def test_a_model_whose_tokens_see_a_part_of_the_text_is_probed(name, reason, tmp
     assert page.count("This does not say") == 1
     assert "<span>Not measured.</span></h1>" in page
     assert page.count(reason) == 6  # the cards and the sections
+    assert page.count(">numbers</span>") == 1  # of the temperature
+    assert "averaging: not measured" in repr(result)
+    assert all(page.count(f">{words}</text>") == 2 for words in ("four largest logits", "warm", "middle", "frozen"))
     assert page.count('"sd": ') == len(result.to_frame())  # the map of heads is there without exponents
     assert ProbeResult.load(tmp_path).as_json() == result.as_json()
 
