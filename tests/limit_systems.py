@@ -1,4 +1,4 @@
-"""Recordings for question 4: systems in which the theorem holds, false laws, and planted displacements."""
+"""Recordings of given tokens and weights: systems in which the theorem holds, false laws, and planted displacements."""
 
 import math
 from dataclasses import replace
@@ -13,11 +13,13 @@ from attn_flow.probe.encoders import record_encoder
 from attn_flow.probe.recording import Recording
 
 
-def recording_of(attentions: list[Attention], states: list[list[Tensor]]) -> Recording:
-    """A recording of states [level][text] under given attentions."""
+def recording_of(
+    attentions: list[Attention], states: list[list[Tensor]], special: list[Tensor] | None = None
+) -> Recording:
+    """A recording of states [level][text] under given attentions; without `special` no token is special."""
     L, texts = len(attentions), len(states[0])
     outputs = [[A.drift(x) for x in level] for A, level in zip(attentions, states)]
-    special = [torch.zeros(len(x), dtype=torch.bool) for x in states[0]]
+    special = special or [torch.zeros(len(x), dtype=torch.bool) for x in states[0]]
     tokens = [["token"] * len(x) for x in states[0]]
     return Recording(attentions, [None] * L, [None] * L, states, outputs, special, tokens, list(range(texts)))
 

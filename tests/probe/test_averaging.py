@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import limit_systems
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ from attn_flow.probe.averaging import (
 )
 from attn_flow.probe.encoders import record_encoder
 from attn_flow.probe.findings import Interval
-from attn_flow.probe.recording import Heads, Recording
+from attn_flow.probe.recording import Heads
 from attn_flow.probe.sampling import (
     decay_exponent,
     gaussian_exponent,
@@ -42,19 +43,7 @@ def random_heads(n=11, heads=2, special=(0, 10), seed=0):
 
 def recording_of(attentions, clouds, special=None):
     """A recording whose tokens are the same at every level."""
-    n = [len(x) for x in clouds]
-    special = special or [torch.zeros(k, dtype=torch.bool) for k in n]
-    L = len(attentions)
-    return Recording(
-        attentions,
-        [None] * L,
-        [None] * L,
-        [clouds] * (L + 1),
-        [[A.drift(x) for x in clouds] for A in attentions],
-        special,
-        [[str(i) for i in range(k)] for k in n],
-        list(range(len(n))),
-    )
+    return limit_systems.recording_of(attentions, [clouds] * (len(attentions) + 1), special)
 
 
 def loop_average(heads, h, i, kept):

@@ -2,6 +2,7 @@
 
 import math
 
+import limit_systems
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,7 @@ from attn_flow import Attention
 from attn_flow.hooks.demo import topics
 from attn_flow.probe.encoders import record_encoder
 from attn_flow.probe.findings import correlation, rank_correlation
-from attn_flow.probe.recording import Heads, Recording
+from attn_flow.probe.recording import Heads
 from attn_flow.probe.temperature import (
     best_description,
     describe_by_keys,
@@ -27,8 +28,7 @@ def seeded(seed=0):
 
 def recording_of(attention, clouds, special=()):
     mask = [torch.tensor([i in special for i in range(len(x))]) for x in clouds]
-    tokens = [[str(i) for i in range(len(x))] for x in clouds]
-    return Recording([attention], [None], [None], [clouds, clouds], [clouds], mask, tokens, list(range(len(clouds))))
+    return limit_systems.recording_of([attention], [clouds, clouds], mask)
 
 
 def test_statistics_of_a_head_are_means_over_queries_of_sums_over_keys():
