@@ -166,8 +166,8 @@ def phases(path: Trajectory, limit: LimitMap, *, w2: ArrayLike | Tensor | None =
 def _phases_of_path(path: Trajectory, limit: LimitMap, curve: Tensor) -> Phases:
     t, w, m = path.t.cpu().double().numpy(), curve.numpy(), int(curve.argmin())
     beta = path.about["field"]["beta"]
+    needs = limit.examine(path.cloud(0), beta=beta if beta > 0 else None)
     beta = beta if 0 < beta < math.inf else None
-    needs = limit.examine(path.cloud(0), beta=beta)
     doubts = [str(need) for need, before in zip(needs, limit.requires) if need.met is False and before.met is None]
     rounding = 8 * math.sqrt(torch.finfo(path.x.dtype).eps)  # W2^2 is a sum of squares of order one
     if beta is not None and limit.exit_rate and w[m] < rounding:

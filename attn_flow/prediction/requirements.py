@@ -39,14 +39,15 @@ def requirements(
     spectrum: Spectrum | None, rates: Rates | None, terminal: TerminalPhase | None, has_context: bool
 ) -> tuple[Requirement, ...]:
     """What a limit map assumes, decided as far as the weights alone can tell."""
-    if spectrum is None:
-        return (Requirement("tokens come to rest", "a token has a limit if it comes to rest at a stable equilibrium"),)
     needs = []
     if not has_context:
         needs.append(Requirement("enough tokens", "n tokens resolve the argmax: beta |Gx| n^(-2/(d-1)) <= 1"))
-    if not has_context and spectrum.case != "stationary":
+    if not has_context and (spectrum is None or spectrum.case != "stationary"):
         noise = "the sampling error of random tokens is below the effect of temperature: (beta |Gx|)^((d+1)/2) <= n"
         needs.append(Requirement("little sampling noise", noise))
+    if spectrum is None:
+        rest = "a token has a limit if it comes to rest at a stable equilibrium"
+        return (*needs, Requirement("tokens come to rest", rest))
     if spectrum.case == "jordan":
         crossing = "W2 ~ t^(-power) if the masses that cross in both directions differ, 1/t if they are equal"
         needs.append(Requirement("unequal crossing masses", f"{crossing} (even distributions)"))
