@@ -18,6 +18,7 @@ from attn_flow.hooks.safe_loading import load_tokenizer, pretrained_model
 from attn_flow.hooks.saving import PREFIX
 
 Loader = Callable[[bool], tuple[nn.Module, Any]]  # from `pickle` to the model and its tokenizer
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")
 _loaders: dict[str, Loader] = {"minilm": lambda pickle: minilm()}
 
 
@@ -48,7 +49,8 @@ def load_encoder(path: str | os.PathLike[str], *, pickle: bool = False) -> tuple
         pickle: also read pickled weights (with weights_only). A pickle can run code, so the default is safetensors.
 
     Returns:
-        (model, tokenizer); the tokenizer is None for a model of images. Replaced attention stays replaced.
+        (model, tokenizer); the tokenizer is None for a model of images and in a folder that has none. Replaced
+        attention stays replaced.
 
     Example:
         >>> import tempfile
@@ -60,9 +62,9 @@ def load_encoder(path: str | os.PathLike[str], *, pickle: bool = False) -> tuple
         >>> type(model).__name__, tokenizer("a b").input_ids
         ('BertModel', [2, 5, 6, 3])
     """
-    from transformers import AutoModel, PretrainedConfig
+    from transformers import AutoModel, AutoModelForTextEncoding, PretrainedConfig
 
-    name, folder = str(path), Path(path)
+    name, folder, has_tokenizer = str(path), Path(path), True
     if name in _loaders:
         model, tokenizer = _loaders[name](pickle)
         return model.float(), tokenizer
@@ -74,13 +76,17 @@ def load_encoder(path: str | os.PathLike[str], *, pickle: bool = False) -> tuple
                 f"{folder} holds no .safetensors file. A pickle can run code when it is read; if you trust this one, "
                 "pass pickle=True (--pickle), or save the model again with safe_serialization."
             )
+        has_tokenizer = any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern))
     try:
-        if PretrainedConfig.get_config_dict(path)[0].get(ENTRY):
-            model = _load_flows(flow_auto_class("AutoModel"), path)
+        config = PretrainedConfig.get_config_dict(path)[0]
+        has_no_decoder = any(each.endswith("T5EncoderModel") for each in config.get("architectures") or ())
+        kind = AutoModelForTextEncoding if has_no_decoder else AutoModel
+        if config.get(ENTRY):
+            model = _load_flows(flow_auto_class(kind.__name__), path)
         else:
-            model = pretrained_model(AutoModel, path, use_safetensors=not pickle).eval()
+            model = pretrained_model(kind, path, use_safetensors=not pickle).eval()
         is_vision = getattr(model, "main_input_name", "input_ids") == "pixel_values"
-        return model.float(), None if is_vision else load_tokenizer(path)
+        return model.float(), None if is_vision or not has_tokenizer else load_tokenizer(path)
     except OSError as error:
         if folder.exists():
             raise

@@ -101,7 +101,7 @@ def record(
 
     loaded, reader, beta_factor = open_model(model, device, dtype, pickle, tokenizer, quiet=quiet or as_json)
     if reader is None:
-        raise ValueError(f"{model} takes no texts; give its own inputs to attn_flow.hooks.record_corpus.")
+        raise ValueError(f"{model} has no tokenizer: give --tokenizer, or its own inputs to record_corpus.")
     corpus = read_texts(texts, field, demo=False, model=model)
     console.require_writable(out)
     world, progress = processes(), not (quiet or as_json)

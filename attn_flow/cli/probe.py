@@ -80,7 +80,7 @@ def probe(
         if source is None:
             inputs = own_inputs(name.partition("@")[0], reader, model, first or DEMO_INPUTS, max_length)
         elif reader is None:
-            raise ValueError(f"{name} takes no texts; give its own inputs to attn_flow.probe.probe(model, inputs).")
+            raise ValueError(f"{name} has no tokenizer: give --tokenizer, or its own inputs to probe(model, inputs).")
         else:
             inputs = reader, source
         run = prepare(model, *inputs, beta_factor=beta_factor, **options)

@@ -113,7 +113,9 @@ def test_a_vision_model_is_refused(tmp_path) -> None:
     (tmp_path / "t.txt").write_text("a b c\n")
     for command in ("probe", "record"):
         words = [command, str(tmp_path / "vit"), "--texts", str(tmp_path / "t.txt"), "--out", str(tmp_path / "out")]
-        assert "vit takes no texts; give its own inputs" in " ".join(run(*words, code=2).stderr.split())
+        assert "vit has no tokenizer: give --tokenizer, or its own inputs" in " ".join(
+            run(*words, code=2).stderr.split()
+        )
 
 
 def test_record_at_another_temperature(tiny, tmp_path) -> None:

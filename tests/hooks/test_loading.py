@@ -11,7 +11,7 @@ import torch
 from encoder_zoo import tiny, tokenizer
 
 from attn_flow.experiments.encoders.entries import load_text_encoder
-from attn_flow.hooks import load, load_encoder, load_texts
+from attn_flow.hooks import load, load_encoder, load_texts, replace_attention
 from attn_flow.hooks.safe_loading import load_tokenizer
 
 
@@ -67,6 +67,16 @@ def test_places_that_are_no_files(tmp_path: Path) -> None:
         load_texts(tmp_path)
     with pytest.raises(ValueError, match=r"has no config\.json; expected a folder written by save_pretrained"):
         load_encoder(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["T5 encoder", "BERT"])
+def test_a_folder_without_a_tokenizer(tmp_path: Path, name: str) -> None:
+    """An encoder half of T5 has no weights of a decoder, which transformers' AutoModel would make up."""
+    for model in (tiny(name), replace_attention(tiny(name), steps=2)):
+        model.save_pretrained(tmp_path)
+        again, reader = load_encoder(tmp_path)
+        assert (isinstance(again, type(tiny(name))), reader) == (True, None)
+        assert all(torch.equal(p, again.state_dict()[key]) for key, p in model.state_dict().items())
 
 
 def test_long_fields_are_texts_too(tmp_path: Path) -> None:
