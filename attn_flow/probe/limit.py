@@ -57,7 +57,8 @@ class LimitApproach:
         global_p = sequential_p(float(self.agreement.mean()), joint)
         p_values = [sequential_p(float(mean), draws[~draws.isnan()]) for mean, draws in zip(own, self.rotated)]
         named = holm(p_values)
-        shifted = {"permuted_heads": self.permuted_heads, "other_layers": self.other_layers}
+        shifts = {"permuted_heads": self.permuted_heads, "other_layers": self.other_layers}
+        best_shifts = {name: float(draws.max()) if len(draws) else math.nan for name, draws in shifts.items()}
         low, high = (self.rotated.nanquantile(q, dim=-1) for q in (0.05, 0.95))
         share = float(made.mean() / expected.mean()) if expected.mean() > 0 else math.nan
         numbers = {
@@ -69,12 +70,12 @@ class LimitApproach:
             "rotated_low": low,
             "rotated_high": high,
             "rotations": (~self.rotated.isnan()).sum(-1),
-            "rivals": {name: draws.mean() for name, draws in shifted.items()},  # NaN where there is no shift
+            "rivals": best_shifts,  # NaN where there is no shift
             "percent_of_distance": 100 * made,
             "percent_of_flow": 100 * expected,
             "fraction": torch.where(expected > 0, made / expected, torch.nan),
         }
-        unbeaten = [name.replace("_", " ") for name, draws in shifted.items() if (own.mean() <= draws).any()]
+        unbeaten = [name.replace("_", " ") for name, best in best_shifts.items() if own.mean() <= best]
         if global_p > LEVEL:
             verdict, words = "not supported", "Layers follow the limit of their weights no more than of rotated weights"
         elif unbeaten:
@@ -91,7 +92,7 @@ class LimitApproach:
         measured += f"; p = {global_p:.2g} against rotated weights"
         value = f"p = {global_p:.2g}; agreement {float(own.mean()):z.2f}"
         baselines = {"rotated weights": float(self.rotated.nanmean(-1).mean())}
-        baselines |= {name.replace("_", " "): float(draws.mean()) for name, draws in shifted.items() if len(draws)}
+        baselines |= {name.replace("_", " "): best for name, best in best_shifts.items() if not math.isnan(best)}
         best, agreement = max(baselines.items(), key=lambda item: item[1])
         return findings.answer(verdict, words, measured, texts, numbers, value, f"{best}: {agreement:z.2f}")
 

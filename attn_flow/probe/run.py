@@ -25,6 +25,7 @@ from attn_flow.base.files import digest, read_tensors, versions, write_tensors
 from attn_flow.base.processes import ALONE, Processes, limit_threads
 from attn_flow.base.progress import progress_bar
 from attn_flow.hooks.corpus import fingerprint
+from attn_flow.hooks.evaluation import describe_changes
 from attn_flow.hooks.inputs import length_limit, row_texts
 from attn_flow.hooks.layout import blocks, encoder_inside
 from attn_flow.hooks.weights import encoder_facts
@@ -258,7 +259,9 @@ def check_weights(model: nn.Module, recording: Recording) -> list[float]:
     for layer, (share, block) in enumerate(zip(unexplained, blocks(model))):
         if share > UNEXPLAINED and (block.knows_positions or not block.positions):
             reason = f"The architecture {block.architecture.name!r} does not fit this model; register one of its own."
-            if dtype in (torch.float16, torch.bfloat16):
+            if changes := describe_changes(block):
+                reason = f"It has {changes}: probe restore_attention(model), at another temperature with beta_factor=."
+            elif dtype in (torch.float16, torch.bfloat16):
                 reason = f"Rounding in {str(dtype).removeprefix('torch.')} may be the reason: probe model.float()."
             raise ValueError(
                 f"layer {layer} of {type(model).__name__}: its weights and positions as read leave {share:.2g} of what "

@@ -15,6 +15,7 @@ import torch
 import transformers
 from encoder_zoo import TEXT, long_inputs, tiny
 
+from attn_flow.hooks import replace_attention
 from attn_flow.hooks.corpus import fingerprint
 from attn_flow.hooks.demo import tiny_bert
 from attn_flow.probe import ProbeResult, prepare, probe, untrained_copy
@@ -149,6 +150,8 @@ def test_weights_that_do_not_give_what_a_layer_computes_are_refused() -> None:
         prepare(model, tokenizer, WORDS)
     with pytest.raises(ValueError, match=r"Rounding in bfloat16 may be the reason: probe model\.float\(\)"):
         prepare(tiny_bert()[0].bfloat16(), tokenizer, WORDS)
+    with pytest.raises(ValueError, match=r"It has a flow .*: probe restore_attention\(model\), at another temperature"):
+        prepare(replace_attention(tiny_bert()[0], beta_factor=4.0), tokenizer, WORDS)
 
 
 def test_unknown_tokens_are_refused_unless_allowed() -> None:
