@@ -109,6 +109,10 @@ class Attention(Field):
             tensor([[[-1.,  0.],
                      [ 0., -1.]]])
         """
+        for name, z in (("G", G), ("V", V)):
+            checks.require_tensor(name, z)
+        if G.shape[-1:] != V.shape[-1:]:
+            raise ValueError(f"G has shape {tuple(G.shape)} and V {tuple(V.shape)}, expected two of one dimension.")
         return cls(Q=G, V=V, beta=beta, **options)
 
     @classmethod

@@ -95,6 +95,8 @@ def flow(
     times, method = checks.time_grid(t), as_method(step)
     require_field("field", field)
     checks.require_positive(h=h)
+    if noise is not None and not callable(noise):
+        raise TypeError(f"noise is {noise!r}, expected a function such as attn_flow.dynamics.noise.independent(0.1).")
     if not validate and (isinstance(method, Adaptive) or stop is not None):
         raise ValueError("validate=False reads no values, but adaptive steps and stop= need them; use validate=True.")
     if not isinstance(method, Adaptive) and (times[-1] - times[0]) / h > MAX_STEPS:

@@ -106,6 +106,8 @@ class ContinuousAttentionLayer(FlowModule):
             checks.require_same_device("mask", mask, "x", x)
             if mask.shape != x.shape[:-1]:
                 raise ValueError(f"mask has shape {tuple(mask.shape)}, expected (..., n) = {tuple(x.shape[:-1])}.")
+            if mask.is_floating_point():  # such as numbers that are added to logits
+                raise TypeError(f"mask has dtype {mask.dtype}, expected True or the integer 1 for tokens.")
             is_token, log_weights = (mask > 0)[..., None], torch.where(mask > 0, 0.0, -torch.inf)
             start = torch.where(is_token, x, torch.eye(1, self.dim).to(x))  # padding of zeros has no direction
         if self.validate and checks.can_read(x, self.Q, self.log_beta):

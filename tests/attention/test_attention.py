@@ -337,7 +337,8 @@ ONE = Attention.identity(3)
         (lambda: ONE.with_context(EYE).matrix(EYE), ValueError, r"use with_context\(None\)"),
         (lambda: Attention.identity(3, 1e4, kind="unnormalised").drift(EYE), FloatingPointError, "not finite"),
         (lambda: Attention.from_matrices(EYE, EYE[0]), ValueError, r"V has shape \(3,\)"),
-        (lambda: Attention.from_matrices(EYE, EYE[:2, :2]), ValueError, r"V has shape \(1, 2, 2\)"),
+        (lambda: Attention.from_matrices(EYE, EYE[:2, :2]), ValueError, r"G has shape \(3, 3\) and V \(2, 2\)"),
+        (lambda: Attention.from_matrices(EYE.numpy(), EYE), TypeError, "G is a ndarray, expected a torch.Tensor"),
     ],
 )
 def test_errors_name_what_is_wrong(call, error, words):

@@ -323,9 +323,10 @@ def test_masks() -> None:
     x, keep = draw(2, 5, 4), MASK.bool()
     layer = make()
     expected = layer(x, keep)
-    for mask in (MASK, MASK.float()):
-        assert torch.equal(layer(x, mask), expected)
-        assert torch.equal(layer(x, attention_mask=mask), expected)
+    assert torch.equal(layer(x, MASK), expected)
+    assert torch.equal(layer(x, attention_mask=MASK), expected)
+    with pytest.raises(TypeError, match=r"mask has dtype torch\.float32, expected True or the integer 1 for tokens"):
+        layer(x, torch.where(keep, 0.0, -1e9))
     for shape in ((2, 4), (2, 1, 5, 5)):
         with pytest.raises(ValueError, match=r"mask has shape \(2, .*\), expected \(..., n\) = \(2, 5\)"):
             layer(x, torch.ones(shape))
