@@ -68,6 +68,8 @@ def probe(
     shows, progress = world.is_first and not as_json, not (quiet or as_json)
     has_own_inputs = texts is None and names[0].partition("@")[0] in WITHOUT_TEXTS
     source = read_texts(texts, field, demo, names[0])[:first] if not has_own_inputs else None
+    if shows and source and texts is None and not demo:
+        console.echo(f"No --texts: the {len(source)} sample texts of {names[0]} are taken.")
     for name in names[1:]:  # a model that cannot be opened is reported before the first one is probed
         open_model(name, device, dtype, pickle, tokenizer, seed, quiet=True)
     limit = max_length if source else None

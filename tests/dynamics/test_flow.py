@@ -256,6 +256,7 @@ A3 = Attention.identity(3)
         (lambda: flow(A3, X, 1e12), ValueError, "larger h"),
         (lambda: flow(A3, X, 1.0, step="adaptive", validate=False), ValueError, "validate"),
         (lambda: flow(A3, [[1.0]], 1.0), TypeError, "torch.Tensor"),
+        (lambda: flow(A3, X, 1.0, noise=0.1), TypeError, r"noise is 0\.1, expected a function such as .*independent"),
         (lambda: flow(Drift(lambda t, x: x * 1e30), X, 3.0, geometry=Euclidean()), FloatingPointError, "range"),
         (lambda: Adaptive(tol=0.0), ValueError, "tol"),
         (lambda: flow(A3, X, 10.0, step=Adaptive(max_steps=1)), FloatingPointError, "max_steps"),
