@@ -112,7 +112,7 @@ class Attention(Field):
         for name, z in (("G", G), ("V", V)):
             checks.require_tensor(name, z)
         if G.shape[-1:] != V.shape[-1:]:
-            raise ValueError(f"G has shape {tuple(G.shape)} and V {tuple(V.shape)}, expected two of one dimension.")
+            raise ValueError(f"G has shape {tuple(G.shape)} and V {tuple(V.shape)}, expected one dimension d of both.")
         return cls(Q=G, V=V, beta=beta, **options)
 
     @classmethod

@@ -54,7 +54,6 @@ def probe(
     """
     from attn_flow.base.processes import processes
     from attn_flow.experiments.encoders.zoo import own_inputs
-    from attn_flow.probe.findings import MIN_TEXTS
     from attn_flow.probe.run import prepare
 
     names = ["minilm"] if demo and not models else list(models or [])
@@ -93,8 +92,6 @@ def probe(
             console.print_table(name, ["question", "answer", "value (95% interval)", "compare with"], rows)
             for text in dict.fromkeys(f.text for f in findings.values() if f.value == "not measured"):
                 console.paragraph(text)
-            if results[name].about.texts < MIN_TEXTS:
-                console.echo(f"No verdicts: {results[name].about.texts} texts, at least {MIN_TEXTS} are needed.")
             console.echo(f"Report: {folder / 'report.html'}")
     if not world.is_first:
         return
